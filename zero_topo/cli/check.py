@@ -105,7 +105,7 @@ def check(
 
 
 def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None, world_size: int | None) -> Topology:
-    """Where the config will run, once DeepSpeed's batch sizes fit its ranks."""
+    """Return the machine on which the config will run, after a check that DeepSpeed's batch sizes fit its ranks."""
     setting = block.topology
     if where is not None and setting not in FOUND:
         raise ValueError(f"--machine {where}: the block says itself where it runs (topology {setting!r}); leave it out")
@@ -120,7 +120,7 @@ def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None
 def _forecast(
     block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], overlap: float | None, as_json: bool
 ) -> None:
-    """What an automatic block would choose, as no model is named."""
+    """Return what an automatic block would choose if the command names no model."""
     before_a_model(block, found)
     chosen = forecasts(block, found, loaded, overlap)
     default = "" if block.scheme else ", the default here"

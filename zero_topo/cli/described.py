@@ -112,7 +112,7 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> Des
 
 
 def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:
-    """Where the devices differ from the stated machine, which is believed."""
+    """Return warnings where the devices differ from the stated machine, which takes precedence."""
     facts = {
         "ranks per node": (stated.ranks_per_node, tree.count),
         "ranks per GPU": (stated.ranks_per_gpu, tree.shape()[1] if tree.packages else stated.ranks_per_gpu),

@@ -111,7 +111,7 @@ class _Costed(_Resolved):
 
 
 class _Schemes(_Document):
-    """``plan``."""
+    """The output of ``plan``."""
 
     topology: Topology
     params: int
@@ -131,7 +131,7 @@ class _Refused(_Document):
 
 
 class _Recommendation(_Document):
-    """``plan --recommend``."""
+    """The output of ``plan --recommend``."""
 
     topology: Topology
     model: Transformer
@@ -156,7 +156,7 @@ class _Largest(_Document):
 
 
 class _MaxParams(_Document):
-    """``plan --max-params``."""
+    """The output of ``plan --max-params``."""
 
     topology: Topology
     memory_limit: int
@@ -181,7 +181,7 @@ class _Point(_Document):
 
 
 class _Simulated(_Document):
-    """``simulate``."""
+    """The output of ``simulate``."""
 
     machine: str
     model: str
@@ -298,7 +298,7 @@ DOCUMENTS: Mapping[str, Any] = MappingProxyType(
 
 
 def document(command: str) -> TypeAdapter[Any]:
-    """What a command prints with ``--json``: reads it, and gives its schema.
+    """Return the model of a command's ``--json`` output: it validates the output and has its schema.
 
     Raises:
         ValueError: if the command prints none.

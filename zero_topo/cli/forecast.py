@@ -66,14 +66,14 @@ def largest_note(resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[st
 def forecasts(
     block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], overlap: float | None
 ) -> dict[int, Ranking]:
-    """What an automatic block would choose for models of usual sizes; empty where the memory is not known."""
+    """Return what an automatic block would choose for models of usual sizes; empty if the memory is not known."""
     if found.memory_per_rank is None:
         return {}
     return {params: rank_plans(block, request_for(loaded, found, scaled(params), overlap)) for params in USUAL}
 
 
 def forecasts_json(chosen: Mapping[int, Ranking]) -> list[dict[str, Any]]:
-    """In JSON types."""
+    """Convert forecasts to JSON types."""
     return [
         {"params": params, "chosen": plan_json(ranking.timed[0]) if ranking.timed else None}
         for params, ranking in chosen.items()

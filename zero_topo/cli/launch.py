@@ -40,7 +40,7 @@ Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ran
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Of ``launch slurm``."""
+    """The options of ``launch slurm``."""
 
     command: Command = ()  # type: ignore[assignment]
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1

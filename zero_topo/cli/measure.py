@@ -58,7 +58,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
 
 
 def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
-    """What :func:`rank_environment` says, in a job of several ranks.
+    """Return :func:`rank_environment` of a job with several ranks.
 
     Raises:
         ValueError: outside a job of several ranks, or where nothing says how its ranks meet.

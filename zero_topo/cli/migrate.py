@@ -53,7 +53,7 @@ USUAL_PARAMS = "1B"
 
 @dataclass(frozen=True)
 class MigrateOptions:
-    """Of ``migrate``."""
+    """The options of ``migrate``."""
 
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     machine: Annotated[
@@ -128,7 +128,7 @@ def migrated(ds_config: Mapping[str, Any]) -> Translation:
 
 
 def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[str]:
-    """What is not as it was in DeepSpeed, one sentence each."""
+    """Return what differs from DeepSpeed, one sentence each."""
     size = block.quantize.block_size
     if MICS in active:
         yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
@@ -174,7 +174,7 @@ class Costs:
         return {row: by_domain(price.sent) for row, price in self.prices.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types."""
+        """Convert the comparison to JSON types."""
         return {
             "topology": self.prices[AFTER].config.topology.to_json(),
             "params": self.params,
@@ -226,5 +226,5 @@ def _costs(
 
 
 def _other(found: Topology) -> dict[str, Any]:
-    """What moving is for: weights inside a GPU of several ranks, or else a node."""
+    """Return the block for comparison: weights sharded over a GPU of several ranks, or else over a node."""
     return {"scheme": "topo", **({} if found.ranks_per_gpu > 1 else {"weights": "node"})}

@@ -38,7 +38,7 @@ Share = Annotated[float, Field(ge=0, le=0.9)]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Of ``plan``."""
+    """The options of ``plan``."""
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
     model: Annotated[

@@ -44,7 +44,7 @@ NEVER = 10**6
 
 @dataclass(frozen=True)
 class Options:
-    """Of ``simulate``."""
+    """The options of ``simulate``."""
 
     machine: Annotated[
         str,
@@ -144,7 +144,7 @@ def simulate(options: Options) -> None:
 
 
 def _price(scheme: tuple[ZeroTopoConfig, bool], place: Topology, job: Job, count: int, rates: Rates) -> Price:
-    """What a scheme costs on a machine with so many micro-batches a step."""
+    """Return the cost of a scheme on a machine for a number of micro-batches per step."""
     block, stock = scheme
     request = Request(place, replace(job, micro_batches=count, stock=stock), own_rates=rates)
     return request.price(resolve_config(block, place))

@@ -238,7 +238,7 @@ class TopkASync(PickingSync):
 
 
 class GaussianKSync(PickingSync):
-    """As ``topk_a``, the threshold estimated from a normal distribution."""
+    """As ``topk_a``, with a threshold that is estimated from a normal distribution."""
 
     mode: Literal["gaussian_k"] = Field(
         "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
@@ -391,7 +391,7 @@ class RadiusSync(SparseSync):
 
 
 class PerParameter(SparseSync):
-    """What modes have in common that may choose of each parameter by itself."""
+    """What modes have in common that can select elements within each parameter."""
 
     per_parameter: bool = Field(
         False,

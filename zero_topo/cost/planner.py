@@ -248,7 +248,7 @@ class Ranking:
 
     @property
     def best(self) -> Priced:
-        """Return the winner.
+        """Return the best plan.
 
         Raises:
             ValueError: if nothing fits.

@@ -95,7 +95,7 @@ UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 
 @dataclass(frozen=True)
 class Job:
-    """Describes what is trained.
+    """Describes a training job: model, micro-batches, recomputation, overlap.
 
     Attributes:
         model: its shape.

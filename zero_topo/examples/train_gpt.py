@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of a run share."""
+    """The objects that the parts of a run share."""
 
     args: argparse.Namespace
     config: dict[str, Any]
@@ -156,7 +156,7 @@ def write_sample(run: Run) -> None:
 
 
 def main() -> None:
-    """Everything, in order."""
+    """Build the model and the engine, train, evaluate, and save."""
     behave()
     args = parse_arguments()
     try:

@@ -104,7 +104,7 @@ def _check_mapping(env: Mapping[str, str]) -> None:
 
 
 def _master(env: Mapping[str, str], view: LauncherView) -> str:
-    """Host of rank 0."""
+    """Return the host of rank 0."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
     if view.nodes == 1:

@@ -39,7 +39,7 @@ _PLAIN = re.compile(r"[\w./:=@%+,-]+")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to start, and where.
+    """Describes a batch job: the command, the nodes, the options.
 
     Attributes:
         command: program and arguments of a rank.
@@ -96,7 +96,7 @@ class SlurmJob:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
 

@@ -50,7 +50,7 @@ class RunStats(Protocol):
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's measurements.
+    """The bytes that one rank sent and stored.
 
     Attributes:
         sent: (phase, domain) -> bytes sent in the last optimizer step.

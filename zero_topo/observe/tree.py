@@ -35,7 +35,7 @@ class Box:
     height: float
 
     def draw(self, fill: str, stroke: str = "none", radius: float = 0) -> str:
-        """As an SVG element."""
+        """Return the rectangle as an SVG element."""
         place = f'x="{self.x:g}" y="{self.y:g}" width="{self.width:g}" height="{self.height:g}"'
         return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
 

@@ -212,7 +212,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
 
 @triton.jit
 def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> None:
-    """Round and store the existing elements; the counterpart of `loaded`."""
+    """Round values and store those that lie inside the view; the counterpart of `loaded`."""
     rounded = _rounded(x, pointers.dtype.element_ty)
     if whole:
         tl.store(pointers, rounded)

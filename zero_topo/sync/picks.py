@@ -76,7 +76,7 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record."""
+        """The bytes of one selected element as sent."""
         return index_bytes(self.numel) + self.dtype.itemsize
 
     def encode(self, picked: Picked) -> Tensor:

@@ -99,7 +99,7 @@ class Radius(Masked):
 
     @property
     def wants_updates(self) -> bool:
-        """Whether this step resamples."""
+        """Whether this step selects a new mask."""
         return self._undecided is not None and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
