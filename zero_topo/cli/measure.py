@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo topology --measure``: every rank of a job runs it, and they find out by talking what the machine is."""
+"""``zero-topo topology --measure``: every rank of a job runs it; the ranks time messages and derive the machine."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class SparseSync(SyncSettings):
 
         Args:
             widths: columns of each parameter.
-            plan: says how many peers there are, and whether they need more than one row.
+            plan: gives the number of peers, and whether they need more than one row.
         """
 
     @abstractmethod
@@ -163,7 +163,7 @@ class SparseSync(SyncSettings):
 
         Args:
             columns: ``C``, elements of a row.
-            plan: says how many peers there are, and whether they need more than one row.
+            plan: gives the number of peers, and whether they need more than one row.
         """
 
     def exchanged_bytes(self, numel: float, plan: Plan, everywhere: bool | None = None) -> float:
@@ -211,7 +211,7 @@ class PickingSync(SparseSync):
 
         Args:
             numel: ``n``, elements that the peers reduce.
-            plan: says how many peers there are, and whether they need more than one row.
+            plan: gives the number of peers, and whether they need more than one row.
         """
         return self.density * numel * (sync_peers(plan) - 1)
 
@@ -489,7 +489,7 @@ class TernarySync(SparseSync):
         return ways * (sync_peers(plan) - 1) * row
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the padded blocks, the received buffers (unpacked, then placed), the sums, twice if all need them."""
+        """Return the scratch bytes: padded blocks, received buffers (unpacked, then placed), sums (twice if all need them)."""
         peers, row = sync_peers(plan), -(-columns // TERNARY_BLOCK)
         sums, apart = 4 * TERNARY_BLOCK * row, peers * row * (1.125 * self.block_bits + 28 * self.picks)
         return 4 * TERNARY_BLOCK * (2 * peers - 1) * row + (sums + apart if replicated(plan) else max(sums, apart))

@@ -130,7 +130,7 @@ def script(job: SlurmJob) -> str:
 
 
 def submit(path: Path) -> str:
-    """Hand a script to ``sbatch``; the job's number.
+    """Submit a script with ``sbatch`` and return the job's number.
 
     Raises:
         ValueError: if there is no Slurm here or it refuses the job.

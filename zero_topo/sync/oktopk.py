@@ -95,7 +95,7 @@ class OkTopk(Sparse):
 
     @property
     def picks(self) -> int:
-        """Number of elements that this rank selects; :attr:`k` of the sums are chosen."""
+        """Number of elements that this rank selects. Of the sums, the owners select :attr:`k`."""
         return share(self.density, self._open)
 
     def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:

@@ -58,7 +58,7 @@ class Picked:
         return Picked(self.indices, self.values.to(dtype).float())
 
     def counts(self, bounds: Tensor) -> Tensor:
-        """Count the elements between each pair of neighbouring bounds (int64 ``[P + 1]``), int64 ``[P]``."""
+        """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64 ``[P]``."""
         return torch.searchsorted(self.indices, bounds).diff()
 
 

@@ -167,7 +167,7 @@ def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[s
 
 
 def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Link]]:
-    """Return domain -> links of the pairs of which it is the smallest common domain."""
+    """Return by domain the links of all pairs whose smallest common domain it is."""
     met: dict[str, list[Link]] = {domain: [] for domain in LINKED_DOMAINS}
     for (left, right), link in pairs.items():
         a, b = topology.position(left), topology.position(right)

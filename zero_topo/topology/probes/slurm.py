@@ -294,7 +294,7 @@ def _order(
 
 
 def _arbitrary_order(env: Mapping[str, str], per_node: int, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return tree positions from the list of one host per task that ``srun`` makes of SLURM_HOSTFILE."""
+    """Return tree positions from the hosts of all tasks, which ``srun`` derives from SLURM_HOSTFILE."""
     name = "SLURM_ARBITRARY_NODELIST"
     if not env.get(name) or not hosts:
         raise ValueError(
