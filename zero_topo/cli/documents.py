@@ -88,7 +88,7 @@ class _Forecast(_Document):
 
 
 class _Automatic(_Document):
-    """``check`` of a block whose plan is chosen for the model, where none is named."""
+    """The output of ``check`` for a block whose plan depends on the model, if the command names none."""
 
     scheme: Literal["auto"]
     lossy: bool
@@ -201,7 +201,7 @@ class _Rings(_Document):
 
 
 class _Collectives(_Document):
-    """``simulate --calibrate`` of outputs of rccl-tests."""
+    """The output of ``simulate --calibrate`` for files of rccl-tests."""
 
     rates: _Rings
     measurements: int

@@ -343,7 +343,7 @@ class OkTopkSync(PickingSync):
 
 
 class RadiusSync(SparseSync):
-    """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
+    """Reduce the elements that the optimizer moved most when the mask was chosen; the others wait for the next mask."""
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
     density: float = Field(0.4, gt=0, le=1, description="Share of each parameter that the mask selects.")
@@ -401,7 +401,7 @@ class PerParameter(SparseSync):
 
 
 class ScapeSync(PerParameter):
-    """The elements of largest momentum at the last step, by a mask that all ranks share; AdamS lives on them alone."""
+    """Reduce the elements with the largest momentum in the last step, by a mask of all ranks; AdamS updates only these."""
 
     OPTIMIZER: ClassVar[str | None] = "AdamS"
 
@@ -454,7 +454,7 @@ class ScapeSync(PerParameter):
 
 
 class TernarySync(SparseSync):
-    """The largest elements of every block, each as a sign, and one scale for the block."""
+    """Send the largest elements of every block, each as a sign, and one scale for the block."""
 
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
@@ -489,7 +489,7 @@ class TernarySync(SparseSync):
         return ways * (sync_peers(plan) - 1) * row
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the scratch bytes: padded blocks, received buffers (unpacked, then placed), sums (twice if all need them)."""
+        """Return the scratch bytes: padded blocks, received buffers (unpacked, then placed), and the sums."""
         peers, row = sync_peers(plan), -(-columns // TERNARY_BLOCK)
         sums, apart = 4 * TERNARY_BLOCK * row, peers * row * (1.125 * self.block_bits + 28 * self.picks)
         return 4 * TERNARY_BLOCK * (2 * peers - 1) * row + (sums + apart if replicated(plan) else max(sums, apart))

@@ -392,7 +392,7 @@ class _Pass:
     alone: Sequence[Packet]
 
     def exposed(self, hidden: float, host_codec: bool) -> dict[str, float]:
-        """Return phase -> exposed seconds; ``hidden`` is the share of the overlappable communication that overlaps."""
+        """Return by phase the seconds that computation does not hide, if it hides the share ``hidden`` of what can overlap."""
         busy = defaultdict[str, float](float, compute=self.compute)
         for packet in self.beside:
             for what, seconds in packet.busy(host_codec):

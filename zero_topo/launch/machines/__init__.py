@@ -25,7 +25,7 @@ WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
 def _one_line(text: str) -> str:
-    """Refuse what would end a line of a script, whose next one a shell runs."""
+    """Refuse line breaks: a shell would run the text after them as a command."""
     if not text.isprintable():
         raise ValueError
     return text
