@@ -362,7 +362,7 @@ class RadiusSync(SparseSync):
     )
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the mean over an interval: one step sends all elements and the mask, the others masked elements."""
+        """Return the mean bytes per step. Once an interval it sends all elements and the mask, else masked ones."""
         between, resampling = self.between_bytes(widths, plan), self.resampling_bytes(sum(widths), plan)
         return ((self.interval - 1) * between + resampling) / self.interval
 
@@ -401,7 +401,7 @@ class PerParameter(SparseSync):
 
 
 class ScapeSync(PerParameter):
-    """Reduce the elements with the largest momentum in the last step, by a mask of all ranks; AdamS updates only these."""
+    """Reduce the elements with the largest momentum in the last step; AdamS updates only these."""
 
     OPTIMIZER: ClassVar[str | None] = "AdamS"
 

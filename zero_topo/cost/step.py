@@ -378,7 +378,7 @@ class Step:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Return the model FLOPs per second, in 10^12."""
+        """Return the model FLOPs per second and GPU, in 10^12."""
         return self.flops / self.seconds / TERA
 
 
@@ -392,7 +392,7 @@ class _Pass:
     alone: Sequence[Packet]
 
     def exposed(self, hidden: float, host_codec: bool) -> dict[str, float]:
-        """Return by phase the seconds that computation does not hide, if it hides the share ``hidden`` of what can overlap."""
+        """Return by phase the seconds that computation does not hide; ``hidden`` is the share of overlap."""
         busy = defaultdict[str, float](float, compute=self.compute)
         for packet in self.beside:
             for what, seconds in packet.busy(host_codec):

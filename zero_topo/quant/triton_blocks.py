@@ -278,7 +278,7 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr) -> tl.tensor:
-    """Return one message's values of the tile."""
+    """Decode a tile's values from one message."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
     block = _blocks(tile, SPEC)
     present = block * SPEC.block_size < numel
