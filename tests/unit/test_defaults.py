@@ -226,7 +226,7 @@ def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:
         status, _, err = check({"scheme": "topo"}, "--machine", "dgx-h100", *size)
         assert status == 2 and "scheme topo leaves" in err
     status, _, err = check({"topology": "dgx-h100"}, "--machine", "frontier")
-    assert status == 2 and "the block says itself where it runs" in err
+    assert status == 2 and "the block already names its machine" in err
     status, out, _ = check({})
     assert status == 0 and "is not known here, so neither is the plan" in out
     status, out, _ = check({"lossy": True}, "--machine", "dgx-h100", "--json")

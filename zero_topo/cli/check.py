@@ -108,7 +108,9 @@ def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None
     """Return the machine on which the config will run, after a check that DeepSpeed's batch sizes fit its ranks."""
     setting = block.topology
     if where is not None and setting not in FOUND:
-        raise ValueError(f"--machine {where}: the block says itself where it runs (topology {setting!r}); leave it out")
+        raise ValueError(
+            f"--machine {where}: the block already names its machine (topology {setting!r}); leave --machine out"
+        )
     setting = where or setting
     found = machine(setting, world_size)
     anywhere = isinstance(setting, str) and setting in (AUTO, *preset_names())
@@ -132,8 +134,8 @@ def _forecast(
     notes += [setting(ranking.request.job) for ranking in list(chosen.values())[:1]]
     if not chosen:
         notes.append(
-            f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
-            "devices; --machine dgx-h100, or another, tells it now"
+            f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
+            "from its devices; here give --machine, such as --machine dgx-h100"
         )
     translated = translate(loaded, optimizer=True).lines
     if as_json:

@@ -126,5 +126,5 @@ def _machine(options: SlurmOptions) -> tuple[LaunchMachine, int]:
     machine = load_launch_machine(options.machine)
     ranks = options.ranks_per_node or machine.ranks_per_node
     if ranks is None:
-        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+        raise ValueError(f"--machine {options.machine} has no number of ranks per node; give --ranks-per-node")
     return machine, ranks

@@ -185,7 +185,7 @@ class Network:
         link = self.topology.links.get(domain)
         if link is None:
             raise ValueError(
-                f"topology {self.topology.name!r} says nothing of the {domain!r} link, so times are unknown; give "
+                f"topology {self.topology.name!r} does not describe the {domain!r} link, so times are unknown; give "
                 f'"links": {{"{domain}": {{"bandwidth": bytes/s, "latency": s}}}}, or take a preset: {preset_names()}'
             )
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
