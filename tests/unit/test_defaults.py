@@ -150,7 +150,7 @@ def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
     limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
     short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
-    with pytest.raises(ValueError, match=r'would fit, with more quantization \("lossy": true\)'):
+    with pytest.raises(ValueError, match=r'would fit, but is lossier \("lossy": true\)'):
         planned(parse(), short)
     assert planned(parse(lossy=True), short).gradients_spec is not None
 
@@ -176,7 +176,7 @@ def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_lin
     assert ranking.best.held <= leanest * 1.05 and ranking.best.candidate.config.plan.weights > 1
     assert "what holds less loses more" not in explain(ranking)[0]
     lossy = rank_plans(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
-    assert not lossy.best.candidate.losses and "those that need less memory lose more" in explain(lossy)[0]
+    assert not lossy.best.candidate.losses and "leaner plans lose more" in explain(lossy)[0]
 
 
 @pytest.mark.parametrize(("slower", "wins"), [(0.019, True), (0.021, False)])

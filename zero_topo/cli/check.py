@@ -108,9 +108,7 @@ def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None
     """Return the machine on which the config will run, after a check that DeepSpeed's batch sizes fit its ranks."""
     setting = block.topology
     if where is not None and setting not in FOUND:
-        raise ValueError(
-            f"--machine {where}: the block already names its machine (topology {setting!r}); leave --machine out"
-        )
+        raise ValueError(f"--machine {where}: the block already names its machine, {setting!r}; leave --machine out")
     setting = where or setting
     found = machine(setting, world_size)
     anywhere = isinstance(setting, str) and setting in (AUTO, *preset_names())

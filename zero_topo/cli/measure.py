@@ -29,9 +29,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
         ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular tree.
     """
     if stated:
-        raise ValueError(
-            f"--measure detects the machine, and --from {stated[0]} describes it; give only one of the two"
-        )
+        raise ValueError(f"--measure detects the machine, and --from {stated[0]} describes it; give one of the two")
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 

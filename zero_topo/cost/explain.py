@@ -107,14 +107,10 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
     equal = ranking.equals
     held = [plan.held for plan in equal]
     span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
-    leaner = (
-        "; those that need less memory lose more precision"
-        if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal)
-        else ""
-    )
+    leaner = "; leaner plans lose more" if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal) else ""
     others = (
         f"; equally fast to within {EQUAL:.1%}, below what a prediction can resolve: {len(equal)} of them, with {span} "
-        f"a rank, this one {format_bytes(best.held)}; it loses least precision, then needs least memory{leaner}"
+        f"a rank, this one {format_bytes(best.held)}; it loses least, then needs least memory{leaner}"
         if equal
         else ""
     )
@@ -141,13 +137,13 @@ def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
         fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
-        return [f"it loses nothing: nothing is quantized{less}"]
+        return [f"it loses nothing: all is sent uncompressed{less}"]
     words = ", ".join(word for part in best.candidate.losses for word in part)
     rival = min(exact, key=lambda plan: plan.seconds, default=None)
-    gains = "and no plan without quantization fits"
+    gains = "and no lossless plan fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
-        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest without quantization"
+        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest lossless plan"
     return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
 
 

@@ -94,9 +94,7 @@ class TopoStage3(Stock):
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if has("use_muon") and self.use_muon:
-            raise ValueError(
-                "Muon needs whole gradient matrices, and no rank of zero_topo stores any; use Adam or AdamW"
-            )
+            raise ValueError("Muon needs whole gradient matrices, which zero_topo does not gather; use Adam or AdamW")
         for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
