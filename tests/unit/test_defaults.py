@@ -174,7 +174,7 @@ def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_lin
     ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
     leanest = min(plan.held for plan in ranking.timed)
     assert ranking.best.held <= leanest * 1.05 and ranking.best.candidate.config.plan.weights > 1
-    assert "what holds less loses more" not in explain(ranking)[0]
+    assert "leaner plans lose more" not in explain(ranking)[0]
     lossy = rank_plans(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
     assert not lossy.best.candidate.losses and "leaner plans lose more" in explain(lossy)[0]
 
@@ -191,7 +191,7 @@ def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, w
     assert fastest.seconds == 1.0 and (ranking.best.candidate.config.plan.weights == 8) == wins
     assert (ranking.best.held < 0.9 * fastest.held) == wins
     reason = (
-        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but holds {fastest.held / GB:.2f} GB"
+        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but needs {fastest.held / GB:.2f} GB"
     )
     assert (reason in explain(ranking)[0]) == wins
 
@@ -228,7 +228,7 @@ def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:
     status, _, err = check({"topology": "dgx-h100"}, "--machine", "frontier")
     assert status == 2 and "the block already names its machine" in err
     status, out, _ = check({})
-    assert status == 0 and "is not known here, so neither is the plan" in out
+    assert status == 0 and "is not known here, so the plan is not known either" in out
     status, out, _ = check({"lossy": True}, "--machine", "dgx-h100", "--json")
     told = json.loads(out)
     assert status == 0 and told["lossy"] and [row["params"] for row in told["forecasts"]][-1] == 70 * 10**9

@@ -228,7 +228,7 @@ def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name_
         order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named, plan.wire))
     assert order == sorted(order) and order[0][:2] == (0, 0) and order[-1][0] == 2
     held = [f"{of(plan.held for plan in ranking.timed[1:]) / GB:.2f} GB" for of in (min, max)]
-    told = f"{len(order) - 1} of them, which hold {held[0]} to {held[1]}, this one {ranking.best.held / GB:.2f} GB"
+    told = f"{len(order) - 1} of them, with {held[0]} to {held[1]} a rank, this one {ranking.best.held / GB:.2f} GB"
     assert told in explain(ranking)[0]
 
 
