@@ -73,7 +73,7 @@ def installed(package: str) -> str | None:
 
 
 def refusal(package: str, version: str) -> str | None:
-    """Why a release of a package is not supported, in one line with the way out; None if it is.
+    """Return one line with why a release is not supported and what to install; None if it is supported.
 
     Args:
         package: a key of :data:`SUPPORTED`.

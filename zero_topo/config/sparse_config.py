@@ -285,7 +285,7 @@ class GTopkSync(PickingSync):
     )
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count of the tree's root, which sends least on the way up and most on the way down."""
+        """Return the number of elements that the tree's root sends: fewest on the way up, most on the way down."""
         return self.density * numel * (sync_peers(plan) - 1).bit_length()
 
     def made_bytes(self, columns: int, plan: Plan) -> float:

@@ -133,7 +133,7 @@ class Job:
 
     @property
     def hidden(self) -> float:
-        """Return the share of the communication able to overlap that does."""
+        """Return the share of the overlappable communication that overlaps."""
         return OVERLAP if self.overlap is None else self.overlap
 
     @property
