@@ -187,9 +187,7 @@ class SparseOptions(Outputs):
     """Of ``benchmarks sparse``."""
 
     modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
-    densities: Annotated[str, typer.Option(help="Shares of the elements that a rank selects, comma-separated.")] = (
-        "0.1,0.01,0.001"
-    )
+    densities: Annotated[str, typer.Option(help="Shares that a rank selects, comma-separated.")] = "0.1,0.01,0.001"
     ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
     sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
     numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"

@@ -54,13 +54,13 @@ seam, which alone names its privates.
 
 
 def release(version: str) -> tuple[int, ...]:
-    """``"2.13.0a0+cu130"`` -> (2, 13, 0)."""
+    """Return a version's numbers: ``"2.13.0a0+cu130"`` gives (2, 13, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def torch_has(name: str, version: str) -> bool:
-    """Whether a release of torch has what :data:`TORCH_SINCE` names."""
+    """Return whether a release of torch has a feature that :data:`TORCH_SINCE` lists."""
     return release(version) >= release(TORCH_SINCE[name])
 
 
@@ -73,7 +73,7 @@ def installed(package: str) -> str | None:
 
 
 def refusal(package: str, version: str) -> str | None:
-    """Why a release of a package is not supported, in one line with the way out; None if it is.
+    """Return one line with why a release is not supported and what to install; None if it is supported.
 
     Args:
         package: a key of :data:`SUPPORTED`.

@@ -81,6 +81,14 @@ def test_a_page_wider_than_a_window_is_found(tmp_path: Path) -> None:
     assert {name for name, look in found.items() if look["wide"] > look["window"]} == {"wide.html at 400"}
 
 
+def test_a_cut_table_is_found(tmp_path: Path) -> None:
+    """One in a box that is too narrow, and that nobody can scroll."""
+    box = '<div class="md-typeset__scrollwrap" style="width: 9px; overflow: hidden">'
+    (tmp_path / "cut.html").write_text(f"{box}<table><td>uncountable</table></div>")
+    for look in shown(tmp_path, ["cut.html"]).values():
+        assert look["hidden"] == 1 and look["scrolled"] == ["uncountable"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
     """At both widths, light and dark, all parts open; a title full of tags and a long word change nothing."""

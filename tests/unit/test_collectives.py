@@ -155,19 +155,19 @@ GOOD = printed(8, Ring(1e11, 1e-5))
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (GOOD.replace("all_gather", "all_reduce"), "output of all_reduce, which tells no ring"),
+        (GOOD.replace("all_gather", "all_reduce"), "output of all_reduce, from which no ring"),
         (GOOD.replace("all_gather_perf", "it"), "without the name of its collective"),
         (GOOD.replace("#  Rank  7", "#  Rank 12"), "lists 8 of 13 ranks"),
         ("\n".join(line for line in GOOD.splitlines() if "Rank" not in line), "without its '# Rank' lines"),
         ("all_gather: nothing here", "without rows of times"),
-        ("\n".join(GOOD.splitlines()[:-9]), "3 measurements of a collective do not tell latency from bandwidth"),
+        ("\n".join(GOOD.splitlines()[:-9]), "3 measurements of a collective cannot separate latency from bandwidth"),
     ],
 )
 def test_what_tells_no_ring_is_refused(text: str, complaint: str, run: Run, tmp_path: Path) -> None:
     """In one line, with the file and what to give."""
     path = tmp_path / "some.out"
     path.write_text(text.replace("Collective test concluded: all_gather", "all_gather"))
-    if "do not tell" in complaint:
+    if "cannot separate" in complaint:
         path.write_text("all_gather_perf\n" + text)
     status, _, error = run("simulate", "--calibrate", str(path))
     assert status == 2 and complaint in error and error.count("\n") == 1, error

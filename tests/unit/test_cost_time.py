@@ -80,7 +80,7 @@ def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
 
 def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:
     bare = emulated(2, 2, 2)
-    with pytest.raises(ValueError, match="says nothing of the 'gpu' link"):
+    with pytest.raises(ValueError, match="does not describe the 'gpu' link"):
         Network(bare, RATES).hop(1, 2, 1.0, "ring")
     with pytest.raises(ValueError, match="how fast a rank of 'emulated' computes is not known; take a preset"):
         rates_of(bare)

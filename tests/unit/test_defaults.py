@@ -150,7 +150,7 @@ def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
     limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
     short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
-    with pytest.raises(ValueError, match=r'would fit, with more quantization \("lossy": true\)'):
+    with pytest.raises(ValueError, match=r'would fit, but is lossier \("lossy": true\)'):
         planned(parse(), short)
     assert planned(parse(lossy=True), short).gradients_spec is not None
 
@@ -190,7 +190,7 @@ def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, w
     assert fastest.seconds == 1.0 and (ranking.best.candidate.config.plan.weights == 8) == wins
     assert (ranking.best.held < 0.9 * fastest.held) == wins
     reason = (
-        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but holds {fastest.held / GB:.2f} GB"
+        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but needs {fastest.held / GB:.2f} GB"
     )
     assert (reason in explain(ranking)[0]) == wins
 
@@ -225,9 +225,9 @@ def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:
         status, _, err = check({"scheme": "topo"}, "--machine", "dgx-h100", *size)
         assert status == 2 and "scheme topo leaves" in err
     status, _, err = check({"topology": "dgx-h100"}, "--machine", "frontier")
-    assert status == 2 and "the block says itself where it runs" in err
+    assert status == 2 and "the block already names its machine" in err
     status, out, _ = check({})
-    assert status == 0 and "is not known here, so neither is the plan" in out
+    assert status == 0 and "is not known here, so the plan is not known either" in out
     status, out, _ = check({"lossy": True}, "--machine", "dgx-h100", "--json")
     told = json.loads(out)
     assert status == 0 and told["lossy"] and [row["params"] for row in told["forecasts"]][-1] == 70 * 10**9

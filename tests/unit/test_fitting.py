@@ -159,7 +159,7 @@ def test_links_are_fitted_through_noise(latency: float, bandwidth: float, seed: 
 @pytest.mark.parametrize(
     ("samples", "complaint"),
     [
-        ([(8, 1.0), (8, 2.0)], "messages of 1 size do not tell"),
+        ([(8, 1.0), (8, 2.0)], "messages of 1 size cannot separate"),
         ([(8, 1.0), (16, 0.0)], "16 bytes took 0.0 s"),
         ([(8, 1.0), (16, 0.5)], "no bandwidth follows"),
     ],

@@ -83,7 +83,7 @@ def test_ranks_that_measure_meet_as_all_others_do() -> None:
 
 
 REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
-    "nothing": ({}, "nothing says which rank this process is"),
+    "nothing": ({}, "the rank of this process is unknown"),
     "batch script": (
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"},
         "this is the batch script of job 7",
@@ -100,7 +100,7 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "no host": (openmpi(8, 4, 3), "MASTER_ADDR is not set"),
     "no host of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
     "port": (STEP | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
-    "no local rank": ({"RANK": "1", "WORLD_SIZE": "2"}, "does not know its number on its node"),
+    "no local rank": ({"RANK": "1", "WORLD_SIZE": "2"}, "has no number on its node"),
 }
 
 
@@ -142,7 +142,7 @@ def test_the_worker_becomes_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "env", "status", "said"),
     [
-        (["--", "true"], {}, 2, "nothing says which rank"),
+        (["--", "true"], {}, 2, "the rank of this process is unknown"),
         ([], STEP, 2, "no command"),
         (["--", "no-such-program"], STEP, 127, "no-such-program cannot be run (No such file or directory)"),
     ],

@@ -127,7 +127,7 @@ def test_unknown_keys_are_found_in_the_source_of_a_checkout(tmp_path: Path) -> N
     known = known_keys(str(tmp_path))
     assert known is not None and set(known) == {"num_layers", "optimizer"}
     found = problems(GOOD | {"num_layer": 2}, known | set(GOOD))
-    assert found == ["num_layer: NeoX does not know this key and would stop; did you mean num_layers?"]
+    assert found == ["num_layer: NeoX has no such key and would end with an error; did you mean num_layers?"]
     assert known_keys(None) is None and problems(GOOD | {"num_layer": 2}) == []
 
 

@@ -77,7 +77,7 @@ def _common(
         bool, typer.Option("--version", help="Print the versions of zero_topo, DeepSpeed and torch.")
     ] = False,
 ) -> None:
-    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. None needs a GPU."""
+    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. No command needs a GPU."""
     if version:
         ours, *others = (f"{name} {installed(name) or 'not installed'}" for name in ("zero-topo", "deepspeed", "torch"))
         print(f"{ours} ({', '.join(others)}, Python {platform.python_version()})")

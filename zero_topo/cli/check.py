@@ -179,8 +179,8 @@ def _forecast(
     notes += [setting(ranking.request.job) for ranking in list(chosen.values())[:1]]
     if not chosen:
         notes.append(
-            f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
-            "devices; --machine dgx-h100, or another, tells it now"
+            f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
+            "from its devices; here give --machine, such as --machine dgx-h100"
         )
     if options.as_json:
         rows = [

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A machine described by several sources on the command line: what is stated, and captured output of device tools."""
+"""Reads a machine from the command line: a preset or JSON, completed by captured output of device tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Described:
 
 
 def this_machine(world_size: int | None, ask: Ask = ask_tools) -> Described:
-    """This job, or outside of a job this node's devices; the tools are asked once.
+    """Detect the machine of this job, or outside of a job this node; the device tools run at most once.
 
     Args:
         world_size: ranks, or None to ask the launcher.
@@ -111,7 +111,7 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> Des
 
 
 def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:
-    """Where the devices differ from the stated machine, which is believed."""
+    """Return warnings where the devices differ from the stated machine, which takes precedence."""
     facts = {
         "ranks per node": (stated.ranks_per_node, tree.count),
         "ranks per GPU": (stated.ranks_per_gpu, tree.shape()[1] if tree.packages else stated.ranks_per_gpu),

@@ -38,7 +38,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Look for what would make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
+    """Check for problems that make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
     from rich.text import Text
 
     from zero_topo.doctor import FAIL, WARN, Surroundings, examine

@@ -76,7 +76,7 @@ def disable() -> None:
 
 
 def _candidates() -> list[Path]:
-    """Where the file may lie: the interpreter's site-packages, then the user's, where Python reads them."""
+    """Return folders for the file: the interpreter's site-packages, then the user's, if Python reads them."""
     folders = [sysconfig.get_path("purelib")]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
@@ -84,7 +84,7 @@ def _candidates() -> list[Path]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a file can be made in a folder, which may itself have to be made."""
+    """Return whether a file can be created in a folder, which may not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK)

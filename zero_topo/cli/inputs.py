@@ -46,7 +46,7 @@ def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) ->
 
 
 def read_json(text: str, what: str) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object.
 
     Raises:
         ValueError: if the text is none.

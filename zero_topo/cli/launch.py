@@ -41,7 +41,7 @@ Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ran
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Of ``launch slurm``."""
+    """The options of ``launch slurm``."""
 
     command: Command = ()  # type: ignore[assignment]
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
@@ -120,5 +120,5 @@ def _machine(options: SlurmOptions) -> tuple[LaunchMachine, int]:
     machine = load_launch_machine(options.machine)
     ranks = options.ranks_per_node or machine.ranks_per_node
     if ranks is None:
-        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+        raise ValueError(f"--machine {options.machine} has no number of ranks per node; give --ranks-per-node")
     return machine, ranks

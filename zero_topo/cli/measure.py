@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo topology --measure``: every rank of a job runs it, and they find out by talking what the machine is."""
+"""``zero-topo topology --measure``: every rank of a job runs it; the ranks time messages and derive the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
         ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular tree.
     """
     if stated:
-        raise ValueError(f"--measure asks the ranks what the machine is, and --from {stated[0]} says it; give one")
+        raise ValueError(f"--measure detects the machine, and --from {stated[0]} describes it; give one of the two")
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
 
 
 def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
-    """What :func:`rank_environment` says, in a job of several ranks.
+    """Return :func:`rank_environment` of a job with several ranks.
 
     Raises:
         ValueError: outside a job of several ranks, or where nothing says how its ranks meet.

@@ -132,7 +132,7 @@ def migrated(ds_config: Mapping[str, Any]) -> Translation:
 
 
 def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[str]:
-    """What is not as it was in DeepSpeed, one sentence each."""
+    """Return what differs from DeepSpeed, one sentence each."""
     size = block.quantize.block_size
     if MICS in active:
         yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
@@ -166,17 +166,17 @@ class Costs:
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
-        """Row -> role -> bytes."""
+        """Memory per rank by plan ("before", "after" and others) and role, in bytes."""
         held = {row: dict(price.memory) for row, price in self.prices.items()}
         return held | {BEFORE: held[BEFORE] | ({"residual": self.loco} if self.loco else {})}
 
     @property
     def sent(self) -> dict[str, dict[str, int]]:
-        """Row -> domain -> bytes per optimizer step."""
+        """Bytes that a rank sends per optimizer step, by plan and domain."""
         return {row: by_domain(price.sent) for row, price in self.prices.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types."""
+        """Convert the comparison to JSON types."""
         return {
             "topology": self.prices[AFTER].config.topology.to_json(),
             "params": sum(self.prices[AFTER].request.work.numels),

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell offers as the value of an option: names that go on as the word begins; of a list, the last word.
+    """Return the names that complete an option's value in a shell; in a list, they complete the last word.
 
     Args:
         names: all that there are.
@@ -108,7 +108,7 @@ def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., No
 
 
 def _rare(options: type[Any]) -> dict[str, tuple[Any, Rare]]:
-    """Fields given by ``--set`` -> their types and help."""
+    """Return the types and help of the fields that ``--set`` sets."""
     hints = get_type_hints(options, include_extras=True).items()
     marked = [(name, get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
     return {name: (kind, mark) for name, (kind, *_, mark) in marked if isinstance(mark, Rare)}

@@ -20,7 +20,7 @@ from zero_topo.topology.render_devices import render_devices
 DOCUMENT = Topology
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
-    "--shownodesbw, or nvidia-smi topo -m; may be repeated, the most trusted counts."
+    "--shownodesbw, or nvidia-smi topo -m; may be repeated; of several tools the most reliable is used."
 )
 
 
@@ -34,7 +34,7 @@ def topology(
         bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
     ] = False,
 ) -> None:
-    """Show the machine. Default: this job's launcher and this node's device tools are asked."""
+    """Show the machine: by default that of this job, from its launcher and this node's device tools."""
     if measure:
         from zero_topo.cli.measure import measure_command
 

@@ -89,7 +89,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 class Prober:
-    """Times this rank's messages.
+    """Measures the time of messages that this rank sends.
 
     Args:
         device: device of the messages.

@@ -424,7 +424,7 @@ def all_gather_views(
 
 
 def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
-    """All-gather in place, and blocking, the degree-``lo`` shard of which this rank has its degree-``hi`` rows.
+    """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks until done.
 
     Args:
         route: the members.

@@ -130,8 +130,8 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     """
     if is_automatic(config, topology):
         raise ValueError(
-            f'{ROOT}.scheme: "{AUTO}" is chosen for a model, whose size is not known here; a training run knows it, '
-            'and "zero-topo plan --params N --machine NAME --nodes N" tells what it would choose'
+            f'{ROOT}.scheme: "{AUTO}" depends on the size of the model, which is not known here; a training run has '
+            'it; "zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
         )
     choice = _merge(config)
     plan = Plan.build(topology, choice.places, config.two_hop)

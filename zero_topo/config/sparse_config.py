@@ -212,7 +212,7 @@ class SparseSync(SyncSettings):
 
         Args:
             widths: columns of each parameter.
-            plan: says how many peers there are, and whether they need more than one row.
+            plan: gives the number of peers, and whether they need more than one row.
         """
 
     def dense_bytes(self, columns: int, plan: Plan, overwritten: int, kept: float = 1.0) -> float:
@@ -271,7 +271,7 @@ class PickingSync(SparseSync):
 
         Args:
             numel: ``n``, elements that the peers reduce.
-            plan: says how many peers there are, and whether they need more than one row.
+            plan: gives the number of peers, and whether they need more than one row.
         """
         return share(self.density, numel) * (sync_peers(plan) - 1)
 
@@ -303,7 +303,7 @@ class TopkASync(PickingSync):
 
 
 class GaussianKSync(PickingSync):
-    """As ``topk_a``, the threshold estimated from a normal distribution."""
+    """As ``topk_a``, with a threshold that is estimated from a normal distribution."""
 
     SELECTING: ClassVar[int] = 1
 
@@ -353,7 +353,7 @@ class GTopkSync(PickingSync):
     )
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count of the tree's root, which sends least on the way up and most on the way down."""
+        """Return the number of elements that the tree's root sends: fewest on the way up, most on the way down."""
         return self.density * numel * (sync_peers(plan) - 1).bit_length()
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
@@ -454,7 +454,7 @@ class RadiusSync(MaskedSync):
     )
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the mean over an interval: one step sends all elements and the mask, the others masked elements."""
+        """Return the mean bytes per step. Once an interval it sends all elements and the mask, else masked ones."""
         between, resampling = self.between_bytes(widths, plan), self.resampling_bytes(sum(widths), plan)
         return ((self.interval - 1) * between + resampling) / self.interval
 
@@ -535,7 +535,7 @@ class ScapeSync(MaskedSync):
 
 
 class TernarySync(SparseSync):
-    """The largest elements of every block, each as a sign, and one scale for the block."""
+    """Send the largest elements of every block, each as a sign, and one scale for the block."""
 
     SETTLES_OWN_ROW: ClassVar[bool] = True
 

@@ -63,8 +63,8 @@ def read_tests(path: Path) -> list[Timed]:
         missing = "rows of times" if not rows else "its '# Rank' lines" if not ranks else "the name of its collective"
         what = f"of {named[2]}" if named and named[2] else f"without {missing}"
         raise ValueError(
-            f"{path}: output {what}, which tells no ring; give outputs of all_gather_perf or reduce_scatter_perf of "
-            "rccl-tests or nccl-tests, with the collective in their text or file name"
+            f"{path}: output {what}, from which no ring's rate can be computed; give outputs of all_gather_perf or "
+            "reduce_scatter_perf of rccl-tests or nccl-tests, with the collective in their text or file name"
         )
     world, nodes, collective = len(ranks), len(set(ranks.values())), COLLECTIVES[named[1]]
     if world != 1 + max(map(int, ranks)):
@@ -88,7 +88,7 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
     rows = [row for row in rows if row.ranks > 1]
     if len(rows) < ENOUGH_POINTS or len({row.nbytes for row in rows}) < ENOUGH_POINTS:
         raise ValueError(
-            f"{len(rows)} measurements of a collective do not tell latency from bandwidth; measure at least "
+            f"{len(rows)} measurements of a collective cannot separate latency from bandwidth; measure at least "
             f"{ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
         )
     found = min((_fit_class(rows, small) for small in SMALL_CLASSES), key=lambda tried: tried[0])[1]

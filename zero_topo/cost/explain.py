@@ -135,13 +135,13 @@ def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
         fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
-        return [f"it loses nothing: nothing is quantized{less}"]
+        return [f"it loses nothing: all is sent uncompressed{less}"]
     words = ", ".join(word for part in best.candidate.losses for word in part)
     rival = min(exact, key=lambda plan: plan.seconds, default=None)
-    gains = "and no plan without quantization fits"
+    gains = "and no lossless plan fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
-        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest without quantization"
+        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest lossless plan"
     return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
 
 

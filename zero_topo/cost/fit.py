@@ -72,4 +72,4 @@ def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) 
         if request.fits(wider):
             words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
             return f"set {words}, which needs {format_bytes(sum(request.holds(wider).values()))}"
-    return f'set "scheme": "{AUTO}", which takes the fastest plan that fits, or says what would'
+    return f'set "scheme": "{AUTO}", which takes the fastest plan that fits; if none fits, it reports why'

@@ -238,7 +238,7 @@ class Ranking:
 
     @property
     def best(self) -> Priced:
-        """Return the winner.
+        """Return the best plan.
 
         Raises:
             ValueError: if nothing fits.
@@ -248,9 +248,7 @@ class Ranking:
         limit, leanest = self.request.limit, self.refused[0]
         assert limit is not None
         lossier = (
-            f'{self.lossier[0].candidate.name} would fit, with more quantization ("lossy": true); '
-            if self.lossier
-            else ""
+            f'{self.lossier[0].candidate.name} would fit, but is lossier ("lossy": true); ' if self.lossier else ""
         )
         raise ValueError(
             f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} parameters into the "

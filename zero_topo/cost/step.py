@@ -99,7 +99,7 @@ UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 
 @dataclass(frozen=True)
 class Job:
-    """Describes what is trained.
+    """Describes a training job: model, micro-batches, recomputation, overlap.
 
     Attributes:
         model: its shape.
@@ -139,7 +139,7 @@ class Job:
 
     @property
     def hidden(self) -> float:
-        """Return the share of the communication able to overlap that does."""
+        """Return the share of the overlappable communication that overlaps."""
         return OVERLAP if self.overlap is None else self.overlap
 
     @property
@@ -191,7 +191,7 @@ class Network:
         link = self.topology.links.get(domain)
         if link is None:
             raise ValueError(
-                f"topology {self.topology.name!r} says nothing of the {domain!r} link, so times are unknown; give "
+                f"topology {self.topology.name!r} does not describe the {domain!r} link, so times are unknown; give "
                 f'"links": {{"{domain}": {{"bandwidth": bytes/s, "latency": s}}}}, or take a preset: {preset_names()}'
             )
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
@@ -384,7 +384,7 @@ class Step:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Return the model FLOPs per second, in 10^12."""
+        """Return the model FLOPs per second and GPU, in 10^12."""
         return self.flops / self.seconds / TERA
 
 
@@ -398,7 +398,7 @@ class _Pass:
     alone: Sequence[Packet]
 
     def exposed(self, hidden: float, host_codec: bool) -> dict[str, float]:
-        """Return phase -> exposed seconds; ``hidden`` is the share of the overlappable communication that overlaps."""
+        """Return by phase the seconds that computation does not hide; ``hidden`` is the share of overlap."""
         busy = defaultdict[str, float](float, compute=self.compute)
         for packet in self.beside:
             for what, seconds in packet.busy(host_codec):

@@ -273,7 +273,7 @@ def scaled(params: int, layers: int | None = None, hidden: int | None = None, se
 
 
 def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE) -> Transformer:
-    """Return a model with given layers and width, and all else like GPT-NeoX.
+    """Return a model with the given layers and width; its other sizes follow GPT-NeoX.
 
     Args:
         layers: ``L``.

@@ -15,17 +15,17 @@ from zero_topo.strict import Flag, Strings, read, strict_dataclass
 
 @strict_dataclass
 class Rule:
-    """What is known of one variable.
+    """One environment variable: values that cause trouble, why, and what to set.
 
     Attributes:
-        machines: presets it holds on; empty for every machine.
+        machines: presets to which the rule applies; empty for every machine.
         variable: its name.
-        bad: values that hurt; each is compared whole, or as a beginning if it ends in ``*``.
-        unset: whether it hurts too if it is not set.
+        bad: values that cause trouble; one that ends in ``*`` stands for all values that begin so.
+        unset: whether an unset variable causes trouble too.
         wanted: the value to set.
-        state: "warn" or "fail", how much it hurts.
-        reason: what happens.
-        source: who says so.
+        state: "warn" or "fail".
+        reason: the trouble.
+        source: the document that describes it.
     """
 
     machines: Strings

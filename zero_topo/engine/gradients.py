@@ -154,7 +154,7 @@ class Gradients:
 
     @property
     def own_row(self) -> Tensor:
-        """``[F]``: DeepSpeed's ``grad_partitions_flat_buffer``."""
+        """The rank's own world shard, ``[F]``: DeepSpeed's ``grad_partitions_flat_buffer``."""
         return self.buffer[self.mode.context.own_row]
 
     def peek(self) -> Tensor:

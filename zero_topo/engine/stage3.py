@@ -108,7 +108,7 @@ class Stage3:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether FP32 masters need our own buffers: several rows per rank, or weights that differ from the masters.
+        """Whether zero_topo stores FP32 masters: with several rows per rank, or weights that differ from masters.
 
         Otherwise DeepSpeed's masters are used, with its own code for them.
         """

@@ -88,7 +88,7 @@ def with_lora(model: PreTrainedModel, rank: int) -> PeftModel:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of the example's text that do not overlap, as the models of transformers take them."""
+    """A dataset of non-overlapping windows of the example's text, as inputs of transformers' models."""
 
     def __init__(self, samples: int) -> None:
         text = Corpus.load(None, CONTEXT).train[: samples * CONTEXT]

@@ -24,7 +24,7 @@ from zero_topo.examples.process import behave
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run.
+    """The settings of one run.
 
     Attributes:
         deepspeed: the DeepSpeed config.

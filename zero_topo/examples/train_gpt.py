@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of a run share."""
+    """The objects that the parts of a run share."""
 
     args: argparse.Namespace
     config: dict[str, Any]
@@ -72,7 +72,7 @@ class Run:
     world: int
 
     def micro_batch(self, text: torch.Tensor, seed: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's micro-batch of that number, on the engine's device."""
+        """Return this rank's micro-batch with the given number, on the engine's device."""
         shape = (self.engine.train_micro_batch_size_per_gpu(), self.args.context)
         tokens, targets = batch(text, shape, seed, number, self.rank)
         return tokens.to(self.engine.device), targets.to(self.engine.device)
@@ -156,7 +156,7 @@ def write_sample(run: Run) -> None:
 
 
 def main() -> None:
-    """Everything, in order."""
+    """Build the model and the engine, train, evaluate, and save."""
     behave()
     args = parse_arguments()
     try:

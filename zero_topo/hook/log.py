@@ -65,7 +65,7 @@ Show = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def one_line(show: Show) -> Show:
-    """Wrap ``sys.excepthook`` to print a marked error as one line, once for all ranks.
+    """Wrap ``sys.excepthook`` to print an error marked ``REFUSED`` as one line, without a traceback.
 
     Args:
         show: the old hook, which prints all other errors with their traceback.

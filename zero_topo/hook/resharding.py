@@ -78,7 +78,7 @@ class Saved:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:
-        """Trained parameter -> its sub-group, its first element in that sub-group's flat tensors, its elements."""
+        """Return by trained parameter: its sub-group, the offset in the sub-group's flat tensors, its elements."""
         found = {}
         for sub_group, shapes in enumerate(self._model(0)["param_shapes"]):
             first = 0

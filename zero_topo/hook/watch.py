@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Watches a run: if it hangs, the ranks log which ranks do not answer, and where the others wait.
 
-Note [A run that stands still]
+Note [A run without progress]
     If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the backend's timeout, half
     an hour by default, and then all fail with one error. Each rank therefore has a thread that polls the position of
     its own main thread. If that has not moved for long, the thread posts a question in the store of torch's rendezvous.
@@ -39,7 +39,7 @@ from zero_topo.hook.log import users_line
 
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
-"""Environment variable: seconds that a run may stand still before its ranks query each other; 0 disables the watch."""
+"""Environment variable: seconds without progress after which ranks query each other; 0 disables the watch."""
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Methods of DeepSpeed's engine that a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits: seconds that a rank may stand still, and the longest interval of polls for few ranks."""
+    """Time limits: seconds that a rank may make no progress, and the longest interval of polls for few ranks."""
 
     still_s: float = 60.0
     most_look_s: float = 1.0
@@ -209,7 +209,7 @@ class Watch:
             seen, still = now, time.monotonic() - since
             if self._alone:
                 if still > due:
-                    self._say(f"{STORE} ended in good order, and this rank stands still: {now.words}")
+                    self._say(f"{STORE} ended in good order, and this rank makes no progress: {now.words}")
                     due = math.inf
                 continue
             self._asking_since = time.monotonic()
@@ -264,16 +264,16 @@ class Watch:
 
 
 def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:
-    """Return the message about a run that stands still.
+    """Return the message about a run that makes no progress.
 
     Args:
         silent: ranks that did not answer, with their hosts.
-        places: position -> the ranks there.
+        places: where in the step ranks wait, and which ranks, by number.
         most: the most ranks and positions to name.
     """
     shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
     where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
-    what = FAILS if any(words.startswith("ended") for words in places) else "the run stands still"
+    what = FAILS if any(words.startswith("ended") for words in places) else "the run makes no progress"
     if not silent:
         return f"{what}, and every rank answers; {where}"
     more = f" and {len(silent) - most} more" if len(silent) > most else ""

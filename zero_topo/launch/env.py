@@ -37,7 +37,7 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
     view = launcher_view(env)
     if view is None or view.rank is None:
         raise ValueError(
-            "nothing says which rank this process is: neither SLURM_PROCID nor OMPI_COMM_WORLD_RANK, PMI_RANK or RANK "
+            "the rank of this process is unknown: neither SLURM_PROCID nor OMPI_COMM_WORLD_RANK, PMI_RANK or RANK "
             "is set; start it with srun or mpirun (`zero-topo launch slurm` writes a script)"
         )
     if view.source == "slurm" and not slurm.in_step(env):
@@ -64,7 +64,7 @@ def _numbers(view: LauncherView) -> dict[str, str]:
         local = position % view.ranks_per_node
     if local is None:
         raise ValueError(
-            f"rank {view.rank} ({view.origin('rank')}) does not know its number on its node; set LOCAL_RANK, or start "
+            f"rank {view.rank} ({view.origin('rank')}) has no number on its node; set LOCAL_RANK, or start "
             "the ranks with srun, mpirun, torchrun or deepspeed"
         )
     found = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": local}
@@ -104,14 +104,14 @@ def _check_mapping(env: Mapping[str, str]) -> None:
 
 
 def _master(env: Mapping[str, str], view: LauncherView) -> str:
-    """Host of rank 0."""
+    """Return the host of rank 0."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
     if view.nodes == 1:
         return "127.0.0.1"
     if view.hosts is None or view.ranks_per_node is None:
         raise ValueError(
-            f"MASTER_ADDR is not set, and {view.source} does not say on which host rank 0 runs; export it before the "
+            f"MASTER_ADDR is not set, and {view.source} does not set the host of rank 0; export it before the "
             "ranks start (mpirun -x MASTER_ADDR=HOST)"
         )
     return view.hosts[(0 if view.order is None else view.order[0]) // view.ranks_per_node]

@@ -39,20 +39,20 @@ _PLAIN = re.compile(r"[\w./:=@%+,-]+")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to start, and where.
+    """Describes a batch job: the command, the nodes, the options.
 
     Attributes:
         command: program and arguments of a rank.
-        machine: how ranks are started there.
-        nodes: how many.
-        ranks_per_node: on each.
-        name: of the job.
-        log: file of its output; Slurm puts name and number in for %x and %j.
-        account: who pays, or None for the user's default.
-        time: limit, or None for the partition's.
-        partition: or None for the machine's or the cluster's.
+        machine: how ranks are started on this machine.
+        nodes: number of nodes.
+        ranks_per_node: ranks on each node.
+        name: name of the job.
+        log: file of its output; Slurm replaces %x by the name and %j by the number of the job.
+        account: account to charge, or None for the user's default.
+        time: time limit, or None for the partition's.
+        partition: partition, or None for the machine's or the cluster's.
         distribution: "block" or "cyclic".
-        port: of the rendezvous on the first node.
+        port: port of the rendezvous on the first node.
         environment: archive of a Python environment that each node unpacks on its own disk, or None.
     """
 
@@ -96,7 +96,7 @@ class SlurmJob:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
 
@@ -130,7 +130,7 @@ def script(job: SlurmJob) -> str:
 
 
 def submit(path: Path) -> str:
-    """Hand a script to ``sbatch``; the job's number.
+    """Submit a script with ``sbatch`` and return the job's number.
 
     Raises:
         ValueError: if there is no Slurm here or it refuses the job.

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check_, launch_, train_):
         command.add_argument("configs", nargs="*" if command is train_ else "+", metavar="CONFIG.yml")
         command.add_argument("--neox-path", default=os.environ.get("NEOX_PATH"), help="checkout; default: NEOX_PATH")
-        command.add_argument("--ranks", type=int, help="ranks of all nodes; default: what the launcher says")
+        command.add_argument("--ranks", type=int, help="ranks of all nodes; default: the launcher's number")
     for command in (launch_, train_):
         command.add_argument("--cpu", action="store_true", help="train on CPUs, over gloo")
     launch_.add_argument("--dry-run", action="store_true", help="print the command instead of running it")

@@ -42,9 +42,7 @@ def check(options: Options) -> str:
     found = machine(block.topology, options.ranks)
     if is_automatic(block, found):
         before_a_model(block, found)
-        return (
-            f"ok: {name} is chosen for the model as training starts; zero-topo plan --recommend --model FILE tells it"
-        )
+        return f"ok: {name} chooses a plan when training starts; to see it: zero-topo plan --recommend --model FILE"
     plan = resolve_config(block, found).plan
     secondary = f", secondary {plan.secondary}" if plan.secondary else ""
     degrees = f"weights {plan.weights}{secondary}, gradients {plan.gradients}, optimizer {plan.optimizer}"
@@ -182,7 +180,7 @@ def _unknown(merged: Mapping[str, Any], known: frozenset[str] | None) -> list[st
     for key in sorted(set(merged) - (known or set(merged)) - {ROOT}):
         near = nearest(key, known or (), cutoff=0.6)
         hint = f"did you mean {near}?" if near else f"DeepSpeed's own keys go into {EXTRA}"
-        lines.append(f"{key}: NeoX does not know this key and would stop; {hint}")
+        lines.append(f"{key}: NeoX has no such key and would end with an error; {hint}")
     return lines
 
 

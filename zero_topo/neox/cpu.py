@@ -58,7 +58,7 @@ def stand_in(ranks_per_node: int) -> None:
 
 
 def adapt_neox() -> None:
-    """What in NeoX itself insists on CUDA or on an old numpy; after ``megatron`` can be imported."""
+    """Replace the parts of NeoX that require CUDA or an old numpy. ``megatron`` must be importable."""
     import deepspeed.ops.adam
     import torch
 

@@ -20,13 +20,13 @@ class PlainConsole(Console):
     """A console that writes control characters of a text as escapes; its own, of colours, it keeps."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """What rich makes of something, segment by segment."""
+        """Render an object, such as a table, to the segments that rich prints."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
 
 def figures_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
-    """A table without rows.
+    """Return a table without rows.
 
     Args:
         columns: their headings.

@@ -8,8 +8,8 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from zero_topo.config import PublishConfig
 from zero_topo.config.modes import SyncConfig
+from zero_topo.config.parts import PublishConfig
 from zero_topo.strict import Seconds
 from zero_topo.topology import Topology
 

@@ -13,7 +13,7 @@ LINES = 12  # about this many
 
 
 class Progress:
-    """Follows optimizer steps.
+    """Shows a progress bar of optimizer steps.
 
     Args:
         total: steps of the whole run.

@@ -50,7 +50,7 @@ class RunStats(Protocol):
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's measurements.
+    """The bytes that one rank sent and stored.
 
     Attributes:
         sent: (phase, domain) -> bytes sent in the last optimizer step.
@@ -180,7 +180,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keys to somebody's account, which Comet's monitor takes: reports are passed on."""
+    """Return a copy without account keys, such as that of Comet's monitor, because users share reports."""
     hidden = {key: "hidden" if key == "api_key" else value for key, value in config.items()}
     return {key: _shareable(value) if isinstance(value, Mapping) else value for key, value in hidden.items()}
 

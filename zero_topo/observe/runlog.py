@@ -143,7 +143,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_report(folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """A run's ``report.json``.
+    """Read a run's ``report.json``.
 
     Args:
         folder: of the run.

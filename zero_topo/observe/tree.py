@@ -35,7 +35,7 @@ class Box:
     height: float
 
     def draw(self, fill: str, stroke: str = "none", radius: float = 0) -> str:
-        """As an SVG element."""
+        """Return the rectangle as an SVG element."""
         place = f'x="{self.x:g}" y="{self.y:g}" width="{self.width:g}" height="{self.height:g}"'
         return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
 
@@ -56,13 +56,13 @@ class Tree:
 
     @property
     def shown(self) -> int:
-        """Ranks that are drawn: all, or whole nodes, or the first."""
+        """The number of ranks that are drawn: all, else those of the first whole nodes, else a fixed number."""
         world, node = self.plan.world_size, self.topology.degree("node")
         return world if world <= MOST else FIRST // node * node or FIRST
 
 
 def tree_svg(tree: Tree) -> str:
-    """The picture of a plan on its machine."""
+    """Return the picture of a plan on its machine."""
     width = max(_span(tree, 0, tree.shown)[1] + 3 * GAP, LEFT + 460)
     height = TOP + ROW * len(ROLES) + 142
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'

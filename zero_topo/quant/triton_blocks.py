@@ -212,7 +212,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
 
 @triton.jit
 def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> None:
-    """Round and store the existing elements; the counterpart of `loaded`."""
+    """Round values and store those that lie inside the view; the counterpart of `loaded`."""
     rounded = _rounded(x, pointers.dtype.element_ty)
     if whole:
         tl.store(pointers, rounded)
@@ -278,7 +278,7 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr) -> tl.tensor:
-    """Return one message's values of the tile."""
+    """Decode a tile's values from one message."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
     block = _blocks(tile, SPEC)
     present = block * SPEC.block_size < numel

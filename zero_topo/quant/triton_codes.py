@@ -26,7 +26,7 @@ RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
 class _Weights(NamedTuple):
-    """Holds codes and a part of them. Integers are stored as ``4 n + 2``, see `triton_blocks.Work`."""
+    """Holds INT8 weights and the part that a launch processes. Integers are ``4 n + 2``, see `triton_blocks.Work`."""
 
     data: Tensor
     slots: Tensor

@@ -258,7 +258,7 @@ def _sketch_insert(
 def _sketch_peel(
     sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, left: tl.tensor, places: _Places
 ) -> None:
-    """Peel some lanes: count unresolved elements in each row, resolve them in passes, estimate the rest.
+    """Decode some lanes of a sketch: count unresolved elements in each row, resolve them in passes, estimate the rest.
 
     A barrier follows each block: the next block may share its rows, and a lane may move to another thread.
     """

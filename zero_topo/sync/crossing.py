@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The base of modes that do not deliver everything in a step: the exchange across gradient domains."""
+"""The base of sync modes with a residual or a selection: they gather, sum and return rows across gradient domains."""
 
 from __future__ import annotations
 

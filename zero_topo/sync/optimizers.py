@@ -2,8 +2,9 @@
 """The package's own optimizers, AdamS and AgedAdamW.
 
 Note [What arrives]
-    An element has arrived if its sum is not exactly zero. A dense gradient that is zero (an embedding's row that no
-    token used) therefore waits as well; AdamW would update it by its momentum.
+    Sparse sync gives the optimizer an element's sum only in some steps. An element has arrived if its sum is not zero.
+    A dense gradient that is zero (an embedding's row that no token used) therefore waits as well; AdamW would update it
+    by its momentum.
 
 Note [Ages]
     The number of steps that an element has waited is one byte of state, so a wait counts as at most 256 steps. A

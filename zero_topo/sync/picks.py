@@ -65,7 +65,7 @@ class Picked:
         return Picked(self.indices, self.values.to(dtype).float())
 
     def counts(self, bounds: Tensor) -> Tensor:
-        """Count the elements between each pair of neighbouring bounds (int64 ``[P + 1]``), int64 ``[P]``."""
+        """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64 ``[P]``."""
         return torch.searchsorted(self.indices, bounds).diff()
 
 
@@ -83,7 +83,7 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record."""
+        """The bytes of one selected element as sent."""
         return index_bytes(self.numel) + self.dtype.itemsize
 
     def encode(self, picked: Picked) -> Tensor:

@@ -47,9 +47,8 @@ class TopkA(Sparse):
         if self.active and k * self.peers.size > LONGEST:
             raise ValueError(
                 f"sync.mode = {config.MODE}: {k} selected elements of each of {self.peers.size} ranks are over "
-                f"{LONGEST}, more than torch sorts on a GPU; "
-                "lower sync.density and start_density, or take a mode in which each rank "
-                'adds up its own part: "oktopk" or "topk_dsa"'
+                f"{LONGEST}, more than torch sorts on a GPU; lower sync.density and start_density, or take a mode in "
+                'which each rank adds up its own part: "oktopk" or "topk_dsa"'
             )
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:

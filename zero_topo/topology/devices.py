@@ -170,7 +170,7 @@ class DeviceTree:
 
     def origins(self, links: Mapping[str, Any]) -> dict[str, str]:
         """Return the sources of the topology's fields that follow from the devices."""
-        packages = self.sources.get("packages", f"{self.tool} does not say: every device is taken for a GPU")
+        packages = self.sources.get("packages", f"{self.tool} does not report them: every device is taken for a GPU")
         told = {"gpus_per_node": packages, "ranks_per_gpu": packages}
         if links:
             told["links"] = f"{self.sources['links']}; latency assumed"

@@ -174,8 +174,8 @@ def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None)
     if view.ranks_per_node is None:
         sources["gpus_per_node"] = "assumed: one node"
         sources["warning"] = (
-            f"{view.origin('world_size')} gives {view.world_size} ranks but nothing says how they spread over nodes; "
-            f"they are taken for one flat node. State the machine to profit from it: {INLINE_HINT}"
+            f"{view.origin('world_size')} gives {view.world_size} ranks but not their placement on nodes; "
+            f"they are taken for one flat node. For shards that follow the machine, describe it: {INLINE_HINT}"
         )
     fits = machine is not None and machine.ranks_per_node == per_node
     if machine is None or not fits:

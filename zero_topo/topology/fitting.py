@@ -60,7 +60,7 @@ def fit(samples: Iterable[tuple[float, float]]) -> Link:
             )
         best[nbytes] = min(seconds, best.get(nbytes, math.inf))
     if len(best) < 2:
-        raise ValueError(f"messages of {len(best)} size do not tell latency from bandwidth; time at least 2 sizes")
+        raise ValueError(f"messages of {len(best)} size cannot separate latency from bandwidth; time at least 2 sizes")
     long = [size for size in best if size * LONG >= max(best)]
     slope = _slope({size: best[size] for size in (long if len(long) > 1 else best)})
     if slope <= 0:
@@ -159,7 +159,7 @@ def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[s
 
 
 def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Link]]:
-    """Return domain -> links of the pairs of which it is the smallest common domain."""
+    """Return by domain the links of all pairs whose smallest common domain it is."""
     met: dict[str, list[Link]] = {domain: [] for domain in LINKED_DOMAINS}
     for (left, right), link in pairs.items():
         a, b = topology.position(left), topology.position(right)

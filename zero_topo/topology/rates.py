@@ -24,7 +24,7 @@ Collective = Literal["gather", "reduce"]
 
 @strict_dataclass
 class Ring:
-    """What rings through all ranks of a domain were measured to take; see :meth:`seconds`.
+    """The measured time of rings through all ranks of a domain; see :meth:`seconds`.
 
     Attributes:
         bandwidth: bytes/s that one ring passes on while nothing else uses the links ("bus bandwidth").
@@ -51,7 +51,7 @@ class Ring:
 
 @strict_dataclass
 class Rates:
-    """Of one rank, as the time model needs them.
+    """The rates of one rank that the time model needs.
 
     Attributes:
         peak_flops: FLOP/s of dense 16-bit matrix products, as published.

@@ -25,7 +25,7 @@ WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
 def _one_line(text: str) -> str:
-    """Refuse what would end a line of a script, whose next one a shell runs."""
+    """Refuse line breaks: a shell would run the text after them as a command."""
     if not text.isprintable():
         raise ValueError
     return text
@@ -73,7 +73,7 @@ Variables = Annotated[
 
 @strict_dataclass
 class LaunchMachine:
-    """How to start ranks on a machine.
+    """Describes how to start ranks on a machine.
 
     Attributes:
         name: what ``--machine`` calls it.
@@ -149,5 +149,5 @@ def bash_value(setting: Setting) -> str:
 
 
 def without(settings: tuple[Setting, ...], given: Mapping[str, Any]) -> list[Setting]:
-    """The settings whose option the user has not given (``given``: option -> value or None)."""
+    """Return the settings without those whose option the user gave (``given``: option -> value or None)."""
     return [setting for setting in settings if given.get(setting.name) is None]

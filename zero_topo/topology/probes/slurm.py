@@ -287,12 +287,12 @@ def _order(
 
 
 def _arbitrary_order(env: Mapping[str, str], per_node: int, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return tree positions from the list of one host per task that ``srun`` makes of SLURM_HOSTFILE."""
+    """Return tree positions from the hosts of all tasks, which ``srun`` derives from SLURM_HOSTFILE."""
     name = "SLURM_ARBITRARY_NODELIST"
     if not env.get(name) or not hosts:
         raise ValueError(
-            f"SLURM_DISTRIBUTION is arbitrary but {name} and the step's host list, which would say where each task "
-            'runs, are not both set; use another distribution, or give an "order" in the topology\'s JSON'
+            f"SLURM_DISTRIBUTION is arbitrary but {name} and the step's host list, which have the host of each task, "
+            'are not both set; use another distribution, or give an "order" in the topology\'s JSON'
         )
     tasks = expand_hosts(env[name], name, duplicates=True)
     if Counter(tasks) != Counter({host: per_node for host in hosts}):

@@ -73,7 +73,7 @@ TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _header(lines: Sequence[str]) -> int | None:
-    """Index of the header line: the first whose first word is a GPU and whose second one is no cell."""
+    """Index of the header line: the first that begins with the name of a GPU and goes on with another label."""
     for index, line in enumerate(lines):
         words = line.split()
         if words and _GPU.match(words[0]) and not _CELL.fullmatch(" ".join(words[1:2])):

@@ -109,7 +109,7 @@ def _level(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _try(nvml: Any, function: str, *arguments: Any) -> Any:
-    """What a function of NVML returns, or None where this device, driver or module does not know it."""
+    """Return the result of an NVML function; None if this device, driver or module does not support it."""
     try:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError):

@@ -63,7 +63,7 @@ def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair,
 
 
 def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
-    """Package of each device: pairs with 4 links, if no device has two such partners; else each its own."""
+    """Return each device's package. Devices joined by 4 links share one, unless a device has two such partners."""
     pairs = [pair for pair, link in links.items() if link.kind == "XGMI" and link.count == LINKS_INSIDE_A_PACKAGE]
     joined = [device for pair in pairs for device in pair]
     first = {b: a for a, b in pairs} if len(joined) == len(set(joined)) else {}
