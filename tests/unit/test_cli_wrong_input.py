@@ -115,7 +115,6 @@ WRONG = {
     f"simulate --calibrate {RECORD} --gcds 8": "--ranks would not count",
     "simulate --overlap ful": "'--overlap': Input should be a valid number",
     "simulate --overlap 1.5": "'--overlap': Input should be less than or equal to 1",
-    "simulate --set latency=-1": "--set latency=-1: it must be seconds, at least 0",
     "simulate --micro-batches 0": "--micro-batches '0'",
     "simulate --micro-batch 0": "--micro-batch",
     "simulate --model gpt-neox-20": "did you mean 'gpt-neox-20b'",

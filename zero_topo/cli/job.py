@@ -44,7 +44,8 @@ Machine = Annotated[
     ),
 ]
 Ranks = Annotated[
-    str | None, typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks, or --nodes.")
+    str | None,
+    typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks. simulate takes several."),
 ]
 
 
@@ -60,7 +61,8 @@ class JobOptions:
         typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch; default: 1."),
     ] = None
     micro_batches: Annotated[
-        str | None, typer.Option(metavar="K", help="Micro-batches per optimizer step; default: 1.")
+        str | None,
+        typer.Option(metavar="K", help="Micro-batches per optimizer step; default: 1. simulate takes several."),
     ] = None
     overlap: Annotated[
         float | None,

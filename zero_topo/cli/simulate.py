@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 from rich.table import Table
 
 from zero_topo.cli.fitting import Collectives, fit
@@ -28,7 +27,7 @@ from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
-from zero_topo.strict import Seconds, did_you_mean, to_json
+from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
@@ -36,7 +35,6 @@ from zero_topo.units import format_bytes
 
 RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
 STOCK = "stock"
-NotNegative = Annotated[int, Field(ge=0)]
 SHOWN = {
     "compute": ("compute", "optimizer"),
     "gather": ("gather_forward", "gather_backward", "publish"),
@@ -73,8 +71,6 @@ class Options(JobOptions):
             metavar="FILE", help="Fit rates instead: to outputs of rccl-tests or nccl-tests, any number of them."
         ),
     ] = None
-    prefetch: Annotated[NotNegative, Rare("modules whose weights are gathered ahead")] = 1
-    latency: Annotated[Seconds | None, Rare("seconds per message, instead of the machine's")] = None
     force: Annotated[bool, Rare("write over any file")] = False
 
 
@@ -153,7 +149,7 @@ def simulate(options: Options) -> None:
 
 
 def _places(options: Options) -> list[Request]:
-    """The machine with each number of ranks, and the job there; the user's latency in place of the machine's own."""
+    """The machine with each number of ranks, and the job there."""
     preset = options.machine in preset_names()
     usual = replace(options, ranks=RANKS) if preset and not (options.ranks or options.nodes) else options
     model = need_model(options)
@@ -161,16 +157,8 @@ def _places(options: Options) -> list[Request]:
     for place in machines_of(usual):
         if options.rates is None:
             rates_of(place)  # complains of a machine whose rates nobody knows
-        request = request_of(replace(options, micro_batches="1"), place, model)
-        request = replace(request, job=replace(request.job, prefetch=options.prefetch))
-        found.append(request if options.latency is None else _at_latency(request, options.latency))
+        found.append(request_of(replace(options, micro_batches="1"), place, model))
     return found
-
-
-def _at_latency(request: Request, latency: float) -> Request:
-    links = {name: replace(link, latency=latency) for name, link in request.topology.links.items()}
-    rates = request.rates.with_rings(lambda ring: replace(ring, step=latency, small_step=None))
-    return replace(request, topology=replace(request.topology, links=links), own_rates=rates)
 
 
 def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
