@@ -143,7 +143,7 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
         env = {**os.environ, "DS_ACCELERATOR": device, "ZERO_TOPO_TEST_DEVICE": device, **own_architecture(gpu)}
         began = time.monotonic()
         try:
-            limit, env = max(0.0, end - began), env | command.env
+            limit, env = max(0.0, end - began), {**env, **command.env}
             status = subprocess.run(command.words, cwd=ROOT, env=env, check=False, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             status = 124
