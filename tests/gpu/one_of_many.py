@@ -265,19 +265,30 @@ def calls(folder: Path) -> int:
         with engine_of(model(), config(scheme, 1, {})) as engine:
             for _ in range(WARM_UP):
                 step(engine, tokens)
-            ends, many = [0], [0]
-
-            def count(frame: Any, event: str, argument: Any, many: list[int] = many) -> None:
-                many[0] += event in ("call", "c_call")
-
-            sys.setprofile(count)
-            step(engine, tokens, lambda ends=ends, many=many: ends.append(many[0]))
+            counter = Calls()
+            sys.setprofile(counter.count)
+            step(engine, tokens, counter.end)
             sys.setprofile(None)
-            modules = 6 * LAYERS
-            results[scheme] = {name: (b - a) / modules for name, (a, b) in zip(PHASES, pairwise(ends), strict=True)}
+            pairs = zip(PHASES, pairwise(counter.ends), strict=True)
+            results[scheme] = {name: (end - begin) / (6 * LAYERS) for name, (begin, end) in pairs}
         print(f"{scheme}: calls for each module:", {name: round(value) for name, value in results[scheme].items()})
     save(folder, "calls", {"schemes": results})
     return int(results["topo"]["forward"] > results["stock"]["forward"])
+
+
+class Calls:
+    """Counts calls; ``ends`` are the counts when a phase ended."""
+
+    def __init__(self) -> None:
+        self.ends, self._many = [0], 0
+
+    def count(self, frame: Any, event: str, argument: Any) -> None:
+        """For ``sys.setprofile``."""
+        self._many += event in ("call", "c_call")
+
+    def end(self) -> None:
+        """A phase ends."""
+        self.ends.append(self._many)
 
 
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:

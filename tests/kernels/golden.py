@@ -317,12 +317,11 @@ def check_aged_adamw(backend: Any, device: str = "cpu") -> None:
         table = torch.stack([torch.cat([torch.tensor([float(k == 2)]), row]) for k, row in enumerate(rows)]).float()
         state, settings = [p, g, mean, mean * mean, age, table], [0.999, 0.7, 1e-8, -0.003]
         own = [x.to(device, copy=True) for x in state]
-        backend.aged_adamw(*own, settings)
-        reference.aged_adamw(*state, settings)
+        for which, given in ((backend, own), (reference, state)):
+            which.aged_adamw(*given, settings)
         for name, actual, expected in zip(("p", "g", "mean", "square", "age"), own, state, strict=False):
-            exact = fused and name != "p"
-            close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-5}
-            torch.testing.assert_close(actual.cpu(), expected, **close, equal_nan=True)
+            close = 0.0 if fused and name != "p" else 1e-5
+            torch.testing.assert_close(actual.cpu(), expected, rtol=close, atol=close, equal_nan=True)
 
 
 def check_masks(backend: Any, device: str = "cpu") -> None:

@@ -20,7 +20,7 @@ Note [Codes]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -362,22 +362,20 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
     return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
 
 
-def aged_adamw(
-    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
-) -> None:
+def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]) -> None:
     """Update the weights and the state of ``AgedAdamW``; FP32 parameters in one kernel on a GPU.
 
     Args:
-        p, mean, square: weights and both moments, ``[n]`` each, contiguous; changed in place.
-        g: gradients ``[n]``; an element has arrived if its gradient is not zero.
-        age: steps that each element has waited, uint8 ``[n]``; changed in place.
-        table: ``[4, 257]`` in the dtype of ``p``, by steps since the last arrival (0: none now): the mean's share of a
-            sum, its weight in the momentum, the decay of the second moment, the weight of the squared sum in it.
+        state: weights, gradients, both moments, and the steps that each element has waited (uint8), ``[n]`` each,
+            contiguous; all but the gradients change in place. An element has arrived if its gradient is not zero.
+        table: ``[4, 257]`` in the dtype of the weights, by steps since the last arrival (0: none now): the mean's share
+            of a sum, its weight in the momentum, the decay of the second moment, the weight of the squared sum in it.
         settings: the factor by which all weights decay, the square root of the second moment's bias correction,
             epsilon, and minus the learning rate over the momentum's bias correction.
     """
-    in_fp32 = p.dtype == g.dtype == torch.float32
-    (OPS.aged_adamw.default if in_fp32 else reference.aged_adamw)(p, g, mean, square, age, table, settings)
+    in_fp32 = state[0].dtype == state[1].dtype == torch.float32
+    update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference.aged_adamw
+    update(*state, table, settings)
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -26,6 +26,17 @@ class _Places(NamedTuple):
     blocks: int
 
 
+class _Aged(NamedTuple):
+    """Holds the weights, gradients, moments and ages ``[n]`` of AgedAdamW, and its table of factors."""
+
+    p: Tensor
+    g: Tensor
+    mean: Tensor
+    square: Tensor
+    age: Tensor
+    table: Tensor
+
+
 def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
     """Start programs on the device of their first argument, a tensor or a tuple that begins with one.
 
@@ -91,7 +102,8 @@ def aged_adamw(
 ) -> None:
     """Update FP32 weights, moments and ages; see ``ops.aged_adamw``."""
     scalars = torch.tensor(settings, dtype=torch.float32).tolist()  # rounded as the kernel's arguments are
-    launch(_aged_adamw, triton.cdiv(p.numel(), LANES.value), p, g, mean, square, age, table, p.numel(), *scalars)
+    aged = _Aged(p, g, mean, square, age, table)
+    launch(_aged_adamw, triton.cdiv(p.numel(), LANES.value), aged, p.numel(), *scalars)
 
 
 def _counts(x: Tensor, threshold: float) -> Tensor:
@@ -182,40 +194,28 @@ def _compact_above(
 
 
 @triton.jit
-def _aged_adamw(
-    p: tl.tensor,
-    g: tl.tensor,
-    mean: tl.tensor,
-    square: tl.tensor,
-    age: tl.tensor,
-    table: tl.tensor,
-    n: int,
-    decay: float,
-    correction: float,
-    eps: float,
-    rate: float,
-) -> None:
+def _aged_adamw(aged: _Aged, n: int, decay: float, correction: float, eps: float, rate: float) -> None:
     """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = at < n
-    sums = tl.load(g + at, mask=exists, other=0)
-    waited = tl.load(age + at, mask=exists, other=0).to(tl.int32)
-    weights = tl.load(p + at, mask=exists, other=0) * decay
+    sums = tl.load(aged.g + at, mask=exists, other=0)
+    waited = tl.load(aged.age + at, mask=exists, other=0).to(tl.int32)
+    weights = tl.load(aged.p + at, mask=exists, other=0) * decay
     arrived = exists & (sums != 0)
-    factors = table + waited + 1
-    old = tl.load(mean + at, mask=arrived, other=0)
+    factors = aged.table + waited + 1
+    old = tl.load(aged.mean + at, mask=arrived, other=0)
     end = tl.load(factors) * sums
     weight = tl.load(factors + AGES)
     small = weight < 0.5
     new = tl.fma(tl.where(small, weight, weight - 1), end - old, tl.where(small, old, end))
-    left = tl.load(square + at, mask=arrived, other=0) * tl.load(factors + 2 * AGES)
+    left = tl.load(aged.square + at, mask=arrived, other=0) * tl.load(factors + 2 * AGES)
     squares = tl.fma(tl.load(factors + 3 * AGES) * sums, sums, left)
     norm = tl.div_rn(tl.sqrt_rn(squares), tl.full(squares.shape, correction, tl.float32)) + eps
     moved = weights + tl.div_rn(rate * (new * (waited + 1).to(tl.float32)), norm)
-    tl.store(mean + at, new, mask=arrived)
-    tl.store(square + at, squares, mask=arrived)
-    tl.store(p + at, tl.where(arrived, moved, weights), mask=exists)
-    tl.store(age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists)
+    tl.store(aged.mean + at, new, mask=arrived)
+    tl.store(aged.square + at, squares, mask=arrived)
+    tl.store(aged.p + at, tl.where(arrived, moved, weights), mask=exists)
+    tl.store(aged.age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists)
 
 
 @triton.jit

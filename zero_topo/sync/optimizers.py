@@ -224,7 +224,7 @@ class AgedAdamW(AdamLike):
             corrections = (1 - b2**count) ** 0.5, 1 - b1**count
             settings = [1 - rate * group["weight_decay"], corrections[0], group["eps"], -rate / corrections[1]]
             parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
-            ops.aged_adamw(*(part.detach().view(-1) for part in parts if part is not None), table, settings)
+            ops.aged_adamw([part.detach().view(-1) for part in parts if part is not None], table, settings)
 
     def _table(self, p: Tensor, betas: tuple[float, float]) -> Tensor:
         """Return the table of ``ops.aged_adamw``."""
