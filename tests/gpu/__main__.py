@@ -143,15 +143,8 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
         env = {**os.environ, "DS_ACCELERATOR": device, "ZERO_TOPO_TEST_DEVICE": device, **own_architecture(gpu)}
         began = time.monotonic()
         try:
-<<<<<<< HEAD
-            limit = max(0.0, end - began)
-            status = subprocess.run(
-                command.words, cwd=ROOT, env={**env, **command.env}, check=False, timeout=limit
-            ).returncode
-=======
             limit, env = max(0.0, end - began), {**env, **command.env}
             status = subprocess.run(command.words, cwd=ROOT, env=env, check=False, timeout=limit).returncode
->>>>>>> gpu
         except subprocess.TimeoutExpired:
             status = 124
         told = " ".join([*(f"{name}={value}" for name, value in command.env.items()), *command.words[1:]])
