@@ -100,17 +100,16 @@ class Group:
         """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the entries for this rank.
 
         Args:
-            table: ``[size, ...]`` of any dtype, of one shape on all members.
+            table: ``[size, ...]`` of any dtype, contiguous, of one shape on all members.
         """
         if self.size == 1:
             return Handle(None, (), lambda: table)
-        dtype, shape, nbytes = table.dtype, table.shape, (self.size - 1) * (table.nbytes // self.size)
-        received = self._begin("all_to_all", nbytes, True, self._all_to_all, as_bytes(table).view(self.size, -1))
-        return (
-            received
-            if table.dim() == 2 and dtype == torch.uint8
-            else received.then(lambda message: message.view(-1).view(dtype).view(shape))
-        )
+        if table.dtype != torch.uint8:
+            dtype, shape = table.dtype, table.shape
+            received = self.scatter_later(as_bytes(table).view(self.size, -1))
+            return received.then(lambda message: message.view(-1).view(dtype).view(shape))
+        nbytes = (self.size - 1) * (table.nbytes // self.size)
+        return self._begin("all_to_all", nbytes, True, self._all_to_all, table)
 
     def scatter(self, table: Tensor) -> Tensor:
         """Run an all-to-all and wait; see :meth:`scatter_later`."""

@@ -76,13 +76,7 @@ def replicated(plan: Plan) -> bool:
 
 
 class SparseSync(SyncSettings):
-    """What all sparse modes have in common.
-
-    Attributes:
-        SETTLES_OWN_ROW: whether the residual of a rank's own row is kept, in place of the overwritten gradients.
-    """
-
-    SETTLES_OWN_ROW: ClassVar[bool] = False
+    """What all sparse modes have in common."""
 
     density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank selects.")
     select: Select = Field("all", description=SELECT)
@@ -171,7 +165,7 @@ class SparseSync(SyncSettings):
         if peers == 1:
             return Scratch()
         mode, table = self.busiest, FP32 * peers * width
-        rows = (peers if replicated(plan) else 0 if mode.SETTLES_OWN_ROW else 1) * itemsize
+        rows = (peers if replicated(plan) else 0 if mode.settles_own_row else 1) * itemsize
         rounds = ITEMSIZES[self.value_dtype] % FP32 if self.start else 0
         errors = FP32 if rounds and replicated(plan) else 0  # of the sums of a first step
         own, others = (
@@ -201,6 +195,11 @@ class SparseSync(SyncSettings):
             plan: says how many peers there are, and whether they need more than one row.
             overwritten: bytes of the gradients that the sums overwrite.
         """
+
+    @property
+    def settles_own_row(self) -> bool:
+        """Return whether runs keep the new residual of the own row, in place of its overwritten gradients."""
+        return False
 
     def settling_bytes(self, columns: int, plan: Plan) -> float:
         """Return the scratch bytes of subtracting what a run sent."""
@@ -413,7 +412,7 @@ class OkTopkSync(PickingSync):
         return part if self.sharded else 2 * part
 
     @property
-    def SETTLES_OWN_ROW(self) -> bool:  # type: ignore[override]
+    def settles_own_row(self) -> bool:
         """Return whether the owner keeps the sums that it does not choose."""
         return self.sharded
 
@@ -537,8 +536,6 @@ class ScapeSync(MaskedSync):
 class TernarySync(SparseSync):
     """Send the largest elements of every block, each as a sign, and one scale for the block."""
 
-    SETTLES_OWN_ROW: ClassVar[bool] = True
-
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
     )
@@ -555,6 +552,11 @@ class TernarySync(SparseSync):
     def picks(self) -> int:
         """Return the number of selected elements of each block."""
         return share(self.density, TERNARY_BLOCK)
+
+    @property
+    def settles_own_row(self) -> bool:
+        """Return True: the owner keeps the rest of its sums."""
+        return True
 
     @property
     def low_bits(self) -> int:

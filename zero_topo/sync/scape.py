@@ -106,14 +106,13 @@ class Scape(Masked):
         """Return ``b / (1 - b) / P``, by which the momentum is multiplied in the residual."""
         return moment.beta / (1 - moment.beta) / self.peers.size
 
-    def _within(self, begin: int, width: int, run: Run | None = None) -> list[tuple[slice, slice]]:
-        """Return the columns of the parameters that take part, relative to ``begin`` and in the residual or the run.
+    def _within(self, begin: int, width: int, run: Run) -> list[tuple[slice, slice]]:
+        """Return the columns of a run's parameters that take part, relative to ``begin`` and in the run.
 
         Neighbouring parameters are merged.
         """
         parts: list[tuple[slice, slice]] = []
-        ranges = [parameter.span for parameter in self._included] if run is None else run.ranges
-        for (first, past), (low, high) in zip(ranges, packed_ranges(ranges), strict=True):
+        for (first, past), (low, high) in zip(run.ranges, packed_ranges(run.ranges), strict=True):
             if begin <= first < begin + width:
                 if parts and parts[-1][0].stop == first - begin:
                     columns, places = parts.pop()
@@ -130,21 +129,20 @@ class Scape(Masked):
         return unpacked(state.bits.wait(), 0, self._columns)
 
     def before_update(self, begin: int, width: int) -> None:
-        """Move the momentum off the mask to the residual."""
-        within = self._within(begin, width) if self._exchanges else []
-        if not within:
-            return
-        low, high, residual = within[0][1].start, within[-1][1].stop, self.residual_rows()
-        mask = unpacked(self._state.bits.wait(), low, high)
-        for moment in self.context.moments():
-            if moment.begin == begin:
-                for columns, places in within:
-                    on_mask = mask[:, places.start - low : places.stop - low].to(moment.mean)
-                    mean = moment.mean[:, columns]
+        """Move the momentum off the mask to the residual, run by run."""
+        residual = self.residual_rows()
+        for run in self.runs.values() if self._exchanges else ():
+            within = self._within(begin, width, run)
+            if not within:
+                continue
+            mask = unpacked(self._state.bits.wait(), run.low, run.low + run.width)
+            for moment in self.context.moments():
+                for columns, places in within if moment.begin == begin else ():
+                    mean, on_mask = moment.mean[:, columns], mask[:, places].to(moment.mean.device)
                     if residual is not None:
-                        off_mask = self._of_table(mean * (1 - on_mask)) * self._factor(moment)
-                        residual[:, places] += off_mask.to(residual)
-                    mean *= on_mask
+                        off_mask = self._of_table(mean.masked_fill(on_mask, 0)) * self._factor(moment)
+                        residual[:, run.low + places.start : run.low + places.stop] += off_mask.to(residual)
+                    mean.masked_fill_(on_mask.logical_not(), 0)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange the elements of the mask that the last step selected."""
