@@ -81,8 +81,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "compact_above", lambda: triton.compact_above(bf16.flat, 0.5, indices, values)
     yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat[None], 11, torch.zeros(1, 30, 1024))
     yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
-    state = [fp32.flat.clone() for _ in range(4)]
-    yield "aged_adamw", lambda: triton.aged_adamw(*state, mask.byte(), torch.zeros(4, 257), [0.9, 0.8, 1e-8, -0.1])
+    p, g, mean, square = (fp32.flat.clone() for _ in range(4))
+    table, settings = torch.zeros(4, 257), [0.9, 0.8, 1e-8, -0.1]
+    yield "aged_adamw", lambda: triton.aged_adamw(p, g, mean, square, mask.byte(), table, settings)
     yield from calls_on_codes()
 
 
