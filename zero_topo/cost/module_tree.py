@@ -185,7 +185,11 @@ def _is_a(module: Any, *kinds: str) -> bool:
 
 
 def _number(config: Any, key: str) -> int:
-    value = getattr(config, key, None)
+    """Return a positive number of a config; 0 if it has none, or refuses one that differs between layers."""
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # transformers has its own for keys of single layers
+        return 0
     return value if type(value) is int and value > 0 else 0
 
 
