@@ -93,7 +93,7 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     lists = _outermost_lists(module)
-    inside = {id(child) for layers in lists for child in layers.modules()}
+    inside = {id(child) for layers in lists for layer in layers for child in layer.modules()}
     outside = [(path, child) for path, child in module.named_modules() if id(child) not in inside]
     embeddings = [pair for pair in outside if _is_a(pair[1], "Embedding")]
     others = [pair for pair in outside if _matrices(pair[1]) and not _multiplies(pair[1])]
