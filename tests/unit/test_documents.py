@@ -22,6 +22,7 @@ COMMANDS = [
     ("plan", "--params", "1B"),
     ("plan", "--params", "1B", *FRONTIER, "--recommend", "--set", "sparse=oktopk"),
     ("plan", "--params", "40B", *FRONTIER, "--recommend"),
+    ("plan", "--model", "mixtral-8x7b", "--machine", "el-capitan", "--nodes", "16", "--recommend"),
     ("plan", "--max-params", *FRONTIER),
     ("simulate", "--model", "gpt2", "--gcds", "16,32", "--micro-batches", "1"),
     ("migrate", str(ROOT / "configs/topo.json")),

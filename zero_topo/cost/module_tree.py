@@ -94,7 +94,7 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     lists = _outermost_lists(module)
-    inside = {id(child) for layers in lists for child in layers.modules()}
+    inside = {id(child) for layers in lists for layer in layers for child in layer.modules()}
     outside = [(path, child) for path, child in module.named_modules() if id(child) not in inside]
     embeddings = [pair for pair in outside if _is_a(pair[1], "Embedding")]
     others = [pair for pair in outside if _matrices(pair[1]) and not _multiplies(pair[1])]
@@ -188,7 +188,11 @@ def _is_a(module: Any, *kinds: str) -> bool:
 
 
 def _number(config: Any, key: str) -> int:
-    value = getattr(config, key, None)
+    """Return a positive number of a config; 0 if it has none, or refuses one that differs between layers."""
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # transformers has its own for keys of single layers
+        return 0
     return value if type(value) is int and value > 0 else 0
 
 
