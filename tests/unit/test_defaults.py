@@ -51,7 +51,7 @@ def test_the_default_is_topo_where_a_gpu_has_several_ranks_and_chosen_where_it_i
     assert all(is_automatic(parse(**block), DGX) for block in chosen)
     assert not any(is_automatic(parse(**block), DGX) for block in stated)
     assert is_automatic(parse(lossy=False), frontier)
-    with pytest.raises(ValueError, match="zero-topo plan --params N"):
+    with pytest.raises(ValueError, match="zero-topo plan --recommend --params N"):
         resolve_config(parse(), DGX)
 
 

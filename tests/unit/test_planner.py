@@ -310,7 +310,7 @@ def largest(scheme: str, wanted: Request) -> int:
 
 def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
     assert ASKED.scheme == AUTO and '"auto"' in str(json_schema()).replace("'", '"')
-    with pytest.raises(ValueError, match="zero-topo plan --params N") as raised:
+    with pytest.raises(ValueError, match="zero-topo plan --recommend --params N") as raised:
         resolve_config(ASKED, TREE)
     assert "\n" not in str(raised.value)
 
