@@ -49,8 +49,8 @@ class Mesh:
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
-        pairs: the ``(lo, hi)`` that will be used, equal on every rank; groups are created for all hops of their routes.
-        hops: further ``(lo, hi)`` that will be used as one hop.
+        pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
+        hops: further ``(lo, hi)`` that are used as one group each.
     """
 
     def __init__(

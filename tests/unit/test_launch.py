@@ -138,8 +138,9 @@ def test_machines_fit_their_presets() -> None:
         if machine.preset is not None:
             assert machine.preset == name and machine.ranks_per_node == load_machine(name).ranks_per_node
     of_hosts = {"gb200-nvl72"}  # its node is a rack of hosts, which no launcher knows as a node
+    other = {"alps", "aurora", "el-capitan", "jupiter", "vista"}  # the settings of their sites' launchers are not known
     real = {name for name in preset_names() if load_machine(name).gpus_per_node and not name.startswith("emulated")}
-    real -= of_hosts
+    real -= of_hosts | other
     assert real <= set(machine_names())
 
 

@@ -104,6 +104,6 @@ def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, t
         assert re.search(r"parameters, as \d+ layers of width \d+; 1 x", out), words
         changed = run(*words, "--seq", "1024", "--micro-batch", "2")[1]
         assert "2 x 1,024 tokens a micro-batch" in changed, words
-        assert "of the communication that may run beside computation 0% does (--overlap 0, assumed)" in out
+        assert "of the communication that computation may hide, 0% is hidden (--overlap 0, assumed)" in out
         assert re.search(r"\(--overlap 0\.5\)", run(*words, "--overlap", "0.5")[1]), words
         assert run(*words, "--overlap", "1.5")[0] == 2

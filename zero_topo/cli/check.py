@@ -133,8 +133,7 @@ def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, 
     """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed for that."""
     if options.machine != AUTO and block.topology not in FOUND:
         raise ValueError(
-            f"--machine {options.machine}: the block says itself where it runs (topology {block.topology!r}); leave it "
-            "out"
+            f"--machine {options.machine}: the block already names its machine, {block.topology!r}; leave --machine out"
         )
     where: Any = block.topology if options.machine == AUTO else options.machine
     named = replace(options, machine=where)
@@ -150,7 +149,7 @@ def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, 
 
 
 def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
-    """How large a model a named plan holds, if the memory is known."""
+    """How large a model fits a named plan, if the memory is known."""
     sized = scaled(USUAL[0], sequence=options.seq or SEQUENCE)
     request = request_of(options, resolved.topology, sized, loaded)
     most = max_params(resolved, request)
@@ -198,7 +197,7 @@ def _forecast(
 
 
 def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
-    """Model by degrees, predicted step, bytes held, and how many times as fast ``"lossy": true`` would be."""
+    """Model by degrees, predicted step, memory, and how many times as fast ``"lossy": true`` would be."""
     title = "Chosen for models of these sizes, and the gain of a lossy one"
     table = figures_table(["parameters", "degrees", "step", "held", "lossy"], title)
     for params, ranking in chosen.items():

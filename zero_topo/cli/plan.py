@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo plan``: who holds what under a scheme, what it costs in memory and bytes, and which plan to take."""
+"""``zero-topo plan``: where a scheme stores what, its memory and bytes, and which plan to take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from zero_topo.cost.footprint import InFlight, predict_memory
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
-from zero_topo.cost.transformer import Model
+from zero_topo.cost.module_tree import ModuleTree
+from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.strict import to_json
@@ -135,7 +136,7 @@ class Schemes(Document):
 
 
 def schemes(options: PlanOptions) -> None:
-    """The plain view: degrees, bytes held and bytes sent of each scheme."""
+    """Prints degrees, memory and bytes sent of each scheme."""
     work, found = _work(options), machine_of(options)
     configs = _schemes(options, found)
     memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}
@@ -242,7 +243,7 @@ class Recommendation(Document):
     """``plan --recommend``."""
 
     topology: Topology
-    model: Model
+    model: Transformer | ModuleTree
     params: int
     micro_batch: int
     micro_batches: int

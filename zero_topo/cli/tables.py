@@ -76,7 +76,7 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
 
 
 def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None) -> Table:
-    """Plans: degrees of the roles, sync, step and its range, what it holds; last the pipeline to compare with."""
+    """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
     table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
     for plan in plans:
         config = plan.candidate.config

@@ -37,7 +37,7 @@ def estimate(
         micro_batch: sequences per rank and micro-batch.
         micro_batches: micro-batches per optimizer step.
         checkpointing: whether activations are recomputed.
-        lossy: whether plans may send fewer bits.
+        lossy: whether plans may be quantized.
 
     Raises:
         ValueError: if the machine or the ranks are wrong, or no plan fits.

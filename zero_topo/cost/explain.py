@@ -45,7 +45,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     ranking = rank_plans(asked, request)
     best = ranking.best
     default = "" if asked.scheme else ", the default here"
-    kept = "" if asked.lossy else " and send no fewer bits than asked for"
+    kept = "" if asked.lossy else " and quantize no more than asked for"
     slower = best.seconds / ranking.fastest.seconds - 1
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
@@ -160,7 +160,7 @@ def price_sentence(price: Price) -> str:
     """Return the costs of a plan, in one line."""
     sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
     step = format_seconds(price.step.seconds)
-    return f"each rank holds {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
+    return f"each rank stores {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
 def setting(job: Job) -> str:
@@ -169,8 +169,8 @@ def setting(job: Job) -> str:
     return (
         f"{format_count(model.params)} parameters, as {model.layers} layers of width {model.hidden}; "
         f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on a rank, activations "
-        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
-        f"{job.hidden:.0%} does (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
+        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that computation may hide, "
+        f"{job.hidden:.0%} is hidden (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
 

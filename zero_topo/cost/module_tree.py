@@ -29,7 +29,7 @@ AUTO_CLASSES = ("CausalLM", "Seq2SeqLM", "ImageTextToText", "SpeechSeq2Seq", "Ma
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 """Names of the number of experts to which a token is sent."""
 MULTIPLIED = re.compile(r"Linear|Router|Gate$|Experts")
-"""Names of classes, beside torch's and transformers' own, whose matrices multiply each token."""
+"""Names of classes, in addition to torch's and transformers' own, whose matrices multiply each token."""
 EXPERTS = re.compile(r"(.*experts)\.\d+\.")
 HEAD = 128
 """Assumed elements of a head if nothing gives the number of heads."""
@@ -105,7 +105,7 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     for of in lists:
         for layer in of:
             part = reader.part(layer, layer.named_modules())
-            kinds[part if of is main else replace(part, unknown=(f"{type(layer).__name__} beside the text's",))] += 1
+            kinds[part if of is main else replace(part, unknown=(f"{type(layer).__name__} apart from the text's",))] += 1
     last = reader.part(module, [pair for pair in outside if pair not in embeddings + others])
     vocab, width = max((tuple(child.weight.shape) for _, child in embeddings), default=(1, 1))
     hidden = _number(text, "hidden_size") or width

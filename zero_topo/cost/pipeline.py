@@ -4,8 +4,8 @@
 Note [A pipeline]
     ``N`` ranks form ``r`` replicas of ``p`` stages of ``t`` tensor parallel ranks. Ranks are numbered as in both
     programs: tensor first, then replica, then stage. For the same batch as ``K`` micro-batches on each of ``N`` ranks,
-    a replica computes ``m = K p t`` micro-batches. A step lasts ``m + p - 1`` slots: ``p - 1`` of them are the bubble
-    (Narayanan et al., arXiv 2104.04473, section 2.2). In a slot a stage computes one micro-batch forward and backward,
+    a replica computes ``m = K p t`` micro-batches. A step lasts ``m + p - 1`` turns: ``p - 1`` of them are the bubble
+    (Narayanan et al., arXiv 2104.04473, section 2.2). In a turn a stage computes one micro-batch forward and backward,
     all-reduces the activations of each layer over its tensor parallel ranks (twice forward, twice backward, twice
     when it recomputes) and sends them to the next stage and their gradients back. The step ends with ZeRO-1: gradients
     are reduce-scattered over the replicas, weights gathered. Only these and the sends can overlap with computation.

@@ -129,7 +129,7 @@ def _optimizer(read: Any) -> Iterator[str]:
     from zero_topo.sync import OPTIMIZERS
 
     name, params = read.optimizer_name, read.optimizer_params or {}
-    if name is None:
+    if name is None or name.lower() == "muon":  # its parameters are read by DeepSpeed's engine, not by a class
         return
     shown = f"optimizer.type = {as_json(name)}"
     of_torch, plain = getattr(torch.optim, name, None), name.lower()

@@ -22,7 +22,7 @@ not say which generation it is. NVML does."""
 
 NVLINK_5_RATE = 50 * GB
 MOST_LINKS = 18
-"""Links of an H100, of 25 GB/s, and of a B200, of 50 GB/s. Only beside a Grace CPU the table says which: its 72 cores
+"""Links of an H100, of 25 GB/s, and of a B200, of 50 GB/s. Only with a Grace CPU the table says which: its 72 cores
 are the affinity of each GPU, or the GPU's memory has a NUMA number. For a B200 in a DGX the lower rate is taken."""
 
 GRACE_CORES = 72
