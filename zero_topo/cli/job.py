@@ -66,7 +66,9 @@ class JobOptions:
     ] = None
     overlap: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Share of the communication that computation hides, of that which it may hide."),
+        typer.Option(
+            min=0, max=1, help="Share of the communication that computation hides, of that which it may hide."
+        ),
     ] = None
     machine: Machine = "auto"
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None

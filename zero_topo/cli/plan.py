@@ -20,10 +20,10 @@ from zero_topo.config.errors import ROOT
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.footprint import InFlight, predict_memory
+from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
-from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png

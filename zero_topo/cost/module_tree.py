@@ -105,7 +105,9 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     for of in lists:
         for layer in of:
             part = reader.part(layer, layer.named_modules())
-            kinds[part if of is main else replace(part, unknown=(f"{type(layer).__name__} apart from the text's",))] += 1
+            kinds[
+                part if of is main else replace(part, unknown=(f"{type(layer).__name__} apart from the text's",))
+            ] += 1
     last = reader.part(module, [pair for pair in outside if pair not in embeddings + others])
     vocab, width = max((tuple(child.weight.shape) for _, child in embeddings), default=(1, 1))
     hidden = _number(text, "hidden_size") or width
