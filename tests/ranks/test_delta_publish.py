@@ -192,7 +192,7 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read() -> None:
         publish_step(engine, masters + 1.0)
         engine.weights.begin()
         engine.weights._publisher._pending.clear()
-        with pytest.raises(RuntimeError, match="before they were published") as caught:
+        with pytest.raises(RuntimeError, match="before publish updated them") as caught:
             engine.weights.gather(SLOTS, "gather_forward")
         return str(caught.value)
 

@@ -106,12 +106,11 @@ def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_configs_fit_20b_on_48_nodes_of_frontier(run: Run, name: str) -> None:
-    """By prediction; but for those whose optimizer states are replicated, which alone take half of the memory."""
+    """By prediction; but for those with replicated optimizer states, which take half of the memory by themselves."""
     words = ("--world-size", "384", "--machine", "frontier", "--model", "gpt-neox-20b")
     status, out, _ = run("check", str(ROOT / "configs" / f"{name}.json"), *words)
     replicated = name in ("topo-scape", "topo-ternary")
-    assert status == 0 and ("most of it for optimizer (30.83 GB), of 61.83 GB" in out) == replicated
-    assert ("warning: scheme topo needs" in out) == replicated
+    assert status == 0 and ("warning: scheme topo needs" in out) == replicated
 
 
 @pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())

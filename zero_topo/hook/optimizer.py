@@ -338,17 +338,18 @@ class TopoStage3(Stock):
         if not self.use_muon:
             return
         for i, ((begin, end), group) in enumerate(zip(self._sub_group_columns(), self.fp16_groups, strict=True)):
-            if self.sub_groups_using_muon[i]:
+            settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
+            if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group)
+                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
 
-    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any]) -> None:
+    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
         """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
-        momentum, gradient = self._momentum(sub_group), rows.float()
-        momentum.lerp_(gradient.to(momentum.device), 1 - self.muon_beta)
-        blended = gradient.lerp(momentum.to(rows.device), self.muon_beta)
+        momentum, gradient, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
+        momentum.lerp_(gradient.to(momentum.device), 1 - beta)
+        blended = gradient.lerp(momentum.to(rows.device), beta)
         slots = {self.slots[param.ds_id]: param for param in params}
         layout, first = self.topo.layout, self.topo.layout.begins[min(slots)]
         parts = {
@@ -358,7 +359,7 @@ class TopoStage3(Stock):
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
-            return orthogonalized(matrices, heads, self.muon_ns_method)
+            return orthogonalized(matrices, heads, settings["ns_method"])
 
         self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
         rows.copy_(blended)

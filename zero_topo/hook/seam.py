@@ -31,6 +31,7 @@ SINCE: Mapping[str, str] = MappingProxyType(
         "use_muon": "0.18.9",
         "is_gradient_accumulation_boundary()": "0.19.5",
         "_apply_muon_to_accumulated_grads": "0.19.8",
+        "sub_groups_lacking_loss_scale": "0.19.8",
     }
 )
 """All differences between the supported releases: a later addition to :data:`Stock` -> the first release with it.
@@ -94,7 +95,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states")),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 
