@@ -3,7 +3,7 @@
 
 Note [Loads]
     The cost formulas say what a rank sends per phase and domain; the process group of that phase and domain says to
-    whom, in equal parts. A link's load is what the ranks behind it send to ranks that are not. Units of one level are
+    whom, in equal parts. A link carries what the ranks behind it send to all other ranks. Units of one level are
     loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next unit,
     so all links of the tree carry the same.
 

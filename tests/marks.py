@@ -13,5 +13,5 @@ late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def often(some: Container[Any], values: Iterable[Any]) -> list[Any]:
-    """All values of one parameter, of which only some are tried in ``make test`` too."""
+    """All values of a test's parameter; ``make test`` tries only some, ``make test-long`` all."""
     return [value if value in some else late(value) for value in values]

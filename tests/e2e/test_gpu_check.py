@@ -165,5 +165,5 @@ def test_goals_are_held_to_on_a_gpu_alone(tmp_path: Path, capsys: pytest.Capture
         (tmp_path / "record.json").write_text(json.dumps(record))
         status = max(status, int(device is not None and peer != "deepspeed"))
         assert goals.main([str(tmp_path / "record.json")]) == status
-        told = capsys.readouterr().out
-        assert ("MISSED" in told) == (own < max(0.8, other)) and ("NOT beside" in told) == (peer == "eager")
+        out = capsys.readouterr().out
+        assert ("MISSED" in out) == (own < max(0.8, other)) and ("NOT beside" in out) == (peer == "eager")

@@ -82,7 +82,7 @@ def test_a_page_wider_than_a_window_is_found(tmp_path: Path) -> None:
 
 
 def test_a_cut_table_is_found(tmp_path: Path) -> None:
-    """One in a box that is too narrow, and that nobody can scroll."""
+    """A table in a box that is too narrow and cannot be scrolled."""
     box = '<div class="md-typeset__scrollwrap" style="width: 9px; overflow: hidden">'
     (tmp_path / "cut.html").write_text(f"{box}<table><td>uncountable</table></div>")
     for look in shown(tmp_path, ["cut.html"]).values():

@@ -146,11 +146,11 @@ def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
 def own_waits(work: Callable[[], object]) -> int:
     """How often a line of zero_topo's makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
     torch.cuda.set_sync_debug_mode("default")
-    return sum(f"{os.sep}zero_topo{os.sep}" in warning.filename for warning in told)
+    return sum(f"{os.sep}zero_topo{os.sep}" in warning.filename for warning in caught)
 
 
 def model() -> Any:

@@ -42,7 +42,7 @@ def job(row: int, mixed: dict[str, Any], zero_topo: dict[str, Any]) -> Job:
 
 @cache
 def plain(row: int) -> list[float]:
-    """Losses of one of the models, of whose type everything is."""
+    """Losses of one of the models, trained in its own dtype."""
     return train(job(row, {}, block("topo")))
 
 

@@ -100,7 +100,7 @@ class Reference:
         return chosen
 
     def _widths(self) -> list[int]:
-        """Columns of each part of which the same share is chosen; a run has all parameters but the last."""
+        """The columns of each part that selects the same share; a run has all parameters but the last."""
         widths = [self.w.config.plan.shard_numel(n) for n in self.w.numels if n > 1]
         runs = {"parameter": widths, "run": [sum(widths[:-1]), widths[-1]], "all": [sum(widths)]}
         return runs[self.mode.select]

@@ -39,15 +39,7 @@ HEAD = 128
 class ModuleTree(Model):
     """Describes a model read from its modules."""
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    sequence: int
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...] = ()
+    parts: tuple[Part, ...]  # type: ignore[misc]  # the base only declares it
 
 
 def build(data: Mapping[str, Any], what: str) -> Any:

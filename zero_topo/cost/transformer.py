@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
@@ -57,15 +57,16 @@ class Part:
         return tokens * (2.0 * self.multiplied + 4.0 * sequence * self.attention)
 
 
+@dataclass(frozen=True)
 class Model:
-    """Describes a model by its parts.
+    """Describes a model by its parts; a subclass has them.
 
     Attributes:
         name: name for output.
-        layers: number of layers.
+        layers: ``L``, number of layers.
         hidden: ``h``, the width.
         heads: attention heads.
-        kv_heads: heads of keys and values.
+        kv_heads: heads of keys and values; fewer than ``heads`` in grouped-query attention.
         vocab: rows of the embedding, padding included.
         sequence: ``s``, tokens of a training sequence.
         parts: the embedding, the layers of each kind, and the head; see Note [Parts].
@@ -79,9 +80,8 @@ class Model:
     kv_heads: int
     vocab: int
     sequence: int
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...]
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # both subclasses are dataclasses
+    parts: ClassVar[tuple[Part, ...]]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def stored(self) -> int:
@@ -129,13 +129,6 @@ class Transformer(Model):
     """Describes a decoder-only transformer by its shape.
 
     Attributes:
-        name: name for output.
-        layers: ``L``.
-        hidden: ``h``, the width.
-        heads: attention heads.
-        kv_heads: heads of keys and values; fewer than ``heads`` in grouped-query attention.
-        vocab: rows of the embedding, padding included.
-        sequence: ``s``, tokens of a training sequence.
         intermediate: width of the feed-forward.
         gated: whether the feed-forward has three matrices (SwiGLU) in place of two.
         tied: whether the head's matrix is the embedding.
@@ -145,19 +138,10 @@ class Transformer(Model):
         head_size: elements of a head; 0 means ``hidden / heads``.
         qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen 2).
         qk_norm: whether heads' queries and keys are normalized (Qwen 3).
-        notes: assumptions made when the model was read, for output.
-
     Raises:
         ValueError: if a size is not positive or heads do not divide.
     """
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    sequence: int
     intermediate: int
     gated: bool = False
     tied: bool = False
@@ -168,7 +152,6 @@ class Transformer(Model):
     head_size: int = 0
     qkv_biases: bool = False
     qk_norm: bool = False
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
