@@ -51,7 +51,7 @@ PICK_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
 PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
-LEAST_RUN = 60_000_000  # elements of a run: a large model has 16 runs, and a run of several layers few launches for each
+LEAST_RUN = 60_000_000  # elements of a run: 16 runs of a large model, a few layers in each, so few launches
 Select = Literal["parameter", "run", "all"]
 SELECT = (
     'Of what the largest elements are selected: "parameter" of each parameter, "run" of each run of at most '
