@@ -541,7 +541,7 @@ class TernarySync(SparseSync):
     )
     density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank selects.")
     select: Literal["run", "all"] = Field(
-        "all",
+        "run",
         description='Of what blocks are cut: "run" of each run of at most reduce_bucket_size elements, which is sent '
         'as soon as its gradients are final and reuses the scratch memory of the run before it; "all" of all '
         "parameters, after the last gradient.",
