@@ -50,6 +50,7 @@ setup(
             "config/*.json",
             "cost/*.json",
             "doctor/*.json",
+            "launch/*.sbatch",
             "launch/machines/*.json",
         ],
         "zero_topo.csrc": ["*.h", "*.c", "*.cpp", "*.cu"],

@@ -48,6 +48,12 @@ class Setting:
         return self.use.partition("=")[0]
 
     @property
+    def bash(self) -> str:
+        """``NAME="value"`` of a variable, for a shell that is to expand the value."""
+        name, _, value = self.use.partition("=")
+        return f'{name}="{value}"'
+
+    @property
     def comment(self) -> str:
         """For the line above it."""
         return f"{self.reason} ({self.source})"
@@ -140,12 +146,6 @@ def load_launch_machine(setting: str) -> LaunchMachine:
         )
     text = resources.files(__package__).joinpath(f"{setting}.json").read_text(encoding="utf-8")
     return read(LaunchMachine, f"machine {setting!r}", json.loads(text))
-
-
-def bash_value(setting: Setting) -> str:
-    """``NAME="value"`` of a variable, for a shell that is to expand the value."""
-    name, _, value = setting.use.partition("=")
-    return f'{name}="{value}"'
 
 
 def without(settings: tuple[Setting, ...], given: Mapping[str, Any]) -> list[Setting]:
