@@ -32,7 +32,6 @@ from zero_topo.cost.explain import assumed_lines, price_sentence, setting
 from zero_topo.cost.fit import planned
 from zero_topo.cost.planner import Ranking, max_params, rank_plans
 from zero_topo.cost.transformer import SEQUENCE, scaled
-from zero_topo.cost.volume import by_domain
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document, Resolved
@@ -118,7 +117,7 @@ def check(options: CheckOptions) -> None:
         price = request.price(planned(block, request))
         resolved = price.config
         notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        cost = {"step_s": price.step.seconds, "sent_by_domain": by_domain(price.sent), "held": price.held}
+        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain, "held": price.held}
         cost["limit"] = request.limit
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
@@ -207,7 +206,7 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
         best, faster = ranking.best, ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
         step = format_seconds(best.seconds)
-        table.add_row(format_count(params), degrees(best.candidate.config), step, format_bytes(best.held), gain)
+        table.add_row(format_count(params), degrees(best.config), step, format_bytes(best.held), gain)
     return table
 
 

@@ -23,7 +23,6 @@ from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, rates_of
-from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -180,11 +179,11 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "scheme": scheme,
         "ranks": ranks,
         "micro_batches": count,
-        "step_s": price.step.seconds,
+        "step_s": price.seconds,
         "tflops_per_gpu": price.step.tflops_per_gpu,
         "breakdown": dict(price.step.breakdown),
         "range": to_json(price.range),
-        "sent_by_domain": by_domain(price.sent),
+        "sent_by_domain": price.sent_by_domain,
         "held": price.held,
         "fits": price.fits,
     }
