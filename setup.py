@@ -52,6 +52,8 @@ setup(
             "doctor/*.json",
             "launch/*.sbatch",
             "launch/machines/*.json",
+            "neox/*.json",
+            "observe/*.jinja",
         ],
         "zero_topo.csrc": ["*.h", "*.c", "*.cpp", "*.cu"],
     },

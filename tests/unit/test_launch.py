@@ -222,14 +222,14 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nmae": 1}, "unknown key 'nmae'; did you mean 'name'"),
-        ({"cpus_per_rank": 0}, "cpus_per_rank is 0"),
+        ({"nmae": 1}, "nmae: unknown key; did you mean 'name'"),
+        ({"cpus_per_rank": 0}, "cpus_per_rank: must be a whole number of at least 1, got 0"),
         ({"srun": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
         ({"srun": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
         *(
-            ({key: "x\ntouch PWNED"}, f"{key} is 'x\\ntouch PWNED'; it must be one line")
+            ({key: "x\ntouch PWNED"}, f'{key}: must be one line of text, got "x\\ntouch PWNED"')
             for key in ("name", "description")
         ),
         ({"name": "x\x1b]0;y"}, "must be one line of text"),

@@ -117,13 +117,13 @@ def check(options: CheckOptions) -> None:
         price = request.price(planned(block, request))
         resolved = price.config
         notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain, "held": price.held}
-        cost["limit"] = request.limit
+        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain}
+        cost |= {"held": price.held, "limit": request.limit}
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
         return
-    _show_tree(found)
+    print(f"{render_tree(found)}\n")
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes))
 
@@ -188,7 +188,7 @@ def _forecast(
         told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json(), "forecasts": rows}
         print_json({**told, "translated": translated, "notes": notes})
         return
-    _show_tree(found)
+    print(f"{render_tree(found)}\n")
     if chosen:
         show(_forecasts(chosen))
         print(f"{DEGREES}\n")
@@ -208,11 +208,6 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
         step = format_seconds(best.seconds)
         table.add_row(format_count(params), degrees(best.config), step, format_bytes(best.held), gain)
     return table
-
-
-def _show_tree(found: Topology) -> None:
-    """Print the machine."""
-    print(f"{render_tree(found)}\n")
 
 
 def _say(notes: tuple[str, ...]) -> None:

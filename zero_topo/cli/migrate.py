@@ -25,7 +25,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import (
     HPZ,
     LOCO,

@@ -16,7 +16,7 @@ from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.module_tree import ModuleTree

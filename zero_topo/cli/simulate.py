@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zero_topo.cli.fitting import Collectives, fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, words_of
-from zero_topo.cli.job import JobOptions, Machine, ModelName, Ranks, machines_of, need_model, request_of
+from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
@@ -50,8 +50,6 @@ class Options(JobOptions):
     """Of ``simulate``."""
 
     machine: Machine = "frontier"
-    model: ModelName = None
-    ranks: Ranks = None
     schemes: Annotated[
         str,
         typer.Option(

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config.errors import ROOT
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from zero_topo.config.errors import ROOT
 from zero_topo.config.models import AUTO, ZeroTopoConfig
-from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Plan

@@ -142,9 +142,10 @@ def _risk() -> str:
 
 
 def range_sentence(price: Price) -> str:
-    """Return the range of a step and the unknowns on which it depends, as a sentence."""
+    """Return the range of a step and the unknowns on which it depends by one percent or more, as a sentence."""
     low, high = format_seconds(price.range.low_s), format_seconds(price.range.high_s)
-    return f"a step is between {low} and {high}, and depends most on {price.range.sentence()}"
+    named = [f"{what} ({share:.0%})" for what, share in price.range.depends_on.items() if share >= 0.01]
+    return f"a step is between {low} and {high}, and depends most on {', '.join(named) or 'nothing that is unknown'}"
 
 
 def price_sentence(price: Price) -> str:

@@ -114,11 +114,8 @@ class Request:
     @property
     def assumed_links(self) -> list[str]:
         """Return the domains with several parts whose link is not known."""
-        wider = [name for name, inner in pairwise(reversed(DOMAINS)) if self._parts(name, inner) > 1]
-        return [name for name in reversed(wider) if name not in self.topology.links]
-
-    def _parts(self, domain: str, inner: str) -> int:
-        return self.topology.degree(domain) // self.topology.degree(inner)
+        degree, links = self.topology.degree, self.topology.links
+        return [name for inner, name in pairwise(DOMAINS) if degree(name) > degree(inner) and name not in links]
 
     @cached_property
     def work(self) -> Workload:
