@@ -192,8 +192,7 @@ def _params(work: Workload) -> int:
 
 def _draw(options: PlanOptions, path: Path) -> None:
     """Bars of what each scheme holds, activations and buffers included."""
-    from zero_topo.observe.memory_figure import memory_bars
-    from zero_topo.observe.plots import job_line
+    from zero_topo.observe.plots import job_line, memory_bars
 
     check_files([(path, ".png", MEMORY)], options.force)
     request = _request(options)

@@ -215,8 +215,7 @@ def _entry(name: str) -> ZeroTopoConfig | None:
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
-    from zero_topo.observe.plots import job_line
-    from zero_topo.observe.scaling_figure import scaling
+    from zero_topo.observe.plots import job_line, scaling
 
     points, where = content["results"], content["machine"]
     notes = [job_line(place.job, (p["ranks"] for p in points), (p["micro_batches"] for p in points))]

@@ -25,8 +25,8 @@ WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
 def _one_line(text: str) -> str:
-    """Refuse line breaks: a shell would run the text after them as a command."""
-    if not text.isprintable():
+    """Refuse line breaks, because a shell would run the text after them as a command, and blank texts."""
+    if not text.isprintable() or not text.strip():
         raise ValueError
     return text
 
@@ -61,9 +61,6 @@ class Setting:
 
 def _check_form(setting: Setting, form: re.Pattern[str]) -> Setting:
     """Refuse an entry of a machine's file that is not of a form, for a shell will read it."""
-    for key, value in vars(setting).items():
-        if not value.strip():
-            raise ValueError(f"{key} is {value!r}; it must be one line of text")
     if not form.fullmatch(setting.use):
         raise ValueError(f"use is {setting.use!r}; it must be one word that needs no quotes in a script")
     return setting
