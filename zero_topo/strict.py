@@ -255,8 +255,8 @@ NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|uni
 def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Callable[[str], str]) -> str:
     first, context, value = detail["loc"][:1], detail.get("ctx", {}), detail["input"]
     location = (*(names[part] if names and isinstance(part, int) else part for part in first), *detail["loc"][1:])
-    # The tag that follows ``sync``, and what pydantic adds for a wrong key of a mapping, are no keys of the JSON.
-    keys = [str(key) for i, key in enumerate(location) if i == 0 or location[i - 1] != "sync"]
+    # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no keys of the JSON.
+    keys = [str(key) for i, key in enumerate(location) if i != 1 or location[0] != "sync"]
     keys = keys[:-2] if keys[-1:] == ["[key]"] else keys
     place, above = (f"{what}{'.'.join(path)}".rstrip(".: ") for path in (keys, keys[:-1]))
     shown = as_json(value)

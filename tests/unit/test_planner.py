@@ -344,7 +344,7 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
     for layer, n in zip(module.layers, numels, strict=True):
         width = next(width for width in (4096, 10**4, 1) if n % width == 0)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=n > 0)
-        layer.weight.ds_shape = torch.Size((abs(n) // width, width))
+        vars(layer.weight)["ds_shape"] = torch.Size((abs(n) // width, width))
     return SimpleNamespace(
         module=module,
         train_micro_batch_size_per_gpu=lambda: 2,

@@ -54,9 +54,7 @@ PLAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gpt2": (*_SIZES[:3], "vocab_size", "max_position_embeddings"),
         "gpt_neox": _SIZES,
-        "llama": _GROUPED,
-        "mistral": _GROUPED,
-        "qwen2": _GROUPED,
+        **dict.fromkeys(("llama", "mistral", "qwen2"), _GROUPED),
         "qwen3": (*_GROUPED, "head_dim"),
     }
 )
