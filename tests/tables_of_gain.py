@@ -50,8 +50,8 @@ def _gains(case: tuple[str, int, str, int]) -> list[str]:
     stock = replace(request, job=replace(request.job, stock=True)).price(resolve(request.topology, scheme="zero3"))
     ranking = rank_plans(ZeroTopoConfig.parse({}), request)
     lossy, pipeline = ranking.faster, best_pipeline(request)
-    cells = [machine, str(ranks), model, str(count), format_seconds(stock.step.seconds)]
-    cells += [_gain(stock, ranking.best.price), "-" if lossy is None else _gain(stock, lossy.price)]
+    cells = [machine, str(ranks), model, str(count), format_seconds(stock.seconds)]
+    cells += [_gain(stock, ranking.best), "-" if lossy is None else _gain(stock, lossy)]
     return [*cells, "none fits" if pipeline is None else _gain(stock, pipeline)]
 
 
@@ -62,7 +62,7 @@ def _gain(stock: Price, other: Price) -> str:
         for sign in (1, -1):
             steps = [_seconds(price, overlap, sign) for price in (stock, other)]
             found.append(steps[0] / steps[1])
-    return f"{stock.step.seconds / other.step.seconds:.2f} ({min(found):.2f} - {max(found):.2f})"
+    return f"{stock.seconds / other.step.seconds:.2f} ({min(found):.2f} - {max(found):.2f})"
 
 
 def _seconds(price: Price, overlap: float, sign: int) -> float:

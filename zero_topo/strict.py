@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache, wraps
@@ -14,7 +15,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 T = TypeVar("T")
 SHOWN_CHARACTERS, LINE_CHARACTERS = 80, 500
@@ -142,7 +143,7 @@ def strict_dataclass(cls: type[T]) -> type[T]:
             build(self, *args, **kwargs)
         except ValidationError as error:
             names = [item.name for item in fields(made)]
-            raise ValueError(_first_mistake(cls.__name__.lower(), error, names)) from None
+            raise ValueError(describe(error, f"{cls.__name__.lower()}: ", names)) from None
 
     made.__init__ = one_line
     checked: type[T] = made
@@ -164,7 +165,7 @@ def read(kind: Any, what: str, data: object) -> Any:
     try:
         return _adapter(kind).validate_python(data)
     except ValidationError as error:
-        raise ValueError(_first_mistake(what, error)) from None
+        raise ValueError(describe(error, f"{what}: ")) from None
 
 
 def conform(kind: Any, what: str, text: str) -> Any:
@@ -177,7 +178,7 @@ def conform(kind: Any, what: str, text: str) -> Any:
     try:
         _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise ValueError(_first_mistake(what, error)) from None
+        raise ValueError(describe(error, f"{what}: ")) from None
     return value
 
 
@@ -204,7 +205,7 @@ def _known(block: Any, known: list[str]) -> Any:
     unknown = [str(key) for key in block if key not in known] if isinstance(block, Mapping) else []
     if unknown:
         hint = f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: {', '.join(known)})"
-        raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint, "known": known})
+        raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint})
     return block
 
 
@@ -220,7 +221,7 @@ def must_be(words: str) -> WrapValidator:
         except ValidationError as error:
             if any(detail["loc"] for detail in error.errors()):
                 raise  # an error in a part of the value is more specific
-            raise PydanticCustomError("must_be", "it must be {words}", {"words": words}) from None
+            raise PydanticCustomError("must_be", "must be {words}", {"words": words}) from None
 
     return WrapValidator(check)
 
@@ -233,43 +234,60 @@ Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("s
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
 
 
-def _first_mistake(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
-    """The first mistake in one line; ``names`` are those of positional arguments."""
-    detail, *others = error.errors(include_url=False)
-    place = ": ".join([what, *_places(detail["loc"], names)])
-    context = detail.get("ctx", {})
+def describe(
+    error: ValidationError, what: str, names: Sequence[str] = (), near: Callable[[str], str] = lambda _: "remove it"
+) -> str:
+    """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by ``"; also "``.
+
+    Args:
+        error: pydantic's error.
+        what: the begin of each line, such as ``"topology: "``, or the key of a block with a dot.
+        names: names of positional arguments.
+        near: suggests what to do about an unknown key of a model from another package.
+    """
+    return "; also ".join(_describe_one(detail, what, names, near) for detail in error.errors(include_url=False))
+
+
+NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|union_tag_not_found")
+"""Pydantic's types of errors where a JSON object was expected."""
+
+
+def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Callable[[str], str]) -> str:
+    first, context, value = detail["loc"][:1], detail.get("ctx", {}), detail["input"]
+    location = (*(names[part] if names and isinstance(part, int) else part for part in first), *detail["loc"][1:])
+    # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no keys of the JSON.
+    keys = [str(key) for i, key in enumerate(location) if i != 1 or location[0] != "sync"]
+    keys = keys[:-2] if keys[-1:] == ["[key]"] else keys
+    place, above = (f"{what}{'.'.join(path)}".rstrip(".: ") for path in (keys, keys[:-1]))
+    shown = as_json(value)
     match detail["type"]:
         case "unknown_key":
-            hint = did_you_mean(context["key"], context["known"])
-            return f"{place}: unknown key {context['key']!r}{hint} (known: {context['known']})"
+            return f"{f'{place}.' if keys else what}{context['key']}: {context['hint']}"
         case "missing":
-            *there, _ = detail["loc"]
-            missing = [each["loc"] for each in (detail, *others) if each["type"] == "missing"]
-            keys = [repr(key) for *where, key in missing if where == there]
-            return f"{place.rpartition(': ')[0]}: missing key {', '.join(keys)}"
+            return f"{above}: missing key {keys[-1]!r}"
+        case "extra_forbidden":
+            return f"{place}: unknown key; {near(keys[-1])}"
         case "value_error":
-            return f"{place}: {context['error']}" if detail["loc"] else str(context["error"])
-        case "must_be":
-            reason = f"it must be {context['words']}"
+            return f"{place}: {context['error']}" if keys else str(context["error"])
         case "literal_error":
-            reason = f"choose one of {context['expected']}"
-        case "dataclass_type" | "dict_type" | "mapping_type":
-            reason = "it must be a JSON object"
+            return f"{place}: {shown} is not one of {context['expected']}{_near(value, context['expected'])}"
+        case "union_tag_invalid":
+            tag, modes = context["tag"], context["expected_tags"]
+            return f"{place}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: {modes})"
+        case kind if NO_OBJECT.fullmatch(kind):
+            way_out = "" if value is not None else f"; {_instead_of_null(place)}"
+            return f"{place}: must be a JSON object, got {shown}{way_out}"
         case _:
-            reason = detail["msg"].replace("Input should", "it must", 1)
-    return f"{place} is {cut(repr(detail['input']), SHOWN_CHARACTERS)}; {reason}"
+            message = detail["msg"].removeprefix("Input ")
+            return f"{place}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
-def _places(location: tuple[int | str, ...], names: Sequence[str]) -> list[str]:
-    """The way to a value: ``["link 'node'", "bandwidth"]``, ``["srun 0", "use"]``."""
-    places: list[str] = []
-    for part in location:
-        if part == "[key]":
-            places.pop()
-        elif isinstance(part, int):
-            places[-1:] = [f"{places[-1]} {part}" if places else names[part]]
-        elif places and places[-1] == "links":
-            places[-1] = f"link {part!r}"
-        else:
-            places.append(str(part))
-    return places
+def _instead_of_null(place: str) -> str:
+    if not place.endswith(".quantize"):
+        return "leave it out, or write {}, for its defaults"
+    nothing = dict.fromkeys(("weights", "secondary", "gradients", "resident"))
+    return f"leave it out for the scheme's own, or quantize nothing with {as_json(nothing)}"
+
+
+def _near(word: object, expected: str) -> str:
+    return did_you_mean(word, re.findall(r"'([^']*)'", expected), cutoff=0.5)

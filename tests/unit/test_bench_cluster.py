@@ -67,9 +67,9 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"nodes": 1}, "no uplink"),
-        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"gpus_per_node": 0}, "gpus_per_node: must be .*, got 0"),
         ({"rates_mbit": {"gcd": 1, "gpu": 1}}, "missing key 'node'"),
-        ({"rates_mbit": {"gcd": 1, "gpu": 1, "node": 0.5}}, "node is 0.5"),
+        ({"rates_mbit": {"gcd": 1, "gpu": 1, "node": 0.5}}, "node: must be .*, got 0.5"),
         ({"rates_mbit": 7}, "must be a JSON object"),
         ({"gpus": 2}, "did you mean 'gpus_per_node'"),
     ],

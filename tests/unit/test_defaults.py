@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.commands import Run
-from tests.unit.test_planner import engine, request
+from tests.unit.test_planner import engine, request, timed
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.cost.explain import explain
 from zero_topo.cost.fit import planned
@@ -127,17 +127,17 @@ def fewer_are_faster(config: ResolvedConfig, job: Any) -> float:
 @pytest.mark.parametrize("billions", [1, 70])
 def test_auto_chooses_fewer_bits_only_if_asked(machine: str, billions: float) -> None:
     wanted = on(load_preset(machine, 384), billions)
-    ranking = rank_plans(parse(scheme="auto"), wanted, fewer_are_faster)
-    assert all(sends_in_full(plan.candidate.config) for plan in (*ranking.timed, *ranking.refused))
-    assert not any(sends_in_full(plan.candidate.config) for plan in ranking.lossier)
+    ranking = timed(parse(scheme="auto"), wanted, fewer_are_faster)
+    assert all(sends_in_full(plan.config) for plan in (*ranking.timed, *ranking.refused))
+    assert not any(sends_in_full(plan.config) for plan in ranking.lossier)
     assert any(line.startswith('"lossy": true would take 500.0 ms a step, 2.00 times') for line in explain(ranking))
-    lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
+    lossy = timed(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
     assert not lossy.lossier and lossy.best.candidate.losses
 
 
 def test_bits_that_the_block_asks_for_are_kept_and_no_others_come_with_them() -> None:
     block = parse(scheme="auto", quantize={"weights": "int8"}, sync={"mode": "quantized", "bits": 4})
-    for plan in rank_plans(block, on(DGX, 13), fewer_are_faster).timed:
+    for plan in timed(block, on(DGX, 13), fewer_are_faster).timed:
         assert {word for part in plan.candidate.losses for word in part} <= {"int8 weights", "int4 sync"}
     resident = parse(scheme="auto", quantize={"resident": "int8"})
     with pytest.raises(ValueError, match='quantize more than these ask for; allow it \\("lossy": true\\)'):
@@ -147,7 +147,7 @@ def test_bits_that_the_block_asks_for_are_kept_and_no_others_come_with_them() ->
 def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     wanted = on(replace(load_preset("dgx-h100", 32), memory_per_rank=64 * GB), 70)
     wanted = replace(wanted, reserve=0.0)
-    lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
+    lossy = timed(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
     limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
     short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
     with pytest.raises(ValueError, match=r'would fit, but is lossier \("lossy": true\)'):
@@ -171,10 +171,10 @@ def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins() -> None:
     def clock(config: ResolvedConfig, job: Any) -> float:
         return 1.0 + 0.004 * (config.plan.weights > 1)
 
-    ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
+    ranking = timed(parse(scheme="auto"), on(DGX, 7), clock)
     leanest = min(plan.held for plan in ranking.timed)
-    assert ranking.best.held <= leanest * 1.05 and ranking.best.candidate.config.plan.weights > 1
-    lossy = rank_plans(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
+    assert ranking.best.held <= leanest * 1.05 and ranking.best.config.plan.weights > 1
+    lossy = timed(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
     assert not lossy.best.candidate.losses
 
 
@@ -185,9 +185,9 @@ def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, w
     def clock(config: ResolvedConfig, job: Any) -> float:
         return 1.0 if config.plan.weights == 1 else 1.0 + slower if config.plan.weights == 8 else 2.0
 
-    ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
+    ranking = timed(parse(scheme="auto"), on(DGX, 7), clock)
     fastest = ranking.fastest
-    assert fastest.seconds == 1.0 and (ranking.best.candidate.config.plan.weights == 8) == wins
+    assert fastest.seconds == 1.0 and (ranking.best.config.plan.weights == 8) == wins
     assert (ranking.best.held < 0.9 * fastest.held) == wins
     reason = (
         f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but needs {fastest.held / GB:.2f} GB"

@@ -69,7 +69,7 @@ def test_every_script_is_bash_and_every_setting_has_its_reason(name: str, distri
     machine = load_launch_machine(name)
     environment = "env.tar.gz" if machine.disk else None
     ranks = machine.ranks_per_node or 4
-    job = SlurmJob(TRAIN, machine, 3, ranks, distribution=distribution, environment=environment)
+    job = SlurmJob([*TRAIN], 3, name, ranks, distribution=distribution, environment=environment)
     lines = script(job).splitlines()
     checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -85,14 +85,14 @@ def test_every_script_is_bash_and_every_setting_has_its_reason(name: str, distri
 
 def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
     """Spaces, quotes, dollars and globs in arguments reach the rank as they were given."""
-    words = ("printf", "%s\n", "a b", "$HOME", "it's", "*", "")
-    text = script(SlurmJob(words, load_launch_machine("generic"), 1, 1))
+    words = ["printf", "%s\n", "a b", "$HOME", "it's", "*", ""]
+    text = script(SlurmJob(words, 1, "generic", 1))
     program(tmp_path, "srun", 'while [ "$1" != python ]; do shift; done; exec "$@"')
     program(tmp_path, "python", 'shift 3; exec "$@"')
     program(tmp_path, "hostname", "echo 10.0.0.1 10.0.0.2")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.stdout.splitlines() == list(words[2:]), done.stderr
+    assert done.stdout.splitlines() == words[2:], done.stderr
 
 
 def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> None:
@@ -222,14 +222,14 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nmae": 1}, "unknown key 'nmae'; did you mean 'name'"),
-        ({"cpus_per_rank": 0}, "cpus_per_rank is 0"),
+        ({"nmae": 1}, "nmae: unknown key; did you mean 'name'"),
+        ({"cpus_per_rank": 0}, "cpus_per_rank: must be a whole number of at least 1, got 0"),
         ({"srun": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
         ({"srun": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
         *(
-            ({key: "x\ntouch PWNED"}, f"{key} is 'x\\ntouch PWNED'; it must be one line")
+            ({key: "x\ntouch PWNED"}, f'{key}: must be one line of text, got "x\\ntouch PWNED"')
             for key in ("name", "description")
         ),
         ({"name": "x\x1b]0;y"}, "must be one line of text"),

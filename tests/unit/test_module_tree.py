@@ -120,7 +120,11 @@ class Live(torch.nn.Module):
 
 
 def test_a_live_module_is_read() -> None:
-    found, model = read_modules(Live(), "live"), Live()
+    """Also one that zero.Init has partitioned, whose parameters have no elements of their own."""
+    found, model, partitioned = read_modules(Live(), "live"), Live(), Live()
+    for parameter in partitioned.parameters():
+        vars(parameter)["ds_shape"], parameter.data = parameter.shape, torch.empty(0)
+    assert read_modules(partitioned, "live") == found
     assert found.params == sum(p.numel() for p in model.parameters())
     assert (found.layers, found.hidden, found.vocab, found.heads) == (3, 64, 100, 1)
     assert [part.count for part in found.parts] == [1, 1, 3, 1] and found.parts[1].unknown == ("Conv1d",)

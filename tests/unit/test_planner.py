@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,13 +25,14 @@ from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathe
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.messages import publish_bytes
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import Request, max_params, rank_plans
-from zero_topo.cost.step import Job
+from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_plans
+from zero_topo.cost.step import Job, Step
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.hook.automatic import request_of
 from zero_topo.quant.spec import TritSpec
 from zero_topo.topology import Topology, load_preset
+from zero_topo.topology.rates import Rates
 from zero_topo.units import GB
 
 FRONTIER = load_preset("frontier", 384)
@@ -41,6 +45,16 @@ WHOLE = {"weights": 1, "secondary": None, "gradients": 8, "optimizer": 384}
 def request(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Request:
     model = NEOX if params is None else scaled(params)
     return Request(topology, Job(model, **{"micro_batch": 1, "micro_batches": 4, **job}))
+
+
+def timed(asked: ZeroTopoConfig, wanted: Request, clock: Callable[[ResolvedConfig, Job], float]) -> Ranking:
+    """Rank plans by a made-up clock, all of it computation."""
+
+    def predict(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
+        return Step({"compute": clock(config, job), "sync": 0.0}, 1.0)
+
+    with patch.object(Price, "predict", staticmethod(predict)):
+        return rank_plans(asked, wanted)
 
 
 def by_weights(config: ResolvedConfig, job: Job) -> float:
@@ -213,14 +227,14 @@ def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:
 
 
 def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> None:
-    ranking = rank_plans(ASKED, request(), by_weights)
-    assert ranking.best.candidate.config.plan.weights == 1
-    assert ranking == rank_plans(ASKED, request(), by_weights)
+    ranking = timed(ASKED, request(), by_weights)
+    assert ranking.best.config.plan.weights == 1
+    assert ranking == timed(ASKED, request(), by_weights)
     assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
 
 
 def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
-    ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
+    ranking = timed(ASKED, request(), lambda config, job: 1.0)
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
     leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
     order = []
@@ -237,7 +251,7 @@ def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bo
     def clock(config: ResolvedConfig, job: Job) -> float:
         return 1 / (1 + faster) if config.scheme == "paper" else 1.0 if config.gradients_spec is None else 2.0
 
-    ranking = rank_plans(ASKED, request(params=10**9), clock)
+    ranking = timed(ASKED, request(params=10**9), clock)
     assert (ranking.best.candidate.name == "paper") == wins
     assert bool(ranking.best.candidate.losses) == wins
     text = explain(ranking)[1]
@@ -262,7 +276,7 @@ def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
 def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, micro_batch: int) -> None:
     topology = replace(load_preset("frontier", 8 * nodes), memory_per_rank=memory * GB)
     wanted = request(topology, params, micro_batch=micro_batch)
-    ranking = rank_plans(ASKED, wanted, by_weights)
+    ranking = timed(ASKED, wanted, by_weights)
     if not ranking.timed:
         with pytest.raises(ValueError, match=r"what would do, |nodes would not do"):
             _ = ranking.best
@@ -273,9 +287,7 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
 
 
 def test_reasons_name_the_winner_the_waits_the_runner_up_and_what_does_not_fit() -> None:
-    lines = explain(
-        rank_plans(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights)
-    )
+    lines = explain(timed(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights))
     text = "\n".join(lines)
     assert " wins with 1.00 s a step among " in lines[0] and "plans that fit, of" in lines[0]
     assert "% of the memory is kept in reserve" in text and "it waits " in text and "the runner-up, " in text
@@ -327,10 +339,14 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
 
     Of a frozen one there are -n.
     """
-    empty = {"numel": lambda: 0, "element_size": lambda: 2}
-    parameters = [SimpleNamespace(ds_numel=abs(n), requires_grad=n > 0, **empty) for n in numels]
+    module = torch.nn.Module()
+    module.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in numels)
+    for layer, n in zip(module.layers, numels, strict=True):
+        width = next(width for width in (4096, 10**4, 1) if n % width == 0)
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=n > 0)
+        vars(layer.weight)["ds_shape"] = torch.Size((abs(n) // width, width))
     return SimpleNamespace(
-        module=SimpleNamespace(parameters=lambda: iter(parameters)),
+        module=module,
         train_micro_batch_size_per_gpu=lambda: 2,
         gradient_accumulation_steps=lambda: 4,
         zero_max_live_parameters=lambda: flight.live,
@@ -365,7 +381,7 @@ def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
     def complaint(params: int, micro_batch: int) -> tuple[Request, str]:
         wanted = request(load_preset("frontier", 16), params, micro_batch=micro_batch, checkpointing=False)
         with pytest.raises(ValueError, match="what would do") as raised:
-            _ = rank_plans(ASKED, wanted, by_weights).best
+            _ = timed(ASKED, wanted, by_weights).best
         return wanted, str(raised.value).partition("what would do, ")[2]
 
     wanted, ways = complaint(32 * 10**9, 1)
@@ -374,8 +390,8 @@ def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
     offloaded = replace(wanted, flight=replace(DEFAULTS, offload=True))
     larger = replace(wanted, topology=load_preset("frontier", 32))
     for changed in (replace(wanted, job=replace(wanted.job, checkpointing=True)), offloaded, larger):
-        assert rank_plans(ASKED, changed, by_weights).timed
+        assert timed(ASKED, changed, by_weights).timed
     wanted, ways = complaint(60 * 10**9, 4)
     assert ways.startswith("all together on 2 nodes: recompute")
     job = replace(wanted.job, checkpointing=True, micro_batch=1)
-    assert rank_plans(ASKED, replace(offloaded, job=job), by_weights).timed
+    assert timed(ASKED, replace(offloaded, job=job), by_weights).timed

@@ -19,7 +19,7 @@ from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.step import PHASES, Job, Network, predict_step
+from zero_topo.cost.step import PHASES, Job, Network, predict_step, rates_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -171,14 +171,16 @@ def test_an_impossible_job_is_refused(key: str, value: int) -> None:
 
 def on_frontier(scheme: str, ranks: int, micro_batches: int) -> float:
     job = Job(NEOX, 1, micro_batches)
-    return predict_step(resolve(load_preset("frontier", ranks), scheme=scheme), job).seconds
+    config = resolve(load_preset("frontier", ranks), scheme=scheme)
+    return predict_step(config, job, rates_of(config.topology)).seconds
 
 
 def test_on_384_gcds_topo_is_fastest_and_stock_is_slower_than_the_same_scheme_of_this_engine() -> None:
     """Stock pays a step of its ring for every rank, this engine one for every node."""
     times = {scheme: on_frontier(scheme, 384, 8) for scheme in COMPARED}
     assert sorted(times, key=times.__getitem__) == ["topo", "paper", "zero++", "zero3"]
-    stock = predict_step(resolve(load_preset("frontier", 384), scheme="zero3"), Job(NEOX, 1, 8, stock=True)).seconds
+    frontier = load_preset("frontier", 384)
+    stock = predict_step(resolve(frontier, scheme="zero3"), Job(NEOX, 1, 8, stock=True), rates_of(frontier)).seconds
     assert stock > 1.1 * times["zero3"]
 
 

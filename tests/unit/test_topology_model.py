@@ -112,10 +112,10 @@ def test_topologies_are_values(topology: Topology) -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"nodes": 0}, "nodes is 0; it must be a whole number of at least 1"),
-        ({"gpus": True}, "gpus_per_node is True"),
-        ({"dies": 2.0}, "ranks_per_gpu is 2.0"),
-        ({"memory_per_rank": -1}, "memory_per_rank is -1; it must be a whole number of bytes"),
+        ({"nodes": 0}, "nodes: must be a whole number of at least 1, got 0"),
+        ({"gpus": True}, "gpus_per_node: must be a whole number of at least 1, got true"),
+        ({"dies": 2.0}, "ranks_per_gpu: must be a whole number of at least 1, got 2.0"),
+        ({"memory_per_rank": -1}, "memory_per_rank: must be a whole number of bytes, at least 1, got -1"),
         ({"order": (0, 1)}, "order has 2 entries but 2 nodes x 4 GPUs x 2 ranks are 16 ranks"),
         ({"order": (*range(15), 16)}, "order[15] is 16; tree positions are 0 to 15"),
         ({"order": (*range(15), 3)}, "ranks 3 and 15 both at tree position 3"),
@@ -144,18 +144,18 @@ def test_hosts_may_repeat_when_emulated() -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        ({"nodez": 2}, "unknown key 'nodez'; did you mean 'nodes'?"),
+        ({"nodez": 2}, "nodez: unknown key; did you mean 'nodes'?"),
         ({"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}, "did you mean 'ranks_per_gpu'?"),
         ({"nodes": 2, "gpus_per_node": 4}, "missing key 'ranks_per_gpu'"),
-        ({"nodes": "2", "gpus_per_node": 4, "ranks_per_gpu": 2}, "nodes is '2'"),
+        ({"nodes": "2", "gpus_per_node": 4, "ranks_per_gpu": 2}, 'at least 1, got "2"'),
         ({"links": {"node": {"bandwith": 1, "latency": 0}}}, "did you mean 'bandwidth'?"),
         ({"links": {"node": {"bandwidth": 1}}}, "missing key 'latency'"),
-        ({"links": {"node": 5e9}}, "link 'node' is 5000000000.0; it must be a JSON object"),
-        ({"hosts": "ab"}, "hosts is 'ab'; it must be a list of strings"),
-        ({"order": 5}, "order is 5; it must be a list"),
-        ({"emulated": 1}, "emulated is 1; it must be true or false"),
-        ({"name": ""}, "name is ''"),
-        ({"sources": {"nodes": 1}}, "sources: nodes is 1; it must be a valid string"),
+        ({"links": {"node": 5e9}}, "links.node: must be a JSON object, got 5000000000.0"),
+        ({"hosts": "ab"}, 'hosts: must be a list of strings, got "ab"'),
+        ({"order": 5}, "order: must be a list"),
+        ({"emulated": 1}, "emulated: must be true or false, got 1"),
+        ({"name": ""}, 'name: must be a string, not empty, got ""'),
+        ({"sources": {"nodes": 1}}, "sources.nodes: should be a valid string, got 1"),
     ],
 )
 def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) -> None:

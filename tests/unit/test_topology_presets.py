@@ -90,14 +90,14 @@ SHAPE = {"nodes": 2, "gpus_per_node": 2}
     [
         (frontier, 4, "world size 4 is less than one node " + PER_NODE),
         (frontier, 12, "world size 12 does not fill whole nodes " + PER_NODE),
-        (frontier, 0, "world size is 0"),
+        (frontier, 0, "world size: must be .*, got 0"),
         (load_machine, "fronter", "unknown machine 'fronter'; did you mean 'frontier"),
         (load_machine, "dgx", "unknown machine 'dgx'; did you mean 'dgx-a100"),
         (load_machine, "LUMI", "unknown machine 'LUMI'; did you mean 'lumi-g"),
         (load_machine, "", "unknown machine ''; did you mean '"),
         (emulated_from_json, SHAPE, "missing key 'gcds_per_gpu'"),
         (emulated_from_json, SHAPE | {"ranks_per_gpu": 2}, "did you mean 'gcds_per_gpu'"),
-        (emulated_from_json, SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2}, "gpus_per_node is -2"),
+        (emulated_from_json, SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2}, "gpus_per_node: must be .*, got -2"),
     ],
 )
 def test_what_is_no_machine_is_refused(make: Callable[[Any], object], given: Any, complaint: str) -> None:

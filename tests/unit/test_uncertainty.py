@@ -45,9 +45,9 @@ def test_overlap_is_part_of_the_range_unless_it_is_stated() -> None:
     within, stated = (step_range(CONFIG, replace(JOB, overlap=share), RATES, predict_step) for share in (None, 0.0))
     assert best < worst and (within.low_s, within.high_s) == pytest.approx((best, worst))
     usual = predict_step(CONFIG, replace(JOB, overlap=None), RATES).seconds
-    assert within.sentence() == f"overlap ({(worst - best) / usual:.0%})"
+    assert within.depends_on["overlap"] == pytest.approx((worst - best) / usual)
     assert (stated.low_s, stated.high_s) == pytest.approx((worst, worst))
-    assert stated.sentence() == "nothing that is unknown"
+    assert max(stated.depends_on.values()) < 0.01
     unsure = step_range(CONFIG, JOB, replace(RATES, spread={}), predict_step)
     expected = (worst / (1 + UNKNOWN_SPREAD), worst / (1 - UNKNOWN_SPREAD))
     assert (unsure.low_s, unsure.high_s) == pytest.approx(expected)

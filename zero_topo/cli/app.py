@@ -11,10 +11,9 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -23,25 +22,12 @@ from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "topology": "topology",
-        "plan": "plan",
-        "simulate": "simulate",
-        "check": "check",
-        "migrate": "migrate",
-        "schema": "schema",
-        "completion": "completion",
-        "report": "report",
-        "carry": "carry",
-        "doctor": "doctor",
-        "enable": "enable",
-        "disable": "enable",
-        "build": "build",
-        "launch": "launch",
-    }
+COMMANDS = (
+    *("topology", "plan", "simulate", "check", "migrate", "schema", "completion", "report", "carry", "doctor"),
+    *("enable", "disable", "build", "launch"),
 )
-"""Command -> the module of this package that has a function, or a group of commands, of that name."""
+MODULES = {"disable": "enable"}
+"""Command -> the module of this package with the function, or group of commands, of its name; if it is another."""
 
 JSON, NOT_OURS = "--json", "--"
 COMPLETING = "_ZERO_TOPO_COMPLETE"
@@ -64,7 +50,7 @@ def build(word: str = "") -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_common)  # a command stays a command where it is the only one
     for name in [word] if word in COMMANDS else COMMANDS:
-        found = getattr(importlib.import_module(f"{__package__}.{COMMANDS[name]}"), name)
+        found = getattr(importlib.import_module(f"{__package__}.{MODULES.get(name, name)}"), name)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

@@ -32,7 +32,6 @@ from zero_topo.cost.explain import assumed_lines, price_sentence, setting
 from zero_topo.cost.fit import planned
 from zero_topo.cost.planner import Ranking, max_params, rank_plans
 from zero_topo.cost.transformer import SEQUENCE, scaled
-from zero_topo.cost.volume import by_domain
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document, Resolved
@@ -118,13 +117,13 @@ def check(options: CheckOptions) -> None:
         price = request.price(planned(block, request))
         resolved = price.config
         notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        cost = {"step_s": price.step.seconds, "sent_by_domain": by_domain(price.sent), "held": price.held}
-        cost["limit"] = request.limit
+        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain}
+        cost |= {"held": price.held, "limit": request.limit}
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
         return
-    _show_tree(found)
+    print(f"{render_tree(found)}\n")
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes))
 
@@ -189,7 +188,7 @@ def _forecast(
         told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json(), "forecasts": rows}
         print_json({**told, "translated": translated, "notes": notes})
         return
-    _show_tree(found)
+    print(f"{render_tree(found)}\n")
     if chosen:
         show(_forecasts(chosen))
         print(f"{DEGREES}\n")
@@ -207,13 +206,8 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
         best, faster = ranking.best, ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
         step = format_seconds(best.seconds)
-        table.add_row(format_count(params), degrees(best.candidate.config), step, format_bytes(best.held), gain)
+        table.add_row(format_count(params), degrees(best.config), step, format_bytes(best.held), gain)
     return table
-
-
-def _show_tree(found: Topology) -> None:
-    """Print the machine."""
-    print(f"{render_tree(found)}\n")
 
 
 def _say(notes: tuple[str, ...]) -> None:

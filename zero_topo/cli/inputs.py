@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from zero_topo.config import ZeroTopoConfig
+from zero_topo.cost.candidates import fewest_ranks
 from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json
-from zero_topo.topology import Topology, preset_names, resolve_topology
-from zero_topo.topology.launchers import launcher_view
-from zero_topo.topology.presets import load_machine
+from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
 
 LIKE_PARAMS = "20e9, 20B or 350M"
@@ -107,7 +107,5 @@ def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topolog
     """
     if isinstance(setting, str) and setting.lstrip().startswith("{"):
         setting = read_json(setting, "topology")
-    if world_size is None and setting in preset_names() and launcher_view(os.environ) is None:
-        assert isinstance(setting, str)
-        world_size = load_machine(setting).ranks_per_node
+    world_size = world_size or fewest_ranks(ZeroTopoConfig(), setting, os.environ)
     return resolve_topology(setting, os.environ, world_size)

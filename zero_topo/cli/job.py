@@ -27,12 +27,6 @@ ITEMSIZE = 2  # 16-bit training
 NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=MODEL_NAMES, metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."
-    ),
-]
 Machine = Annotated[
     str,
     typer.Option(
@@ -54,7 +48,14 @@ class JobOptions:
     """Options of all commands that predict."""
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
-    model: ModelName = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            autocompletion=MODEL_NAMES,
+            metavar="NAME|FILE",
+            help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
+        ),
+    ] = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
         int | None,

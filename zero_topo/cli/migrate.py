@@ -25,7 +25,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import (
     HPZ,
     LOCO,
@@ -38,7 +38,6 @@ from zero_topo.config.stock_keys import (
     switched_on,
     translate,
 )
-from zero_topo.cost import by_domain
 from zero_topo.cost.explain import setting
 from zero_topo.cost.fit import planned
 from zero_topo.cost.planner import Price
@@ -98,27 +97,23 @@ def migrate(options: MigrateOptions) -> None:
     if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     block = ZeroTopoConfig.parse(found.config[ROOT])
-    costs = _costs(options, active, block, loaded)
+    prices = _costs(options, active, block, loaded)
+    costs = None
+    if prices is not None:
+        costs = _beside(prices, loco_bytes(active, prices[AFTER].request.work, prices[AFTER].config.topology))
     if options.output is not None:
         options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     told = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
     if options.as_json:
-        print_json(
-            {
-                "config": found.config,
-                "translated": list(found.lines),
-                "differences": told,
-                "costs": None if costs is None else costs.to_json(),
-            }
-        )
+        print_json({"config": found.config, "translated": list(found.lines), "differences": told, "costs": costs})
         return
     for line in (*found.lines, *told):
         print(f"- {line}")
     print()
-    if costs is None:
+    if prices is None or costs is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
     else:
-        costs.show()
+        _show(prices, costs)
     print(json.dumps(found.config, indent=2) if options.output is None else f"wrote {options.output}")
 
 
@@ -152,62 +147,10 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
         yield "gradients are quantized on one node too, and whatever their size; DeepSpeed falls back to 16 bits there"
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Bytes of a rank before and after, and of the empty block.
-
-    Attributes:
-        prices: row -> what the plan costs.
-        loco: bytes that LoCo keeps before.
-    """
-
-    prices: Mapping[str, Price]
-    loco: int
-
-    @property
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Memory per rank by plan ("before", "after" and others) and role, in bytes."""
-        held = {row: dict(price.memory) for row, price in self.prices.items()}
-        return held | {BEFORE: held[BEFORE] | ({"residual": self.loco} if self.loco else {})}
-
-    @property
-    def sent(self) -> dict[str, dict[str, int]]:
-        """Bytes that a rank sends per optimizer step, by plan and domain."""
-        return {row: by_domain(price.sent) for row, price in self.prices.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert the comparison to JSON types."""
-        return {
-            "topology": self.prices[AFTER].config.topology.to_json(),
-            "params": sum(self.prices[AFTER].request.work.numels),
-            "micro_batches": self.prices[AFTER].request.job.micro_batches,
-            "memory": self.memory,
-            "sent_by_domain": self.sent,
-            "step_s": {row: price.step.seconds for row, price in self.prices.items()},
-        }
-
-    def show(self) -> None:
-        """As tables."""
-        after = self.prices[AFTER]
-        found, job = after.config.topology, after.request.job
-        configs = {row: price.config for row, price in self.prices.items()}
-        show(
-            places_table(
-                configs, f"{sum(after.request.work.numels):,} parameters on {found.world_size:,} ranks of {found.name}"
-            )
-        )
-        show(memory_table(self.memory, found.memory_per_rank))
-        show(volume_table(self.sent, job.micro_batches))
-        steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
-        print(f"- a step takes by prediction: {', '.join(steps)}")
-        print(f"- {setting(job)}")
-        print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
-
-
 def _costs(
     options: MigrateOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
-) -> Costs | None:
-    """Bytes before and after; None where no machine is named and this is no job."""
+) -> dict[str, Price] | None:
+    """The plan before, after, and of the empty block; None where no machine is named and this is no job."""
     counted = options.ranks is not None or options.nodes is not None
     if options.machine == "auto" and launcher_view(os.environ) is None and not counted:
         return None
@@ -220,5 +163,30 @@ def _costs(
     with suppress(ValueError):  # nothing fits
         plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
     prices = {BEFORE: stock.price(stock_config(active, found))}
-    prices |= {row: request.price(plan) for row, plan in plans.items()}
-    return Costs(prices, loco_bytes(active, request.work, found))
+    return prices | {row: request.price(plan) for row, plan in plans.items()}
+
+
+def _beside(prices: Mapping[str, Price], loco: int) -> dict[str, Any]:
+    """The costs in JSON types; ``loco`` bytes are what LoCo keeps before."""
+    memory = {row: dict(price.memory) for row, price in prices.items()}
+    after = prices[AFTER]
+    return {
+        "topology": after.config.topology.to_json(),
+        "params": sum(after.request.work.numels),
+        "micro_batches": after.request.job.micro_batches,
+        "memory": memory | {BEFORE: memory[BEFORE] | ({"residual": loco} if loco else {})},
+        "sent_by_domain": {row: price.sent_by_domain for row, price in prices.items()},
+        "step_s": {row: price.seconds for row, price in prices.items()},
+    }
+
+
+def _show(prices: Mapping[str, Price], costs: Mapping[str, Any]) -> None:
+    found, job = prices[AFTER].config.topology, prices[AFTER].request.job
+    configs = {row: price.config for row, price in prices.items()}
+    show(places_table(configs, f"{costs['params']:,} parameters on {found.world_size:,} ranks of {found.name}"))
+    show(memory_table(costs["memory"], found.memory_per_rank))
+    show(volume_table(costs["sent_by_domain"], job.micro_batches))
+    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["step_s"].items())
+    print(f"- a step takes by prediction: {', '.join(steps)}")
+    print(f"- {setting(job)}")
+    print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zero_topo.config import SCHEMES, SPARSE_MODES
 from zero_topo.cost.model_files import MODELS
-from zero_topo.strict import cut, did_you_mean
+from zero_topo.strict import cut, describe, did_you_mean
 from zero_topo.topology.presets import preset_names
 
 SET = "settings"
@@ -130,5 +130,4 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
     try:
         return name, TypeAdapter(kind).validate_strings(value.strip())
     except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"].replace("Input should be", "it must be")
-        raise ValueError(f"--set {name}={cut(value)}: {reason}") from None
+        raise ValueError(describe(error, f"--set {name}: ")) from None

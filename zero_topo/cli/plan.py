@@ -11,20 +11,20 @@ from typing import Annotated, Any
 import typer
 
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
-from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, need_model, request_of
+from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
-from zero_topo.config.errors import ROOT
-from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.footprint import InFlight, predict_memory
+from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.volume import Workload
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.strict import to_json
@@ -137,26 +137,26 @@ class Schemes(Document):
 
 def schemes(options: PlanOptions) -> None:
     """Prints degrees, memory and bytes sent of each scheme."""
-    work, found = _work(options), machine_of(options)
-    configs = _schemes(options, found)
-    memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}
-    sent = {name: step_bytes(config, work) for name, config in configs.items()}
+    request = _states(options)
+    found, work = request.topology, request.work
+    prices = {name: request.price(config) for name, config in _schemes(options, found).items()}
     if options.as_json:
         rows: list[Any] = [
             {
-                **config.to_json(),
-                "memory": memory[name],
-                "sent": [{"phase": phase, "domain": domain, "bytes": n} for (phase, domain), n in sent[name].items()],
-                "sent_by_domain": by_domain(sent[name]),
+                **price.config.to_json(),
+                "memory": price.memory,
+                "sent": [{"phase": phase, "domain": domain, "bytes": n} for (phase, domain), n in price.sent.items()],
+                "sent_by_domain": price.sent_by_domain,
             }
-            for name, config in configs.items()
+            for price in prices.values()
         ]
         counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": work.micro_batches}
         print_json({"topology": found.to_json(), **counts, "schemes": rows})
         return
+    configs = {name: price.config for name, price in prices.items()}
     show(places_table(configs, _title(found, work)))
-    show(memory_table(memory, found.memory_per_rank))
-    show(volume_table({name: by_domain(of) for name, of in sent.items()}, work.micro_batches))
+    show(memory_table({name: price.memory for name, price in prices.items()}, found.memory_per_rank))
+    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, work.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
     for note in need_model(options).notes if options.model else ():
@@ -166,18 +166,18 @@ def schemes(options: PlanOptions) -> None:
             print(f"- {note}")
 
 
-def _work(options: PlanOptions) -> Workload:
-    """Parameters and micro-batches; a number of parameters is one matrix, trained in part if the options say so."""
+def _states(options: PlanOptions) -> Request:
+    """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
     model = need_model(options) if options.params is None else None
-    steps = request_of(options, machine_of(options), model or need_model(replace(options, params="1B"))).job
+    request = request_of(options, machine_of(options), model or need_model(replace(options, params="1B")))
+    request = replace(request, states_only=True)
     if model is not None and options.trainable is None:
-        return Workload.uniform(model.numels(), ITEMSIZE, steps.micro_batches, model.dims())
+        return request
     params = model.params if model is not None else read_count(options.params or "", "--params", LIKE_PARAMS)
     trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
     if trained > params:
         raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
-    work = Workload.uniform([trained], ITEMSIZE, steps.micro_batches)
-    return replace(work, frozen=replace(work, numels=(params - trained,)) if trained < params else None)
+    return replace(request, numels=(trained,), frozen=(params - trained,) if trained < params else ())
 
 
 def _title(found: Topology, work: Workload) -> str:
@@ -192,14 +192,12 @@ def _params(work: Workload) -> int:
 
 def _draw(options: PlanOptions, path: Path) -> None:
     """Bars of what each scheme holds, activations and buffers included."""
-    from zero_topo.observe.memory_figure import memory_bars
-    from zero_topo.observe.plots import job_line
+    from zero_topo.observe.plots import job_line, memory_bars
 
     check_files([(path, ".png", MEMORY)], options.force)
     request = _request(options)
     job, machine = request.job, request.topology
-    configs = _schemes(options, machine)
-    held = {name: predict_memory(config, request.work, job, request.flight) for name, config in configs.items()}
+    held = {name: request.holds(config) for name, config in _schemes(options, machine).items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
     notes = job_line(job, [machine.world_size], [job.micro_batches])
     write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
@@ -289,9 +287,9 @@ def _ranking_json(
     if pipeline is not None:
         other = {
             "name": pipeline.config.name,
-            "seconds": pipeline.step.seconds,
+            "seconds": pipeline.seconds,
             "range": to_json(pipeline.range),
-            "sent_by_domain": by_domain(pipeline.sent),
+            "sent_by_domain": pipeline.sent_by_domain,
             "memory": dict(pipeline.memory),
         }
     return {
@@ -305,15 +303,14 @@ def _ranking_json(
         "overlap": request.job.hidden,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, machine), "range": to_json(ranking.best.price.range)},
+        "recommended": {**plan_json(ranking.best, machine), "range": to_json(ranking.best.range)},
         "why": reasons,
         "assumed": assumptions(request.topology.name),
         "plans": [plan_json(plan, machine) for plan in ranking.timed],
         "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
         "pipeline": other,
         "refused": [
-            {"name": plan.candidate.name, "memory": dict(plan.price.memory), "needs": plan.held}
-            for plan in ranking.refused
+            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
         ],
     }
 
@@ -322,12 +319,12 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine in its block."""
     return {
         "name": plan.candidate.name,
-        "degrees": plan.candidate.config.plan.degrees(),
-        "quantize": plan.candidate.config.to_json()["quantize"],
+        "degrees": plan.config.plan.degrees(),
+        "quantize": plan.config.to_json()["quantize"],
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
-        "sent_by_domain": by_domain(plan.price.sent),
-        "memory": dict(plan.price.memory),
+        "sent_by_domain": plan.sent_by_domain,
+        "memory": dict(plan.memory),
         "block": {**machine, **plan.candidate.settings},
     }
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from zero_topo.cli.app import COMMANDS
+from zero_topo.cli.app import COMMANDS, MODULES
 from zero_topo.cli.options import Force
 from zero_topo.config import json_schema
 from zero_topo.observe.files import check_files
@@ -42,7 +42,7 @@ def schema(
 
 def documents() -> dict[str, Any]:
     """Command -> the type of what it prints with ``--json``: ``DOCUMENT`` of its module."""
-    modules = {name: importlib.import_module(f"{__package__}.{module}") for name, module in COMMANDS.items()}
+    modules = {name: importlib.import_module(f"{__package__}.{MODULES.get(name, name)}") for name in COMMANDS}
     return {name: module.DOCUMENT for name, module in modules.items() if hasattr(module, "DOCUMENT")}
 
 

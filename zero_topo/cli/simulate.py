@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zero_topo.cli.fitting import Collectives, fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, words_of
-from zero_topo.cli.job import JobOptions, Machine, ModelName, Ranks, machines_of, need_model, request_of
+from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
@@ -23,7 +23,6 @@ from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, rates_of
-from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -51,8 +50,6 @@ class Options(JobOptions):
     """Of ``simulate``."""
 
     machine: Machine = "frontier"
-    model: ModelName = None
-    ranks: Ranks = None
     schemes: Annotated[
         str,
         typer.Option(
@@ -180,11 +177,11 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "scheme": scheme,
         "ranks": ranks,
         "micro_batches": count,
-        "step_s": price.step.seconds,
+        "step_s": price.seconds,
         "tflops_per_gpu": price.step.tflops_per_gpu,
         "breakdown": dict(price.step.breakdown),
         "range": to_json(price.range),
-        "sent_by_domain": by_domain(price.sent),
+        "sent_by_domain": price.sent_by_domain,
         "held": price.held,
         "fits": price.fits,
     }
@@ -218,8 +215,7 @@ def _entry(name: str) -> ZeroTopoConfig | None:
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
-    from zero_topo.observe.plots import job_line
-    from zero_topo.observe.scaling_figure import scaling
+    from zero_topo.observe.plots import job_line, scaling
 
     points, where = content["results"], content["machine"]
     notes = [job_line(place.job, (p["ranks"] for p in points), (p["micro_batches"] for p in points))]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost.pipeline import PipelinePrice
-from zero_topo.cost.planner import Priced
+from zero_topo.cost.planner import Price, Priced
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.observe.tables import bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -79,19 +79,22 @@ def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice |
     """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
     table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
     for plan in plans:
-        config = plan.candidate.config
+        config = plan.config
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         loses = "yes" if plan.candidate.losses else "no"
-        step = (format_seconds(plan.seconds), f"{plan.price.range.low_s:.3g}-{plan.price.range.high_s:.3g} s")
-        table.add_row(scheme, degrees(config), loses, sync if moves else "-", *step, format_bytes(plan.held))
+        table.add_row(scheme, degrees(config), loses, sync if moves else "-", *_costs(plan))
     if pipeline is not None:
-        within = pipeline.range
-        times = (format_seconds(pipeline.step.seconds), f"{within.low_s:.3g}-{within.high_s:.3g} s")
-        table.add_row(pipeline.config.name, "", "no", "", *times, format_bytes(pipeline.held))
+        table.add_row(pipeline.config.name, "", "no", "", *_costs(pipeline))
     return table
+
+
+def _costs(price: Price) -> tuple[str, str, str]:
+    """Seconds of a step, their range, and memory."""
+    within = f"{price.range.low_s:.3g}-{price.range.high_s:.3g} s"
+    return format_seconds(price.seconds), within, format_bytes(price.held)
 
 
 def degrees(config: ResolvedConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.cli.described import described, this_machine
 from zero_topo.cli.inputs import read_count
 from zero_topo.cli.job import Ranks
 from zero_topo.cli.options import MACHINES
@@ -42,14 +42,9 @@ def topology(
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
     found = described(source, count) if source else this_machine(count)
     if as_json:
-        print_json(found.topology.to_json())
-    else:
-        print("\n".join(sections(found)))
-
-
-def sections(found: Described) -> list[str]:
-    """The parts of the picture: the tree, one node's devices, warnings."""
-    parts = [render_tree(found.topology)]
+        return print_json(found.topology.to_json())
+    print(render_tree(found.topology))
     if found.devices is not None:
-        parts += ["", render_devices(found.devices)]
-    return [*parts, *(f"warning: {warning}" for warning in found.warnings)]
+        print(f"\n{render_devices(found.devices)}")
+    for warning in found.warnings:
+        print(f"warning: {warning}")

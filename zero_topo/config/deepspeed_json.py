@@ -14,14 +14,14 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config.errors import ROOT
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
@@ -153,24 +153,16 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 Check = Callable[[Mapping[str, Any]], str | None]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Describes a refusal of values of one key: ``key = value: why; instead``.
+def refuse_value(ds_config: Mapping[str, Any], *, key: str, refused: str, why: str, instead: str) -> str | None:
+    """Refuse values of one key: ``key = value: why; instead``.
 
     ``refused`` is one of :data:`TESTS`, or a word that refused values contain.
     """
-
-    key: str
-    refused: str
-    why: str
-    instead: str
-
-    def __call__(self, ds_config: Mapping[str, Any]) -> str | None:
-        value = _lookup(ds_config, self.key)
-        refused = TESTS.get(self.refused, lambda value: self.refused in str(value).lower())
-        if value is _ABSENT or not refused(value):
-            return None
-        return f"{self.key} = {as_json(value)}: {self.why}; {self.instead}"
+    value = _lookup(ds_config, key)
+    test = TESTS.get(refused, lambda value: refused in str(value).lower())
+    if value is _ABSENT or not test(value):
+        return None
+    return f"{key} = {as_json(value)}: {why}; {instead}"
 
 
 def _lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
@@ -273,21 +265,26 @@ SEQUENCES = (
 )
 
 MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
+REFUSED = json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))
 CHECKS: tuple[Check, ...] = (
     *MISPLACEMENTS,
     _stage,
-    *(Refusal(**row) for row in json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))),
+    *(
+        partial(refuse_value, **row)
+        for row in json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))
+    ),
     _partial_offload,
     _optimizer_of_the_mode,
     _sequences_in_a_mesh,
 )
 
-HINTS: tuple[Callable[[Mapping[str, Any]], str | None], ...] = (
-    Refusal(
-        f"{ZERO}.overlap_comm",
-        "off",
-        "the backward pass waits for every bucket of gradients to be encoded, sent and summed",
-        'leave it out, or set "overlap_comm": true',
+HINTS: tuple[Check, ...] = (
+    partial(
+        refuse_value,
+        key=f"{ZERO}.overlap_comm",
+        refused="off",
+        why="the backward pass waits for every bucket of gradients to be encoded, sent and summed",
+        instead='leave it out, or set "overlap_comm": true',
     ),
     _unsynchronized,
 )

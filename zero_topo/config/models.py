@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
-from zero_topo.config.errors import ROOT, describe
 from zero_topo.config.modes import SyncConfig
-from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
+from zero_topo.config.parts import ROOT, DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype
-from zero_topo.strict import StrictModel, as_json
+from zero_topo.strict import StrictModel, as_json, describe
 
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
@@ -24,8 +22,7 @@ AUTO = "auto"
 def _check_topology(value: Any) -> Any:
     if isinstance(value, Mapping) or (isinstance(value, str) and value):
         return value
-    reason = f'must be "auto", a preset\'s name, a path to a .json file or an object, got {as_json(value)}'
-    raise PydanticCustomError("bad_setting", "{reason}", {"reason": reason})
+    raise ValueError(f'must be "auto", a preset\'s name, a path to a .json file or an object, got {as_json(value)}')
 
 
 class ZeroTopoConfig(StrictModel):
@@ -108,18 +105,18 @@ class ZeroTopoConfig(StrictModel):
         missing = [role for role in NEEDED_WITHOUT_SCHEME if role not in given]
         if self.publish.delta is not None and self.publish.dtype is not None:
             raise ValueError(
-                f'publish sends either differences ("delta": "{self.publish.delta}") or weights in a dtype '
+                f'{ROOT}: publish sends either differences ("delta": "{self.publish.delta}") or weights in a dtype '
                 f'("{self.publish.dtype}"); give one of the two'
             )
         if "lossy" in self.model_fields_set and (given if self.scheme is None else self.scheme != AUTO):
             what = "degrees that are given" if self.scheme is None else f"scheme {self.scheme}"
             raise ValueError(
-                f'lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing to choose; remove one of the '
-                'two: "quantize", "sync" and "publish" set what is quantized'
+                f'{ROOT}: lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing to choose; remove '
+                'one of the two: "quantize", "sync" and "publish" set what is quantized'
             )
         if self.scheme is None and given and missing:
             raise ValueError(
-                f"{', '.join(given)} given without a scheme, and {', '.join(missing)} missing; "
+                f"{ROOT}: {', '.join(given)} given without a scheme, and {', '.join(missing)} missing; "
                 'give weights, gradients and optimizer, or name a scheme whose other degrees you keep, such as "topo"'
             )
         return self
@@ -134,7 +131,7 @@ class ZeroTopoConfig(StrictModel):
         try:
             return cls.model_validate(block)
         except ValidationError as error:
-            raise ValueError(describe(error)) from None
+            raise ValueError(describe(error, f"{ROOT}.")) from None
 
     @classmethod
     def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZeroTopoConfig | None:

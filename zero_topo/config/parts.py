@@ -6,37 +6,32 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from zero_topo.config.sync_config import BlockSize, Dtype
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel, as_json, did_you_mean
 
+ROOT = "zero_topo"
+"""The key of the block in a DeepSpeed config."""
 Domain = Literal["rank", "gpu", "node", "world"]
 Bits = Literal["int8", "int4"]
 
 
 def _check_degree(value: Any) -> Any:
-    if (isinstance(value, str) and value in get_args(Domain)) or (type(value) is int and value >= 1):
+    if value is None or value in get_args(Domain) or (type(value) is int and value >= 1):
         return value
     names = ", ".join(f"'{name}'" for name in get_args(Domain))
     hint = did_you_mean(value, get_args(Domain), cutoff=0.5)
-    reason = f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer >= 1)"
-    raise PydanticCustomError("bad_setting", "{reason}", {"reason": reason})
-
-
-def _check_optional_degree(value: Any) -> Any:
-    return None if value is None else _check_degree(value)
-
-
-def _check_secondary(value: Any) -> Any:
-    return None if value is None or value == "none" else _check_degree(value)
+    raise ValueError(f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer >= 1)")
 
 
 _DegreeValue = Domain | Annotated[int, Field(ge=1)] | None
-DegreeSetting = Annotated[_DegreeValue, BeforeValidator(_check_optional_degree)]
+DegreeSetting = Annotated[_DegreeValue, BeforeValidator(_check_degree)]
 SecondarySetting = Annotated[
-    _DegreeValue, BeforeValidator(_check_secondary, json_schema_input_type=_DegreeValue | Literal["none"])
+    DegreeSetting,
+    BeforeValidator(
+        lambda value: None if value == "none" else value, json_schema_input_type=_DegreeValue | Literal["none"]
+    ),
 ]
 
 

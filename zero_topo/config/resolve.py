@@ -14,19 +14,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from zero_topo.config.errors import ROOT
 from zero_topo.config.models import AUTO, ZeroTopoConfig
-from zero_topo.config.parts import PublishConfig, QuantizeConfig
-from zero_topo.config.resident import Obstacle, resident_obstacle
+from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
-from zero_topo.strict import StrictModel
+from zero_topo.strict import StrictModel, as_json
 from zero_topo.topology.model import Topology
 
 _Settings = TypeVar("_Settings", bound=StrictModel)
 ROLES = ("weights", "secondary", "gradients", "optimizer")
+UNCHANGED = ("accumulation_dtype", "overlap", "meter", "report", "seed", "debug_checks")
+"""Keys of the block whose value a scheme and the machine do not change."""
+Places = tuple[str | int, str | int | None, str | int, str | int]
+"""Domain or degree of each of :data:`ROLES`."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +94,9 @@ class ResolvedConfig:
             "quantize": {role: None if spec is None else str(spec) for role, spec in specs.items()},
             "sync": self.sync.model_dump(),
             "publish": self.publish.model_dump(),
-            "accumulation_dtype": self.accumulation_dtype,
-            "overlap": self.overlap,
-            "meter": self.meter,
-            "report": self.report,
-            "seed": self.seed,
-            "debug_checks": self.debug_checks,
+            **{key: getattr(self, key) for key in UNCHANGED},
             "notes": list(self.notes),
         }
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Holds the merged keys of scheme and user, before the machine is known."""
-
-    scheme: str | None
-    places: tuple[str | int, str | int | None, str | int, str | int]
-    quantize: QuantizeConfig
-    sync: SyncSettings
 
 
 def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
@@ -133,67 +120,65 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
             f'{ROOT}.scheme: "{AUTO}" depends on the size of the model, which is not known here; a training run has '
             'it; "zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
         )
-    choice = _merge(config)
-    plan = Plan.build(topology, choice.places, config.two_hop)
+    name = None if config.scheme is None and config.weights is not None else config.scheme or DEFAULT_SCHEME
+    scheme = FREE_FORM if name is None else SCHEMES[name]
+    quantize, places = _overridden(scheme.quantize, config.quantize), _places(config, scheme)
+    sync = _overridden(scheme.sync, config.sync) if type(config.sync) is type(scheme.sync) else config.sync
+    plan = Plan.build(topology, places, config.two_hop)
     dropped = plan.weights == 1 and plan.secondary is not None
     plan = replace(plan, secondary=None) if dropped else plan
-    if problem := choice.sync.problem(plan):
+    if problem := sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
-    codes = _resident(config, choice, plan)
-    plan = plan if codes[0] is None else replace(plan, secondary=None)
-    return ResolvedConfig(
+    resident = quantize.spec("resident")
+    obstacle = None if resident is None else _resident_obstacle(quantize, plan, config.publish)
+    if obstacle is not None:
+        if "resident" in config.quantize.model_fields_set:
+            raise ValueError(f'{ROOT}.quantize.resident = "int8" does not go with {"".join(obstacle)}')
+        resident = None
+    plan = plan if resident is None else replace(plan, secondary=None)
+    resolved = ResolvedConfig(
         plan=plan,
         topology=topology,
-        scheme=choice.scheme,
-        weights_spec=choice.quantize.spec("weights"),
-        secondary_spec=None if plan.secondary is None else choice.quantize.spec("secondary"),
-        gradients_spec=choice.quantize.spec("gradients"),
-        resident_spec=codes[0],
-        sync=choice.sync,
-        publish=config.publish,
-        accumulation_dtype=config.accumulation_dtype,
-        overlap=config.overlap,
-        meter=config.meter,
-        report=config.report,
-        seed=config.seed,
-        debug_checks=config.debug_checks,
-        notes=tuple(_notes(config, choice, plan, topology, dropped, codes)),
-    )
-
-
-_Codes = tuple[BlockSpec | None, Obstacle | None]
-
-
-def _resident(config: ZeroTopoConfig, choice: _Choice, plan: Plan) -> _Codes:
-    """Return the format of resident INT8 weights, and the obstacle if the scheme's INT8 weights are not possible.
-
-    Raises:
-        ValueError: if INT8 weights are not possible and the user asked for them.
-    """
-    spec = choice.quantize.spec("resident")
-    if spec is None or (found := resident_obstacle(choice.quantize, plan, config.publish)) is None:
-        return spec, None
-    if "resident" in config.quantize.model_fields_set:
-        raise ValueError(
-            f'{ROOT}.quantize.resident = "int8" does not go with {found.setting}: {found.why}; {found.instead}, or set '
-            '"resident" to null'
-        )
-    return None, found
-
-
-def _merge(config: ZeroTopoConfig) -> _Choice:
-    free = config.scheme is None and config.weights is not None
-    name = None if free else config.scheme or DEFAULT_SCHEME
-    scheme = FREE_FORM if name is None else SCHEMES[name]
-    return _Choice(
         scheme=name,
-        places=_places(config, scheme),
-        quantize=_overridden(scheme.quantize, config.quantize),
-        sync=_overridden(scheme.sync, config.sync) if type(config.sync) is type(scheme.sync) else config.sync,
+        weights_spec=quantize.spec("weights"),
+        secondary_spec=None if plan.secondary is None else quantize.spec("secondary"),
+        gradients_spec=quantize.spec("gradients"),
+        resident_spec=resident,
+        sync=sync,
+        publish=config.publish,
+        notes=(),
+        **{key: getattr(config, key) for key in UNCHANGED},
     )
+    refused = None if obstacle is None else obstacle[0]
+    return replace(resolved, notes=tuple(_notes(config, resolved, places, dropped, refused)))
 
 
-def _places(config: ZeroTopoConfig, scheme: Scheme) -> tuple[str | int, str | int | None, str | int, str | int]:
+def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> tuple[str, str] | None:
+    """Return the first setting that excludes ``quantize.resident``, and why and what to do instead; None if none does.
+
+    INT8 weights are possible if all gathers send them and publish sends their changes.
+    """
+    w, copy = plan.weights, plan.secondary
+    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly"
+    rules = (
+        (quantize.weights == "int8", "quantize.weights", quantize.weights, f'{gathers}; set it to "int8"'),
+        (copy in (None, w), "secondary", copy, f'{gathers}, which {w} ranks share; set "secondary" to null'),
+        (
+            copy is None or quantize.secondary == "int8",
+            "quantize.secondary",
+            quantize.secondary,
+            f'{gathers}; set it to "int8"',
+        ),
+        (publish.delta is None, "publish.delta", publish.delta, f"{changes}; drop it"),
+        (publish.dtype is None, "publish.dtype", publish.dtype, f"{changes}; drop it"),
+        (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates; lower it"),
+    )
+    broken = (rule for rule in rules if not rule[0])
+    found = ((f"{key} = {as_json(value)}", f': {why}, or set "resident" to null') for _, key, value, why in broken)
+    return next(found, None)
+
+
+def _places(config: ZeroTopoConfig, scheme: Scheme) -> Places:
     wanted: dict[str, Place] = {role: getattr(scheme, role) for role in ROLES}
     wanted |= {role: getattr(config, role) for role in ROLES if getattr(config, role) is not None}
     if "secondary" in config.model_fields_set:
@@ -211,55 +196,52 @@ def _overridden(defaults: _Settings, user: _Settings) -> _Settings:
 
 def _notes(
     config: ZeroTopoConfig,
-    choice: _Choice,
-    plan: Plan,
-    topology: Topology,
+    resolved: ResolvedConfig,
+    places: Places,
     secondary_dropped: bool,
-    codes: _Codes,
+    refused: str | None,
 ) -> Iterator[str]:
-    given = "" if config.scheme or choice.scheme is None else " (the default)"
-    yield f"{f'scheme {choice.scheme}' if choice.scheme else 'no scheme'}{given}: {_placement(choice, plan)}"
-    if choice.scheme == "mics" and config.weights is None:
+    """Yield a line for each choice; ``refused`` is the setting that excludes the scheme's INT8 weights."""
+    scheme, plan, topology, resident = resolved.scheme, resolved.plan, resolved.topology, resolved.resident_spec
+    given = "" if config.scheme or scheme is None else " (the default)"
+    yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, places)}"
+    if scheme == "mics" and config.weights is None:
         yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
-    if plan.weights == 1 and plan.world_size > 1 and choice.places[0] != "rank":
-        yield _all_weights_note(choice.places[0], topology)
+    if plan.weights == 1 and plan.world_size > 1 and places[0] != "rank":
+        yield _all_weights_note(places[0], topology)
     if secondary_dropped:
         yield "no secondary copy of the weights: every rank stores all of them, so the backward pass gathers nothing"
     if plan.gradients < plan.world_size:
         groups = plan.world_size // plan.gradients
-        yield f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {_sync_words(choice.sync)}"
-    yield from _codes_notes(*codes)
+        words = _sync_words(resolved.sync)
+        yield f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {words}"
+    if resident is not None:
+        yield (
+            f"weights are stored as INT8 only, one scale per {resident.block_size} values; vectors and small matrices "
+            "keep the model's own type"
+        )
+    if refused is not None:
+        yield f"weights are stored in the model's own type: INT8 weights do not go with {refused}"
     if plan.weights < plan.optimizer:
         dtype = config.publish.dtype or "the model's own type"
         delta = config.publish.delta
         what = f"in {dtype}" if delta is None else f"as {delta.upper()} differences"
-        what = what if codes[0] is None else "as the INT8 values that changed, lossless"
+        what = what if resident is None else "as the INT8 values that changed, lossless"
         yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
     if len(plan.route(1, plan.gradients)) > 1:
         steps = [hi // lo for lo, hi in plan.route(1, plan.gradients)]
         yield f"reduce-scatter of gradients in two steps: {steps[0]} ranks inside a node, then {steps[1]} nodes"
 
 
-def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[str]:
-    if spec is not None:
-        yield (
-            f"weights are stored as INT8 only, one scale per {spec.block_size} values; vectors and small matrices keep "
-            "the model's own type"
-        )
-    if obstacle is not None:
-        yield f"weights are stored in the model's own type: INT8 weights do not go with {obstacle.setting}"
-
-
-def _placement(choice: _Choice, plan: Plan) -> str:
-    bits = {"weights": choice.quantize.weights, "secondary": choice.quantize.secondary}
-    bits["gradients"] = choice.quantize.gradients
+def _placement(resolved: ResolvedConfig, places: Places) -> str:
     words = []
-    for role, place, degree in zip(ROLES, choice.places, plan.degrees().values(), strict=True):
+    for role, place, degree in zip(ROLES, places, resolved.plan.degrees().values(), strict=True):
         if degree is None:
             continue
+        spec = getattr(resolved, f"{role}_spec", None)
         ranks = f"{degree} rank{'s' if degree > 1 else ''}"
         where = f"{place} ({ranks})" if isinstance(place, str) else ranks
-        words.append(" ".join(part for part in (role, (bits.get(role) or "").upper(), "over", where) if part))
+        words.append(f"{role}{'' if spec is None else f' INT{spec.bits}'} over {where}")
     return ", ".join(words)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.strict import as_json
 
 ZERO = "zero_optimization"
@@ -61,8 +61,8 @@ def on(value: Any) -> bool:
 
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18."""
-    zero = ds_config.get(ZERO)
-    given = {key: zero[key] for key in KEYS if key in zero} if isinstance(zero, Mapping) else {}
+    zero = _zero(ds_config)
+    given = {key: zero[key] for key in KEYS if key in zero}
     effective = {
         QUANTIZED_WEIGHTS: on(given.get(QUANTIZED_WEIGHTS)),
         HPZ: _ranks(given.get(HPZ), least=2),
@@ -92,9 +92,8 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         ds_config: the DeepSpeed config; it is not changed.
         optimizer: whether the caller passes an optimizer; a config may also name one.
     """
-    block, active = ds_config.get(ROOT), switched_on(ds_config)
-    zero = ds_config.get(ZERO)
-    off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if _holds(zero, key) and key not in active}
+    block, active, zero = ds_config.get(ROOT), switched_on(ds_config), _zero(ds_config)
+    off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if key in zero and key not in active}
     off |= dict(_asks_for_less(zero))
     if (optimizer or "optimizer" in ds_config) and _offloads_parameters(zero):
         off["offload_param"] = OFFLOADED
@@ -126,22 +125,24 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     return Translation(config, tuple(lines), tuple(problems))
 
 
-def _holds(zero: Any, key: str) -> bool:
-    return isinstance(zero, Mapping) and key in zero
+def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return DeepSpeed's block of ZeRO settings; an empty one if there is none."""
+    zero = ds_config.get(ZERO)
+    return zero if isinstance(zero, Mapping) else {}
 
 
-def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
+def _asks_for_less(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) for stock settings of gathers and reductions that zero_topo supersedes."""
     for key in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
-        if _holds(zero, key) and zero[key] != "auto" and on(zero[key]):
+        if zero.get(key, "auto") != "auto" and on(zero[key]):
             yield key, ALL_REDUCED_FETCH
-    if _holds(zero, "reduce_scatter") and zero["reduce_scatter"] in (False, "false", "False"):
+    if zero.get("reduce_scatter") in (False, "false", "False"):
         yield "reduce_scatter", "zero_topo scatters gradients to their shards, which sends half of an all-reduce"
 
 
-def _offloads_parameters(zero: Any) -> bool:
+def _offloads_parameters(zero: Mapping[str, Any]) -> bool:
     """Return whether parameters are offloaded to the host; without an optimizer DeepSpeed gathers them from there."""
-    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    offload = zero.get("offload_param")
     return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
 

@@ -54,19 +54,14 @@ class Candidate:
 
         Each part is written as in ``("int8 weights", "int4 gradients")``.
         """
-        plan, config = self.config.plan, self.config
-        inside = {
-            "weights": config.weights_spec if plan.weights > 1 else config.resident_spec,
-            "secondary": config.secondary_spec if plan.weights > 1 else None,
-            "gradients": config.gradients_spec if plan.gradients > 1 else None,
-        }
-        between = {"publish": config.publish.spec if plan.weights < plan.optimizer else None}
-        words = [f"int{spec.bits} {what}" for what, spec in between.items() if spec is not None]
-        if plan.gradients < plan.world_size and config.sync.MODE != DenseSync.MODE:
-            few_bits = getattr(config.sync, "spec", None)
-            words.insert(0, f"{config.sync.MODE if few_bits is None else f'int{few_bits.bits}'} sync")
-        parts = (tuple(f"int{spec.bits} {what}" for what, spec in inside.items() if spec is not None), tuple(words))
-        return tuple(part for part in parts if part)
+        used = _used(self.config)
+        sync, publish = used.pop("sync"), used.pop("publish")
+        inside = tuple(f"int{spec.bits} {what}" for what, spec in used.items() if spec is not None)
+        between = [] if publish is None or publish.spec is None else [f"int{publish.spec.bits} publish"]
+        if sync is not None and sync.MODE != DenseSync.MODE:
+            few_bits = getattr(sync, "spec", None)
+            between.insert(0, f"{sync.MODE if few_bits is None else f'int{few_bits.bits}'} sync")
+        return tuple(part for part in (inside, tuple(between)) if part)
 
     def loses_only(self, asked: ZeroTopoConfig) -> bool:
         """Return whether the plan quantizes only what keys of the block ask for."""
@@ -241,11 +236,19 @@ def _place(topology: Topology, degree: int) -> str | int:
 
 def _effect(config: ResolvedConfig) -> object:
     """Return a key that distinguishes plans; formats of collectives that move nothing are ignored."""
+    return tuple(config.plan.degrees().values()), config.resident_spec, repr(_used(config))
+
+
+def _used(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the formats of the gathers and the scatter, and the settings of sync and publish; None if nothing moves.
+
+    INT8 weights that are not gathered still have their format.
+    """
     plan = config.plan
-    degrees = (plan.weights, plan.secondary, plan.gradients, plan.optimizer)
-    weights = config.weights_spec if plan.weights > 1 else config.resident_spec
-    gradients = config.gradients_spec if plan.gradients > 1 else None
-    sync = config.sync if plan.gradients < plan.world_size else None
-    publish = config.publish if plan.weights < plan.optimizer else None
-    held = config.resident_spec
-    return degrees, weights, config.secondary_spec, gradients, held, repr(sync), repr(publish)
+    return {
+        "weights": config.weights_spec if plan.weights > 1 else config.resident_spec,
+        "secondary": config.secondary_spec,
+        "gradients": config.gradients_spec if plan.gradients > 1 else None,
+        "sync": config.sync if plan.gradients < plan.world_size else None,
+        "publish": config.publish if plan.weights < plan.optimizer else None,
+    }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +11,11 @@ from typing import Any
 
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.module_tree import read_modules
+from zero_topo.cost.model_files import TRAINED
+from zero_topo.cost.module_tree import read_modules, shape_of
 from zero_topo.cost.planner import Ranking, Request, rank_plans
 from zero_topo.cost.step import Job
-from zero_topo.topology import resolve_topology
+from zero_topo.topology import Topology, resolve_topology
 
 
 def estimate(
@@ -33,7 +35,7 @@ def estimate(
         model: a ``torch.nn.Module`` on any device, also "meta". Parameters that require no gradient count as frozen.
         machine: the machine, as the config key ``topology`` takes it.
         ranks: ranks of the job; None takes the launcher's, or those of the machine's description.
-        sequence: tokens of a sequence; None takes the limit of the model's config, or 2048.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
         micro_batch: sequences per rank and micro-batch.
         micro_batches: micro-batches per optimizer step.
         checkpointing: whether activations are recomputed.
@@ -42,14 +44,32 @@ def estimate(
     Raises:
         ValueError: if the machine or the ranks are wrong, or no plan fits.
     """
-    tree = read_modules(model, type(model).__name__)
-    tree = tree if sequence is None else replace(tree, sequence=sequence)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    trained, frozen = (tuple(numel for numel, trains in sizes if trains == which) for which in (True, False))
-    job = Job(tree, micro_batch, micro_batches, checkpointing)
-    request = Request(resolve_topology(machine, os.environ, ranks), job, trained, frozen=frozen)
-    ranking = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), request)
+    found = resolve_topology(machine, os.environ, ranks)
+    request = module_request(model, found, sequence, micro_batch=micro_batch, micro_batches=micro_batches)
+    job = replace(request.job, checkpointing=checkpointing)
+    ranking, tree = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), replace(request, job=job)), job.model
     print(f"{tree.name}: {tree.params:,} parameters in {tree.layers} layers of width {tree.hidden}")
     for line in (setting(job), *explain(ranking)):
         print(f"- {line}")
     return ranking
+
+
+def module_request(
+    module: Any, topology: Topology, sequence: int | None = None, trains: bool = True, **job: Any
+) -> Request:
+    """Return the planner's request for a live model, whose parameters DeepSpeed may have partitioned.
+
+    Args:
+        module: the ``torch.nn.Module``.
+        topology: the machine.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
+        trains: whether there are gradients and optimizer states. A model without a trained parameter counts as trained.
+        job: other fields of :class:`~zero_topo.cost.step.Job`.
+    """
+    tree = read_modules(module, type(module).__name__)
+    tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
+    sizes = [(math.prod(shape_of(p)), p.requires_grad and trains) for p in module.parameters()]
+    trained, frozen = (tuple(numel for numel, trained in sizes if trained == which) for which in (True, False))
+    if trains and not trained:
+        trained, frozen = frozen, trained
+    return Request(topology, Job(tree, **job), trained, frozen=frozen)

@@ -10,17 +10,8 @@ from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
 from zero_topo.cost.pipeline import best_pipeline
-from zero_topo.cost.planner import (
-    ASSUMED_MACHINE,
-    EQUAL,
-    Price,
-    Priced,
-    Ranking,
-    Request,
-    rank_plans,
-)
+from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Price, Priced, Ranking, Request, rank_plans
 from zero_topo.cost.step import Job
-from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
 
@@ -50,7 +41,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
-        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best.price)}"
+        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best)}"
     )
     counted = f"{sum(request.work.numels):,} parameters, counted as follows"
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
@@ -94,7 +85,7 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best.price)]
+    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best)]
     lines += [
         _memory_line(best, request),
         *_advice(best, request),
@@ -151,15 +142,16 @@ def _risk() -> str:
 
 
 def range_sentence(price: Price) -> str:
-    """Return the range of a step and the unknowns on which it depends, as a sentence."""
+    """Return the range of a step and the unknowns on which it depends by one percent or more, as a sentence."""
     low, high = format_seconds(price.range.low_s), format_seconds(price.range.high_s)
-    return f"a step is between {low} and {high}, and depends most on {price.range.sentence()}"
+    named = [f"{what} ({share:.0%})" for what, share in price.range.depends_on.items() if share >= 0.01]
+    return f"a step is between {low} and {high}, and depends most on {', '.join(named) or 'nothing that is unknown'}"
 
 
 def price_sentence(price: Price) -> str:
     """Return the costs of a plan, in one line."""
-    sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
-    step = format_seconds(price.step.seconds)
+    sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in price.sent_by_domain.items()) or "nothing"
+    step = format_seconds(price.seconds)
     return f"each rank stores {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
@@ -179,11 +171,11 @@ def _advice(best: Priced, request: Request) -> list[str]:
     if request.limit is None or request.states_only:
         return []
     recomputes = request.job.checkpointing
-    other = replace(request, job=replace(request.job, checkpointing=not recomputes)).price(best.candidate.config)
+    other = replace(request, job=replace(request.job, checkpointing=not recomputes)).price(best.config)
     if not other.fits:
         return [f"without checkpointing it would need {format_bytes(other.held)}, which does not fit"]
     how = "without checkpointing (--set checkpointing=false)" if recomputes else "with checkpointing"
-    share = other.step.seconds / best.price.step.seconds - 1
+    share = other.seconds / best.seconds - 1
     return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
 
 
@@ -192,16 +184,16 @@ def _pipeline_line(best: Priced, request: Request) -> list[str]:
     price = best_pipeline(request)
     if price is None or request.states_only:
         return []
-    step, held = price.step.seconds, format_bytes(price.held)
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
-        f"parallel ranks), would take {format_seconds(step)}, {step / best.seconds - 1:+.1%} time, and {held}"
+        f"parallel ranks), would take {format_seconds(price.seconds)}, {price.seconds / best.seconds - 1:+.1%} "
+        f"time, and {format_bytes(price.held)}"
     ]
 
 
 def _memory_line(best: Priced, request: Request) -> str:
     if request.limit is None:
-        sharded = best.candidate.config.plan.weights >= request.topology.ranks_per_node > 1
+        sharded = best.config.plan.weights >= request.topology.ranks_per_node > 1
         why = "plans that shard weights over less than a node were left out" if sharded else "nothing was left out"
         return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so {why}"
     return (
@@ -211,7 +203,7 @@ def _memory_line(best: Priced, request: Request) -> str:
 
 
 def _step_line(best: Priced) -> str:
-    parts = {phase: seconds for phase, seconds in best.price.step.breakdown.items() if phase not in OWN_WORK}
+    parts = {phase: seconds for phase, seconds in best.step.breakdown.items() if phase not in OWN_WORK}
     phase, longest = max(parts.items(), key=lambda item: item[1])
     total = sum(parts.values())
     if not total:
@@ -220,7 +212,7 @@ def _step_line(best: Priced) -> str:
 
 
 def _runner_up_line(best: Priced, second: Priced) -> str:
-    mine, other = (plan.price.step.breakdown for plan in (best, second))
+    mine, other = (plan.step.breakdown for plan in (best, second))
     losses = {phase: other[phase] - mine[phase] for phase in mine}
     phase, loss = max(losses.items(), key=lambda item: item[1])
     where = f": its {phase} takes {format_seconds(loss)} longer" if loss > 0 else ""

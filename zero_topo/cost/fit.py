@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import recommend
 from zero_topo.cost.planner import Request
 from zero_topo.units import format_bytes

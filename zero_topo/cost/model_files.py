@@ -54,9 +54,7 @@ PLAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gpt2": (*_SIZES[:3], "vocab_size", "max_position_embeddings"),
         "gpt_neox": _SIZES,
-        "llama": _GROUPED,
-        "mistral": _GROUPED,
-        "qwen2": _GROUPED,
+        **dict.fromkeys(("llama", "mistral", "qwen2"), _GROUPED),
         "qwen3": (*_GROUPED, "head_dim"),
     }
 )
@@ -79,7 +77,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
     named = MODELS.get(name_or_path.lower())
     if named is not None:
         found = _read_config(name_or_path.lower(), named, f"model {name_or_path}")
-        return found if sequence is None else replace(found, sequence=sequence)
+        return replace(found, sequence=sequence or found.sequence)
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -91,20 +89,17 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
     data = {str(key): value for key, value in _parse(read_text(path, what, MOST_BYTES), what).items()}
     name = path.parent.name if path.name == "config.json" else path.stem
     neox = _Keys(what, {key.replace("-", "_"): value for key, value in data.items()})
-    if isinstance(data.get("model_type"), str):
-        found = _read_config(name, data, what)
-    elif "num_layers" in neox.values:
-        found = _read_neox(name, neox)
-        return found if sequence is None else replace(found, sequence=sequence)
-    else:
+    hugging_face = isinstance(data.get("model_type"), str)
+    if not hugging_face and "num_layers" not in neox.values:
         raise ValueError(
             f"{what}: has neither model_type nor num_layers; give a Hugging Face config.json or a GPT-NeoX YAML that "
             "has the model's shape, or use --params"
         )
-    if sequence is not None or found.sequence <= TRAINED:
-        return found if sequence is None else replace(found, sequence=sequence)
-    note = f"sequences of {TRAINED:,} tokens are taken, though the model takes up to {found.sequence:,}: give --seq"
-    return replace(found, sequence=TRAINED, notes=(*found.notes, note))
+    found = _read_config(name, data, what) if hugging_face else _read_neox(name, neox)
+    if hugging_face and sequence is None and found.sequence > TRAINED:
+        note = f"sequences of {TRAINED:,} tokens are taken, though the model takes up to {found.sequence:,}: give --seq"
+        return replace(found, sequence=TRAINED, notes=(*found.notes, note))
+    return replace(found, sequence=sequence or found.sequence)
 
 
 def _read_config(name: str, data: Mapping[str, Any], what: str) -> Model:

@@ -92,7 +92,7 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     others = [pair for pair in outside if _matrices(pair[1]) and not _multiplies(pair[1])]
     reader = _Reader(max((_number(text, key) for key in CHOSEN), default=0))
     first, towers = reader.part(module, embeddings), reader.part(module, others)
-    main = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=None)
+    main = max(lists, key=lambda layers: sum(math.prod(shape_of(p)) for p in layers.parameters()), default=None)
     kinds: Counter[Part] = Counter([towers] if others else [])
     for of in lists:
         for layer in of:
@@ -101,8 +101,11 @@ def read_modules(module: Any, name: str) -> ModuleTree:
                 part if of is main else replace(part, unknown=(f"{type(layer).__name__} apart from the text's",))
             ] += 1
     last = reader.part(module, [pair for pair in outside if pair not in embeddings + others])
-    vocab, width = max((tuple(child.weight.shape) for _, child in embeddings), default=(1, 1))
-    hidden = _number(text, "hidden_size") or width
+    parts = (first, *(replace(part, count=count) for part, count in kinds.items()), last)
+    tables = [shape_of(p) for _, child in embeddings for p in child.parameters(recurse=False)]
+    vocab, width = max((shape for shape in tables if len(shape) == 2), default=(1, 0))
+    widest = max((min(shape) for part in parts for shape in part.shapes if len(shape) == 2), default=1)
+    hidden = _number(text, "hidden_size") or width or widest
     heads = _number(text, "num_attention_heads") or max(1, hidden // HEAD)
     found = ModuleTree(
         name,
@@ -112,9 +115,14 @@ def read_modules(module: Any, name: str) -> ModuleTree:
         kv_heads=_number(text, "num_key_value_heads") or heads,
         vocab=vocab,
         sequence=_number(text, "max_position_embeddings") or SEQUENCE,
-        parts=(first, *(replace(part, count=count) for part, count in kinds.items()), last),
+        parts=parts,
     )
     return replace(found, notes=tuple(_notes(found, reader.chosen)))
+
+
+def shape_of(parameter: Any) -> Shape:
+    """Return the shape of a parameter, also of one that DeepSpeed has partitioned, whose own is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _outermost_lists(module: Any) -> list[Any]:
@@ -143,7 +151,7 @@ class _Reader:
         multiplied = stored = 0.0
         attention, unknown = 0, dict[str, None]()
         for path, child in modules:
-            shapes += [tuple(p.shape) for p in child.parameters(recurse=False) if id(p) not in self.seen]
+            shapes += [shape_of(p) for p in child.parameters(recurse=False) if id(p) not in self.seen]
             self.seen.update(map(id, child.parameters(recurse=False)))
             kind, listed = type(child).__name__, EXPERTS.match(path)
             attention += _width(child) if "Attention" in kind else 0
@@ -160,8 +168,8 @@ class _Reader:
 def _matrices(module: Any) -> list[Shape]:
     """Return the shapes of a module's own matrices: no embedding's rows, nor the biases of a list of experts."""
     least = 3 if "Experts" in type(module).__name__ else 2
-    found = [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= least]
-    return [] if _is_a(module, "Embedding") else found
+    shapes = map(shape_of, module.parameters(recurse=False))
+    return [] if _is_a(module, "Embedding") else [shape for shape in shapes if len(shape) >= least]
 
 
 def _multiplies(module: Any) -> bool:
@@ -171,10 +179,10 @@ def _multiplies(module: Any) -> bool:
 
 def _width(attention: Any) -> int:
     """Return the width of an attention's heads: what goes into the last of its matrices, the output's."""
-    matrices = [child for child in attention.children() if _is_a(child, "Linear", "Conv1D")]
+    matrices = [child for child in attention.children() if _is_a(child, "Linear", "Conv1D") and _matrices(child)]
     if len(matrices) < 2:
         return 0  # it only combines others
-    return int(matrices[-1].weight.shape[0 if _is_a(matrices[-1], "Conv1D") else 1])
+    return _matrices(matrices[-1])[0][0 if _is_a(matrices[-1], "Conv1D") else 1]
 
 
 def _is_a(module: Any, *kinds: str) -> bool:

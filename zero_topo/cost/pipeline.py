@@ -133,4 +133,4 @@ class PipelinePrice(Price):
 def best_pipeline(request: Request) -> PipelinePrice | None:
     """Return the fastest pipeline that fits into memory; None if none does."""
     prices = [PipelinePrice(plan, request) for plan in pipelines(request.machine, request.job)]
-    return min((price for price in prices if price.fits), key=lambda price: price.step.seconds, default=None)
+    return min((price for price in prices if price.fits), key=lambda price: price.seconds, default=None)

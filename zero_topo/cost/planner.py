@@ -16,7 +16,7 @@ why a plan won.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,13 +28,12 @@ from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
-from zero_topo.cost.volume import Key, Workload, step_bytes
+from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes, format_count
 
-Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
 EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
@@ -115,11 +114,8 @@ class Request:
     @property
     def assumed_links(self) -> list[str]:
         """Return the domains with several parts whose link is not known."""
-        wider = [name for name, inner in pairwise(reversed(DOMAINS)) if self._parts(name, inner) > 1]
-        return [name for name in reversed(wider) if name not in self.topology.links]
-
-    def _parts(self, domain: str, inner: str) -> int:
-        return self.topology.degree(domain) // self.topology.degree(inner)
+        degree, links = self.topology.degree, self.topology.links
+        return [name for inner, name in pairwise(DOMAINS) if degree(name) > degree(inner) and name not in links]
 
     @cached_property
     def work(self) -> Workload:
@@ -175,6 +171,16 @@ class Price:
         """Return the predicted step with its breakdown in seconds."""
         return self.predict(self._known, self.request.job, self.request.rates)
 
+    @property
+    def seconds(self) -> float:
+        """Return the predicted seconds of a step."""
+        return self.step.seconds
+
+    @property
+    def sent_by_domain(self) -> dict[str, int]:
+        """Return the bytes that a rank sends in a step, by domain."""
+        return by_domain(self.sent)
+
     @cached_property
     def range(self) -> Range:
         """Return the range of the predicted step."""
@@ -187,36 +193,26 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Priced:
-    """Holds a candidate and its costs.
+class Priced(Price):
+    """Computes the costs of a candidate.
 
     Attributes:
         candidate: the plan.
-        price: its costs.
-        seconds: predicted seconds of a step.
     """
 
     candidate: Candidate
-    price: Price
-    seconds: float
 
     @property
     def weighed(self) -> float:
         """Return the seconds of a step, raised by :data:`LOSS_MUST_GAIN` for each part of the plan that is lossy."""
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
-    @property
-    def held(self) -> int:
-        """Return the total memory of a rank in bytes."""
-        return self.price.held
-
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
-        memory = self.price.memory
-        role = max(memory, key=memory.__getitem__)
+        role = max(self.memory, key=self.memory.__getitem__)
         return (
             f"{self.candidate.name} does not fit: it needs {format_bytes(self.held)} of {format_bytes(limit)}, "
-            f"most of it for {role} ({format_bytes(memory[role])})"
+            f"most of it for {role} ({format_bytes(self.memory[role])})"
         )
 
 
@@ -269,30 +265,25 @@ class Ranking:
         return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
 
-def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
+def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     """Price and rank the plans that keep the user's keys; see the module docstring.
 
     Args:
         asked: the user's block, treated as automatic.
         request: machine and job.
-        seconds: predicts the time of a step; by default :func:`predict_step`.
 
     Raises:
         ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
-
-    def predicted(candidate: Candidate, price: Price) -> Priced:
-        return Priced(candidate, price, seconds(price.config, request.job) if seconds else price.step.seconds)
-
     fitting: list[Priced] = []
     refused: list[Priced] = []
     lossier: list[Priced] = []
     for candidate in _careful(candidates(asked, request.machine, request.sparse), request):
-        price, allowed = request.price(candidate.config), asked.lossy or candidate.loses_only(asked)
-        if price.fits:
-            (fitting if allowed else lossier).append(predicted(candidate, price))
+        plan, allowed = Priced(candidate.config, request, candidate), asked.lossy or candidate.loses_only(asked)
+        if plan.fits:
+            (fitting if allowed else lossier).append(plan)
         elif allowed:
-            refused.append(Priced(candidate, price, inf))
+            refused.append(plan)
     if not fitting and not refused:
         raise ValueError(
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '

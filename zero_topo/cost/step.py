@@ -412,18 +412,17 @@ class _Pass:
         return found
 
 
-def predict_step(config: ResolvedConfig, job: Job, machine: Rates | None = None) -> Step:
+def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
     Args:
         config: plan, formats and machine.
         job: what is trained.
-        machine: rates of a rank; None takes those of the preset with the topology's name.
+        rates: rates of a rank.
 
     Raises:
-        ValueError: if the machine's rates or the bandwidth of a link that is used are not known.
+        ValueError: if the bandwidth of a link that is used is not known.
     """
-    rates = rates_of(config.topology) if machine is None else machine
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
@@ -452,8 +451,7 @@ def _passes(
 
     def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
-        first = 0 if not hides else 1 if edge else 0
-        return (packets[first:], packets[:first]) if hides else ([], packets)
+        return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
     whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
     synced = [_packet(config, job, network, "sync", columns) for columns in whole] or of("sync")
@@ -485,11 +483,6 @@ class Range:
     low_s: float
     high_s: float
     depends_on: Mapping[str, float]
-
-    def sentence(self) -> str:
-        """Return the unknowns on which the step depends, largest first, those below one percent left out."""
-        named = [f"{what} ({share:.0%})" for what, share in self.depends_on.items() if share >= 0.01]
-        return ", ".join(named) or "nothing that is unknown"
 
 
 def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, Job, Rates], Step]) -> Range:

@@ -35,7 +35,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
 from zero_topo.config.sync_config import Books, Move, rows_message
 from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes

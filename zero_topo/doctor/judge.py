@@ -18,8 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zero_topo.config.errors import describe
-from zero_topo.strict import as_json, cut
+from zero_topo.strict import as_json, cut, describe
 
 NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -76,7 +75,7 @@ def _error(config: Mapping[str, Any]) -> Exception | None:
 
 def _line(key: str, value: Any, error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return f"DeepSpeed would refuse {describe(error, key, _near)}"
+        return f"DeepSpeed would refuse {describe(error, f'{key}.', near=_near)}"
     reason = cut(" ".join(str(error).split()) or type(error).__name__)
     return f"{f'{key} = {as_json(value)}: ' if key else ''}DeepSpeed would refuse it: {reason}"
 

@@ -15,7 +15,7 @@ from functools import cache
 from threading import Timer
 from typing import Any
 
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.strict import as_json, cut
 from zero_topo.versions import installed

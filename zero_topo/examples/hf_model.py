@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from zero_topo.config import load_deepspeed_config
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.examples.data import Corpus
 
 if TYPE_CHECKING:

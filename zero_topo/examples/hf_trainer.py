@@ -10,7 +10,6 @@ the import may go too.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +21,45 @@ from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama, 
 from zero_topo.examples.process import behave
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one run.
+def train(
+    config: dict[str, Any],
+    output: Path,
+    steps: int = 20,
+    save_every: int = 0,
+    resume: Path | None = None,
+    lora: int = 0,
+) -> Trainer:
+    """Train, and return the Trainer, whose ``state.log_history`` holds the loss of each step.
 
-    Attributes:
-        deepspeed: the DeepSpeed config.
+    Args:
+        config: the DeepSpeed config.
         output: folder for checkpoints.
         steps: optimizer steps.
         save_every: steps between checkpoints; 0 for none.
         resume: the checkpoint to go on from.
         lora: rank of adapters, which alone are trained then; 0 for none.
     """
-
-    deepspeed: dict[str, Any]
-    output: Path
-    steps: int = 20
-    save_every: int = 0
-    resume: Path | None = None
-    lora: int = 0
-
-
-def train(settings: Settings) -> Trainer:
-    """Train, and return the Trainer, whose ``state.log_history`` holds the loss of each step."""
     set_seed(0)
     arguments = TrainingArguments(
-        output_dir=str(settings.output),
-        deepspeed=settings.deepspeed,
-        max_steps=settings.steps,
+        output_dir=str(output),
+        deepspeed=config,
+        max_steps=steps,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         weight_decay=0.01,
         lr_scheduler_type="constant",
-        bf16=bool(settings.deepspeed.get("bf16", {}).get("enabled", False)),
-        save_strategy="steps" if settings.save_every else "no",
-        save_steps=settings.save_every or settings.steps,
+        bf16=bool(config.get("bf16", {}).get("enabled", False)),
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or steps,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
         use_cpu=get_accelerator().device_name() == "cpu",
         dataloader_pin_memory=False,
     )
-    model = with_lora(llama(), settings.lora) if settings.lora else llama()
+    model = with_lora(llama(), lora) if lora else llama()
     trainer = Trainer(model=model, args=arguments, train_dataset=Windows(4096))
-    trainer.train(resume_from_checkpoint=str(settings.resume) if settings.resume else None)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return trainer
 
 
@@ -88,7 +82,7 @@ def main() -> None:
     behave()
     join()
     config = deepspeed_config(args.deepspeed_config, args.plain)
-    trainer = train(Settings(config, args.output, args.steps, args.save_every, args.resume, args.lora))
+    trainer = train(config, args.output, args.steps, args.save_every, args.resume, args.lora)
     print(f"loss {losses(trainer)[0]:.4f} -> {losses(trainer)[-1]:.4f}")
     zero_topo.leave()
 

@@ -7,21 +7,17 @@ plan without communication. ``agreement.py`` checks that they did.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from zero_topo.cost.estimate import module_request
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
-from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.topology.model import Topology
 
 
 def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
-    """Return the planner's request for an engine.
-
-    Shards have the sizes of the model's parameters. A module does not expose its architecture, so memory in flight and
-    step time are those of a transformer of its size (:func:`~zero_topo.cost.transformer.scaled`) with activation
-    checkpointing.
+    """Return the planner's request for an engine: its modules, with activation checkpointing, and its settings.
 
     Args:
         engine: DeepSpeed's engine.
@@ -29,19 +25,6 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
             the policy's plan, so that both round their weights identically.
     """
-    trained: list[tuple[int, int]] = []
-    frozen: list[tuple[int, int]] = []
-    for parameter in engine.module.parameters():
-        numel = int(getattr(parameter, "ds_numel", parameter.numel()))
-        (trained if parameter.requires_grad and trains else frozen).append((numel, parameter.element_size()))
-    if trains and not trained:
-        trained, frozen = frozen, trained
-    job = Job(
-        scaled(max(sum(numel for numel, _ in (*trained, *frozen)), LEAST_PARAMS)),
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
-        itemsize=max((size for _, size in (*trained, *frozen)), default=4),
-    )
     flight = InFlight(
         engine.zero_max_live_parameters(),
         engine.zero_reduce_bucket_size(),
@@ -49,5 +32,12 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         engine.zero_cpu_offload(),
         engine.fp16_enabled(),
     )
-    numels, still = (tuple(numel for numel, _ in params) for params in (trained, frozen))
-    return Request(topology, job, numels, flight=flight, frozen=still)
+    request = module_request(
+        engine.module,
+        topology,
+        trains=trains,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.gradient_accumulation_steps(),
+        itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
+    )
+    return replace(request, flight=flight)

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_environment_block
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 import zero_topo
 from zero_topo.config import ResolvedConfig
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals

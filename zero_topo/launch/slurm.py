@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Writes the batch script of a Slurm job, and submits it with ``sbatch``.
 
-The script is self-contained: it reads nothing from the environment in which it is submitted except what ``sbatch``
-passes on. Each setting follows a comment with its reason and its source.
+``job.sbatch`` is the script's template. The script is self-contained: it reads nothing from the environment in which
+it is submitted except what ``sbatch`` passes on. Each setting follows a comment with its reason and its source.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import re
 import shlex
 import subprocess
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
 from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
 
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, Setting, bash_value, without
+from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, without
 
 HEADER = "# Written by zero-topo launch"
-BUILD = (
-    "# -- Kernels: compiled on this node if they are not in the cache yet, so that ranks, which look there, need not.",
-    "python -m zero_topo.cli build || true",
-)
-WORKER = ("python", "-m", "zero_topo.launch.worker", "--")
 DISTRIBUTIONS = {
     "block": "ranks node by node, so that neighbours share a package and then a node",
     "cyclic": "ranks dealt to the nodes in turn; zero_topo reads this and still groups them by node",
@@ -33,41 +34,42 @@ UNPACK = (
     "&& if command -v conda-unpack >/dev/null; then conda-unpack; fi"
 )
 """What each node does with the archive: paths in a conda environment are those of another folder until then."""
+EXPORT = "export {0.bash}"
 WIDTH = 110
 _PLAIN = re.compile(r"[\w./:=@%+,-]+")
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
+
+
+class _Script(Template):
+    delimiter = "@"
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Describes a batch job: the command, the nodes, the options.
+    """The options of a batch job, which ``zero-topo launch slurm`` takes."""
 
-    Attributes:
-        command: program and arguments of a rank.
-        machine: how ranks are started on this machine.
-        nodes: number of nodes.
-        ranks_per_node: ranks on each node.
-        name: name of the job.
-        log: file of its output; Slurm replaces %x by the name and %j by the number of the job.
-        account: account to charge, or None for the user's default.
-        time: time limit, or None for the partition's.
-        partition: partition, or None for the machine's or the cluster's.
-        distribution: "block" or "cyclic".
-        port: port of the rendezvous on the first node.
-        environment: archive of a Python environment that each node unpacks on its own disk, or None.
-    """
-
-    command: tuple[str, ...]
-    machine: LaunchMachine
-    nodes: int
-    ranks_per_node: int
-    name: str = "zero-topo"
-    log: str = "%x-%j.out"
-    account: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    distribution: str = "block"
-    port: int = PORT
-    environment: str | None = None
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND", help="Program that each rank runs, and its arguments.")
+    ] = ()  # type: ignore[assignment]
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
+    machine: str = "generic"
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None
+    time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Time limit.")] = None
+    partition: Annotated[str | None, typer.Option(help="Slurm partition; default: the machine's.")] = None
+    name: Annotated[str, typer.Option(help="Job name.")] = "zero-topo"
+    log: Annotated[str, typer.Option(help="Log file; %x is the job name, %j its number.")] = "%x-%j.out"
+    distribution: Annotated[str, typer.Option(metavar="block|cyclic", help="Order of the ranks over the nodes.")] = (
+        "block"
+    )
+    master_port: Port = PORT
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         """Refuse what would end the script's lines or break them.
@@ -75,18 +77,19 @@ class SlurmJob:
         Raises:
             ValueError: naming the option.
         """
+        target = self.target
         if not self.command:
             raise ValueError("no command to start; put it after --, as in: -- python train.py ...")
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"--distribution {self.distribution}: unknown; choose {' or '.join(DISTRIBUTIONS)}")
-        if self.machine.ranks_per_node not in (None, self.ranks_per_node):
+        if target.ranks_per_node not in (None, self.on_node):
             raise ValueError(
-                f"--ranks-per-node {self.ranks_per_node}: {self.machine.name} has {self.machine.ranks_per_node} on "
+                f"--ranks-per-node {self.on_node}: {target.name} has {target.ranks_per_node} on "
                 "each node, and its binding is for that many; leave it out, or give --machine FILE.json"
             )
-        if self.environment is not None and not self.machine.disk:
+        if self.environment is not None and not target.disk:
             raise ValueError(
-                f"--environment {self.environment}: machine {self.machine.name} names no disk of a node; leave it out, "
+                f"--environment {self.environment}: machine {target.name} names no disk of a node; leave it out, "
                 'or give --machine FILE.json with a "disk"'
             )
         for option in ("name", "log", "account", "time", "partition", "environment"):
@@ -94,39 +97,49 @@ class SlurmJob:
             if value is not None and not _PLAIN.fullmatch(value):
                 raise ValueError(f"--{option} {value!r}: use letters, digits and . / : = @ % + - only")
 
+    @cached_property
+    def target(self) -> LaunchMachine:
+        """How ranks are started on the machine."""
+        return load_launch_machine(self.machine)
+
+    @property
+    def on_node(self) -> int:
+        """The number of ranks on each node."""
+        ranks = self.ranks_per_node or self.target.ranks_per_node
+        if ranks is None:
+            raise ValueError(f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node")
+        return ranks
+
     @property
     def ranks(self) -> int:
         """The number of ranks on all nodes."""
-        return self.nodes * self.ranks_per_node
+        return self.nodes * self.on_node
 
 
 def script(job: SlurmJob) -> str:
     """The batch script, ready for ``sbatch``."""
-    machine = job.machine
-    lines = [
-        "#!/bin/bash",
-        f"{HEADER} for {machine.name}: {job.nodes} nodes x {job.ranks_per_node} = {job.ranks} ranks.",
-        *_comment(f"{machine.description}. The Python environment active at submission is passed on by sbatch."),
-        *_resources(job),
-        "",
-        "set -eo pipefail",
-        *_modules(machine.modules),
-        *_environment(job),
-        "",
-        "# -- Rendezvous: this script runs on the first node of the job, which is that of rank 0.",
-        "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)",
-        f"MASTER_PORT={job.port}",
-        "export MASTER_ADDR MASTER_PORT",
-        *_variables("# -- Environment of every rank.", machine.variables),
-        *_variables(
-            "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without.", machine.doctors
-        ),
-        "",
-        *BUILD,
-        "",
-        *_step(job),
-    ]
-    return "\n".join(lines) + "\n"
+    target = job.target
+    asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}
+    sbatch = without((*target.sbatch, *(target.disk_sbatch if job.environment else ())), asked)
+    doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
+    variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
+    words = {
+        **{name: getattr(job, name) for name in ("nodes", "on_node", "ranks", "name", "log", "distribution")},
+        "header": HEADER,
+        "target": target.name,
+        "about": _comment(f"{target.description}. The Python environment active at submission is passed on by sbatch."),
+        "asked": "".join(f"#SBATCH {option}={value}\n" for option, value in asked.items() if value is not None),
+        "cpus": target.cpus_per_rank,
+        "resources": _lines(sbatch, "#SBATCH {0.use}", end=":"),
+        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + _environment(job),
+        "port": job.master_port,
+        "variables": variables + _lines(target.doctors, EXPORT, doctor),
+        "order": _comment(f"{DISTRIBUTIONS[job.distribution]} (Slurm documentation, srun).", "  "),
+        "srun": _lines(target.srun, "{0.use}", indent="  "),
+        "command": shlex.join(job.command),
+    }
+    template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
+    return _Script(template).substitute(words)
 
 
 def submit(path: Path) -> str:
@@ -145,72 +158,31 @@ def submit(path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def _resources(job: SlurmJob) -> Iterator[str]:
-    """The ``#SBATCH`` lines."""
-    asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}
-    yield f"#SBATCH --job-name={job.name}"
-    yield f"#SBATCH --output={job.log}"
-    yield from (f"#SBATCH {option}={value}" for option, value in asked.items() if value is not None)
-    yield f"#SBATCH --nodes={job.nodes}"
-    yield f"#SBATCH --ntasks-per-node={job.ranks_per_node}"
-    yield f"#SBATCH --cpus-per-task={job.machine.cpus_per_rank}"
-    disk = job.machine.disk_sbatch if job.environment else ()
-    for setting in without((*job.machine.sbatch, *disk), asked):
-        yield from _comment(f"{setting.comment}:")
-        yield f"#SBATCH {setting.use}"
-
-
-def _modules(modules: Sequence[Setting]) -> Iterator[str]:
-    if modules:
-        yield from ("", "# -- Software.")
-    for setting in modules:
-        yield from (*_comment(f"{setting.comment}."), f"module load {setting.use}")
-
-
-def _environment(job: SlurmJob) -> Iterator[str]:
+def _environment(job: SlurmJob) -> str:
     """Copy the Python environment to the disk of each node, and use it there."""
     if job.environment is None:
-        return
-    yield from _variables("# -- The Python environment, unpacked on a disk of each node.", job.machine.disk)
+        return ""
     each = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
-    yield 'environment="$NODE_DISK/zero-topo-$SLURM_JOB_ID"'
-    yield from _comment("A failed copy may leave a part of the file: the job ends then (OLCF documentation).")
-    yield f'sbcast --force --preserve {job.environment} "$environment.tar"'
-    yield f"{each} bash -c '{UNPACK}' unpack \"$environment\""
-    yield 'export PATH="$environment/bin:$PATH"'
+    return (
+        _lines(job.target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
+        + 'environment="$NODE_DISK/zero-topo-$SLURM_JOB_ID"\n'
+        + "# A failed copy may leave a part of the file: the job ends then (OLCF documentation).\n"
+        + f'sbcast --force --preserve {job.environment} "$environment.tar"\n'
+        + f"{each} bash -c '{UNPACK}' unpack \"$environment\"\n"
+        + 'export PATH="$environment/bin:$PATH"\n'
+    )
 
 
-def _variables(title: str, settings: Sequence[Setting]) -> Iterator[str]:
-    if settings:
-        yield from ("", title)
-    for setting in settings:
-        yield from (*_comment(f"{setting.comment}."), f"export {bash_value(setting)}")
+def _lines(settings: Sequence[Setting], form: str, title: str = "", end: str = ".", indent: str = "") -> str:
+    """Each setting in a form, under a comment with its reason; nothing, without a title too, if there are none."""
+    start = f"\n{title}\n" if title and settings else ""
+    written = (f"{_comment(f'{each.comment}{end}', indent)}{indent}{form.format(each)}\n" for each in settings)
+    return start + "".join(written)
 
 
-def _step(job: SlurmJob) -> Iterator[str]:
-    """The ``srun`` that starts the ranks; an array, because a continued line can hold no comments."""
-    yield "# -- Ranks. The worker sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from Slurm's variables."
-    yield "options=("
-    inner = [
-        Setting(f"--nodes={job.nodes}", "", ""),
-        Setting(f"--ntasks={job.ranks}", "", ""),
-        Setting(f"--ntasks-per-node={job.ranks_per_node}", "", ""),
-        Setting(f"--cpus-per-task={job.machine.cpus_per_rank}", "not passed on by sbatch since 22.05", "Slurm news"),
-        Setting(f"--distribution={job.distribution}", DISTRIBUTIONS[job.distribution], "Slurm documentation, srun"),
-        Setting("--kill-on-bad-exit=1", "one rank that fails ends the others, which would wait", "Slurm documentation"),
-        *job.machine.srun,
-    ]
-    for setting in inner:
-        if setting.reason:
-            yield from _comment(f"{setting.comment}.", "  ")
-        yield f"  {setting.use}"
-    yield ")"
-    yield f'srun "${{options[@]}}" {" ".join(WORKER)} \\'
-    yield f"  {shlex.join(job.command)}"
-
-
-def _comment(text: str, indent: str = "") -> list[str]:
+def _comment(text: str, indent: str = "") -> str:
     first = text.split()[0]
     text = text[:1].upper() + text[1:] if first.isalpha() else text  # a name such as kdreg2 stays as it is
     start = f"{indent}# "
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_long_words=False)
+    lines = textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_long_words=False)
+    return "".join(f"{line}\n" for line in lines)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.refusals import setting_refusals
 from zero_topo.neox.config import EXTRA, Options, deepspeed_config, known_keys, load_configs

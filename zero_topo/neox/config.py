@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,40 +26,7 @@ MOST_BYTES = 256 << 10  # PyYAML is slow to import
 EXTRA = "deepspeed_extra_args"
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": None,
-        "gradient_accumulation_steps": 1,
-        "optimizer": None,
-        "scheduler": None,
-        "fp32_allreduce": False,
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
-        "sparse_gradients": False,
-        "fp16": None,
-        "bf16": None,
-        "amp": None,
-        "gradient_clipping": 1.0,
-        "zero_optimization": None,
-        "curriculum_learning": None,
-        "steps_per_print": 10,
-        "wall_clock_breakdown": False,
-        "dump_state": False,
-        "flops_profiler": None,
-        "communication_data_type": None,
-        "autotuning": None,
-        "activation_checkpointing": None,
-        "sparse_attention": None,
-        "data_efficiency": None,
-        "tensorboard": None,
-        "wandb": None,
-        "csv_monitor": None,
-        "elasticity": None,
-        "comms_logger": None,
-        "compression_training": None,
-        "checkpoint": None,
-        "data_types": None,
-    }
+    json.loads(resources.files(__package__).joinpath("deepspeed_defaults.json").read_text(encoding="utf-8"))
 )
 """NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
 

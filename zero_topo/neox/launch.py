@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
 from zero_topo.neox.check import require

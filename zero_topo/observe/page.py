@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Writes a run's report as one HTML file: no script, nothing fetched, and the same bytes whenever it is written again.
 
-It shows the tables of ``tables.py`` and the pictures of ``plots.py``, and no number that the run's files do not hold.
-Pictures are images, so that what is in one cannot act on the page; a dark page inverts them. Jinja2, which torch
-requires, escapes every value.
+``report.html.jinja`` is its template. It shows the tables of ``tables.py`` and the pictures of ``plots.py``, and no
+number that the run's files do not hold. Pictures are images, so that what is in one cannot act on the page; a dark page
+inverts them. Jinja2, which torch requires, escapes every value.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import io
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.observe import plots
 from zero_topo.observe.files import PAGE
-from zero_topo.observe.memory_figure import memory_bars
 from zero_topo.observe.tables import STOCK, last_step_lines, memory_table, run_lines, sent_table
 from zero_topo.observe.tree import Tree, tree_svg
 from zero_topo.plan import Plan
@@ -27,54 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HTML = "report.html"
-TEMPLATE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="{{ mark }}">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem;
-  overflow-wrap: anywhere; background: Canvas; color: CanvasText; }
-img { max-width: 100%; height: auto; background: #fff; }
-figure { margin: 1rem 0; text-align: center; }
-div, pre { overflow-x: auto; }
-pre { overflow-wrap: normal; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: bold; }
-th, td { padding: .15rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
-.left { text-align: left; }
-@media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg); } }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-{% for line in lines %}<p>{{ line }}</p>
-{% endfor %}
-{% for section in sections %}
-{% if section.picture %}<h2>{{ section.title }}</h2>
-<figure><img alt="{{ section.title }}, drawn" src="data:image/svg+xml;base64,{{ section.picture }}"></figure>
-{% endif %}
-{% if section.table %}<div><table><caption>{{ section.table.title }}</caption>
-{% for row in section.table.rows %}<tr>{% set tag = "th" if loop.first else "td" %}
-{% for cell in row %}<{{ tag }}{% if loop.index <= section.table.words %} class="left"{% endif %}>{{ cell }}
-{% endfor %}{% endfor %}</table></div>
-{% endif %}
-{% for line in section.lines %}<p>{{ line }}</p>
-{% endfor %}
-{% endfor %}
-<h2>Versions and settings</h2>
-<div><table>{% for name, version in versions.items() %}
-<tr><td class="left">{{ name }}<td class="left">{{ version or "not installed" }}{% endfor %}</table></div>
-{% for name, text in details.items() %}<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
-{% endfor %}
-</body>
-</html>
-"""
 HOST = (
     "Host time of rank 0 from the end of the step before: packing, waiting, unpacking. Communication that overlaps "
     "with computation takes no time here until the host waits for it."
@@ -94,7 +46,8 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
     measured = report["zero_topo"]
     plan = {} if measured is None else {"The whole plan": measured["config"], "The machine": measured["topology"]}
     details = {"Arguments": report["settings"], "DeepSpeed config": report["deepspeed"], **plan}
-    page = Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE)
+    template = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    page = Environment(autoescape=True, trim_blocks=True).from_string(template)
     text = page.render(
         mark=PAGE,
         title=report["title"],
@@ -114,7 +67,7 @@ def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str,
     yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
     held = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
-    yield _section("Memory", memory_bars(held, None, "Memory per rank", ""), table=memory_table(measured))
+    yield _section("Memory", plots.memory_bars(held, None, "Memory per rank", ""), table=memory_table(measured))
     config, topology = measured["config"], Topology.from_json(measured["topology"])
     plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}

@@ -1,18 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of a run's report. matplotlib is imported when one is drawn, and no global figure is touched."""
+"""Draws the pictures of a run's report, of memory and of predicted speed.
+
+matplotlib is imported when one is drawn, and no global figure is touched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import GB, KB, MB, format_count
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from zero_topo.cost.step import Job
@@ -26,6 +30,24 @@ COLOURS = {
     "publish": "#a5d6a0",
 }
 OTHER = "#999999"
+ROLE_COLOURS = {
+    "weights": "#2f6db5",
+    "secondary": "#7fb0e0",
+    "gradients": "#d9822b",
+    "optimizer": "#3f9c55",
+    "residual": "#8a5fb0",
+    "masks": "#c3a6dd",
+    "sync": "#9c7fc4",
+    "gathered": "#c5daf0",
+    "bucket": "#f2c99a",
+    "step": "#a5d6a0",
+    "messages": "#d9a3a3",
+    "activations": "#bbbbbb",
+}
+OTHER_ROLE = "#777777"
+_LINES = ("#2f6db5", "#d9822b", "#3f9c55", "#b3476b", "#7a5fb0", "#8c6d46")
+_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+APART = 1.015
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "gather_forward": "weights, forward: all-gather",
@@ -41,16 +63,21 @@ _LEVELS = ("gpu: between\nranks of a GPU", "node: between\nGPUs of a node", "wor
 _ABOVE: Mapping[str, Any] = MappingProxyType({"textcoords": "offset points", "ha": "center", "fontsize": 8})
 
 
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return an empty picture of a size in inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
 def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw training and evaluation loss over steps.
 
     Args:
         metrics: lines of ``metrics.jsonl``.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(7, 4)
     for key, name, style, colour in (
         ("loss", "training", "-", "#2f6db5"),
         ("eval_loss", "evaluation", "o", "#d9822b"),
@@ -69,13 +96,11 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     Args:
         measured: the ``zero_topo`` part of a report.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows, batches = measured["sent"], measured["micro_batches"]
     unit, name = decimal_unit(max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0))
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(7, 4.6)
     for place, key in ((-0.2, "max"), (0.2, "zero3")):
         for index, domain in enumerate(LINKED_DOMAINS):
             bottom = 0.0
@@ -103,12 +128,9 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
     Args:
         line: of ``metrics.jsonl``, with ``step``, ``seconds`` and ``timeline``.
     """
-    from matplotlib.figure import Figure
-
     spans, end = line["timeline"], line["seconds"]
     rows = [phase for phase in PHASES if any(span[0] == phase for span in spans)]
-    figure = Figure(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(9, 1.4 + 0.3 * len(rows))
     # many narrow bars: as an image also inside of an SVG, or it would be as large as the step is long
     own: Mapping[str, Any] = {"linewidth": 0.3, "rasterized": True}
     edges = [0.0, *(edge for _, begin, stop in spans for edge in (begin, stop)), max([end, *(s[2] for s in spans)])]
@@ -122,6 +144,90 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
     axes.set(xlabel=f"seconds of step {line['step']}, on rank 0", xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, title: str, notes: str) -> Figure:
+    """Draw a rank's memory under each scheme, stacked by role, and its capacity.
+
+    Args:
+        rows: scheme -> role -> bytes.
+        capacity: bytes that a rank has, drawn as a line; None if not known.
+        title: over the picture.
+        notes: under it: of which job.
+    """
+    unit, name = decimal_unit(max(sum(held.values()) for held in rows.values()))
+    figure, axes = _figure(7.5, 4.2)
+    bottoms = dict.fromkeys(rows, 0.0)
+    found = {role for held in rows.values() for role in held}
+    for role in (*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))):
+        heights = [held.get(role, 0) / unit for held in rows.values()]
+        axes.bar(
+            list(rows),
+            heights,
+            0.62,
+            list(bottoms.values()),
+            label=role,
+            color=ROLE_COLOURS.get(role, OTHER_ROLE),
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        bottoms = {key: bottom + height for (key, bottom), height in zip(bottoms.items(), heights, strict=True)}
+    for index, bottom in enumerate(bottoms.values()):
+        axes.annotate(f"{bottom:.1f}", (index, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    if capacity is not None:
+        axes.axhline(capacity / unit, color="#b03030", linewidth=1, linestyle="--", label="memory of a rank")
+    axes.set(ylabel=f"{name} on each rank", title=title)
+    axes.title.set_fontsize(10)
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    say_under(figure, notes)
+    return figure
+
+
+def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figure:
+    """Draw TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of micro-batches.
+
+    A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
+
+    Args:
+        points: the results of ``simulate --json``.
+        title: above the picture.
+        notes: under it: of which job, and what is assumed.
+    """
+    from matplotlib.lines import Line2D
+
+    figure, axes = _figure(7, 4.4)
+    colours = dict(zip(dict.fromkeys(point["scheme"] for point in points), _LINES * len(points), strict=False))
+    styles = dict(zip(dict.fromkeys(point["micro_batches"] for point in points), _STYLES * len(points), strict=False))
+    for place, ((scheme, count), line) in enumerate(_lines(points).items()):
+        ranks = [point["ranks"] * APART**place for point in line]
+        speeds = [point["tflops_per_gpu"] for point in line]
+        bounds = [(p["step_s"] / p["range"]["high_s"], p["step_s"] / p["range"]["low_s"]) for p in line]
+        off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
+        off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
+        colour = colours[scheme]
+        axes.plot(ranks, speeds, linestyle=styles[count], marker="o", markersize=3, color=colour)
+        axes.errorbar(ranks, speeds, off, fmt="none", ecolor=colour, alpha=0.4, linewidth=0.8, capsize=1.5)
+    axes.set(xlabel="ranks", ylabel="TFLOP/s per rank (predicted)", title=title, xscale="log")
+    ticks = sorted({point["ranks"] for point in points})
+    axes.set_xticks(ticks, [f"{rank:,}" for rank in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
+    handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
+    axes.legend(handles=handles, frameon=False, fontsize=8)
+    say_under(figure, notes)
+    return figure
+
+
+def _lines(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    """Group the points by scheme and number of micro-batches."""
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for point in points:
+        found.setdefault((point["scheme"], point["micro_batches"]), []).append(point)
+    return found
 
 
 def say_under(figure: Figure, notes: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median_high
 from typing import Any, Protocol
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
@@ -176,7 +177,7 @@ def _memory_rows(stats: RunStats, zero3: ResolvedConfig, measured: Sequence[Mapp
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+    return median_high(values) if values else None
 
 
 def _shareable(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import linear_regression, median
 
 from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
 from zero_topo.topology.render import compress
@@ -62,7 +62,8 @@ def fit(samples: Iterable[tuple[float, float]]) -> Link:
     if len(best) < 2:
         raise ValueError(f"messages of {len(best)} size cannot separate latency from bandwidth; time at least 2 sizes")
     long = [size for size in best if size * LONG >= max(best)]
-    slope = _slope({size: best[size] for size in (long if len(long) > 1 else best)})
+    sizes = long if len(long) > 1 else list(best)
+    slope = linear_regression(sizes, [best[size] for size in sizes]).slope
     if slope <= 0:
         raise ValueError(
             f"messages of {min(best):.0f} and {max(best):.0f} bytes took {best[min(best)]:.2g} and "
@@ -71,12 +72,6 @@ def fit(samples: Iterable[tuple[float, float]]) -> Link:
     weights = sum(seconds**-2 for seconds in best.values())
     latency = sum((seconds - size * slope) / seconds**2 for size, seconds in best.items()) / weights
     return Link(1 / slope, max(0.0, latency))
-
-
-def _slope(points: Mapping[float, float]) -> float:
-    middle, height = sum(points) / len(points), sum(points.values()) / len(points)
-    spread = sum((size - middle) ** 2 for size in points)
-    return sum((size - middle) * (seconds - height) for size, seconds in points.items()) / spread
 
 
 def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:

@@ -111,7 +111,8 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
         raise ValueError(
             f"all {topology.world_size} ranks run on host {hosts_by_rank[0]!r} but topology {topology.name!r} has "
             f"{topology.nodes} nodes; start the ranks on {topology.nodes} hosts, or pretend them with "
-            f'"topology": {_emulation(topology)}'
+            f'"topology": {{"emulated": {{"nodes": {topology.nodes}, "gpus_per_node": {topology.gpus_per_node}, '
+            f'"gcds_per_gpu": {topology.ranks_per_gpu}}}}}'
         )
     home: dict[str, int] = {}
     for node in range(topology.nodes):
@@ -146,11 +147,4 @@ def _way_out(topology: Topology) -> str:
     return (
         f"start {topology.ranks_per_node} ranks on each host in the placement the topology states (block unless it has "
         'an "order"), or describe the real placement with an "order" in the topology\'s JSON'
-    )
-
-
-def _emulation(topology: Topology) -> str:
-    return (
-        f'{{"emulated": {{"nodes": {topology.nodes}, "gpus_per_node": {topology.gpus_per_node}, '
-        f'"gcds_per_gpu": {topology.ranks_per_gpu}}}}}'
     )

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
-from zero_topo.config.errors import ROOT
+from zero_topo.config.parts import ROOT
 from zero_topo.examples.hf_model import deepspeed_config, join
 from zero_topo.examples.hf_trainer import losses
 from zero_topo.hook.leaving import leave

@@ -28,7 +28,7 @@ import zero_topo
 from tests.e2e.programs.shared import steps_of_engine
 from zero_topo.examples.hf_accelerate import Run, start
 from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
-from zero_topo.examples.hf_trainer import Settings, losses, train
+from zero_topo.examples.hf_trainer import losses, train
 from zero_topo.hook.leaving import leave
 
 STEPS, SAVED = 20, 10
@@ -38,15 +38,14 @@ def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
     """Three runs, the last from the second's checkpoint."""
     topo, saved = deepspeed_config(None), folder / "topo" / f"checkpoint-{SAVED}"
     return {
-        "plain": trained(Settings(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)),
-        "topo": trained(Settings(topo, folder / "topo", STEPS, save_every=SAVED, lora=lora)),
-        "resumed": trained(Settings(topo, folder / "again", STEPS, resume=saved, lora=lora)),
+        "plain": trained(train(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)),
+        "topo": trained(train(topo, folder / "topo", STEPS, save_every=SAVED, lora=lora)),
+        "resumed": trained(train(topo, folder / "again", STEPS, resume=saved, lora=lora)),
     }
 
 
-def trained(settings: Settings) -> dict[str, Any]:
+def trained(trainer: Trainer) -> dict[str, Any]:
     """A run's losses, and how many of its steps zero_topo took; its engine is gone afterwards."""
-    trainer = train(settings)
     result = {"losses": losses(trainer), "topo": steps_of(trainer)}
     trainer.accelerator.free_memory()
     return result

@@ -25,8 +25,8 @@ WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
 def _one_line(text: str) -> str:
-    """Refuse line breaks: a shell would run the text after them as a command."""
-    if not text.isprintable():
+    """Refuse line breaks, because a shell would run the text after them as a command, and blank texts."""
+    if not text.isprintable() or not text.strip():
         raise ValueError
     return text
 
@@ -48,6 +48,12 @@ class Setting:
         return self.use.partition("=")[0]
 
     @property
+    def bash(self) -> str:
+        """``NAME="value"`` of a variable, for a shell that is to expand the value."""
+        name, _, value = self.use.partition("=")
+        return f'{name}="{value}"'
+
+    @property
     def comment(self) -> str:
         """For the line above it."""
         return f"{self.reason} ({self.source})"
@@ -55,9 +61,6 @@ class Setting:
 
 def _check_form(setting: Setting, form: re.Pattern[str]) -> Setting:
     """Refuse an entry of a machine's file that is not of a form, for a shell will read it."""
-    for key, value in vars(setting).items():
-        if not value.strip():
-            raise ValueError(f"{key} is {value!r}; it must be one line of text")
     if not form.fullmatch(setting.use):
         raise ValueError(f"use is {setting.use!r}; it must be one word that needs no quotes in a script")
     return setting
@@ -140,12 +143,6 @@ def load_launch_machine(setting: str) -> LaunchMachine:
         )
     text = resources.files(__package__).joinpath(f"{setting}.json").read_text(encoding="utf-8")
     return read(LaunchMachine, f"machine {setting!r}", json.loads(text))
-
-
-def bash_value(setting: Setting) -> str:
-    """``NAME="value"`` of a variable, for a shell that is to expand the value."""
-    name, _, value = setting.use.partition("=")
-    return f'{name}="{value}"'
 
 
 def without(settings: tuple[Setting, ...], given: Mapping[str, Any]) -> list[Setting]:
