@@ -156,6 +156,7 @@ class ConvergenceOptions(Outputs):
     lr: Annotated[float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")] = 2e-3
     rates: Annotated[str, typer.Option(help="Of the others instead, each at each, comma-separated.")] = ""
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x GCDs of a GPU.")] = "2x2x2"
+    fp32: Annotated[bool, typer.Option("--fp32", help="Train in FP32 instead of BF16.")] = False
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
     again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
@@ -170,7 +171,9 @@ def convergence_command(options: ConvergenceOptions) -> None:
     rates = [read_rate(word) for word in words_of(options.rates)]
     wanted = convergence.Convergence(
         schemes=tuple(scheme.at(rate) for scheme in schemes for rate in rates) if rates else tuple(schemes),
-        setup=TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr),
+        setup=TrainingSetup(
+            options.layers, width, options.context, options.batch, lr=options.lr, bf16=not options.fp32
+        ),
         steps=options.steps,
         seeds=tuple(range(options.seeds)),
         floors=options.floors,

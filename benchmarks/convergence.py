@@ -67,6 +67,7 @@ class Convergence:
             raise ValueError(f"--again {', '.join(sorted(unknown))}: only what --schemes names and --more keeps")
         if self.before is not None:
             mine, kept = self.settings(), self.before["settings"]
+            kept = {**kept, "setup": asdict(TrainingSetup(**kept["setup"]))}  # older records lack newer fields
             other = [key for key in mine if key != "jobs" and mine[key] != kept.get(key)]
             other += ["schemes"] * (_first_jobs(mine["jobs"]) != _first_jobs(kept["jobs"]))
             if other:
@@ -76,21 +77,20 @@ class Convergence:
             if not self.left():
                 raise ValueError(f"the record has all {len(self.seeds)} seeds: ask for more of them")
 
-    def runs(self) -> list[tuple[BenchScheme, float]]:
-        """Each scheme with the change of its initial weights."""
-        stock = BenchScheme(STOCK, None)
+    def runs(self) -> list[BenchScheme]:
+        """Stock, the chaos floor, and the other schemes."""
         others = [scheme for scheme in self.schemes if scheme.name != STOCK]
-        return [(stock, 0.0), (BenchScheme(CHAOS, None), CHANGE), *((scheme, 0.0) for scheme in others)]
+        return [BenchScheme(STOCK, None), BenchScheme(CHAOS, None, change=CHANGE), *others]
 
     def settings(self) -> dict[str, Any]:
         """In JSON types, for the ranks and the record."""
         nodes, gpus, dies = self.shape
         topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
         jobs = [
-            {**scheme.job_on(topology), "seed": seed, "change": change}
+            {**scheme.job_on(topology), "seed": seed, "change": scheme.change}
             for index, seed in enumerate(self.seeds)
-            for scheme, change in self.runs()
-            if not change or index < self.floors
+            for scheme in self.runs()
+            if scheme.name != CHAOS or index < self.floors
         ]
         common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
         return {"setup": asdict(self.setup), **common, "jobs": jobs}

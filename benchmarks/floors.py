@@ -55,13 +55,18 @@ def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
     return found
 
 
-def stock_loads(numels: Iterable[int], micro_batches: int, spec: Spec, ring: bool) -> list[Load]:
-    """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the ring."""
+def stock_loads(
+    numels: Iterable[int], micro_batches: int, spec: Spec, ring: bool, matrices: Iterable[int] = ()
+) -> list[Load]:
+    """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the ring.
+
+    With Muon's ``matrices``, stock reduces all gradients on all ranks, which is as much as gloo's reduce-scatter.
+    """
     ranks = spec.world_size
-    shards = sum(-(-numel // ranks) for numel in numels) * ITEMSIZE
+    shards, whole = (sum(-(-numel // ranks) for numel in of) * ITEMSIZE for of in (numels, matrices))
     once = micro_batches * (ranks - 1) * shards
     scatter = once if ring else 2 * once
-    sent = {"gather_forward": once, "gather_backward": once, "scatter": scatter}
+    sent = {"gather_forward": once, "gather_backward": once, "scatter": scatter, "matrices": 4 * (ranks - 1) * whole}
     return [Load(phase, "world", dict.fromkeys(LEVELS, nbytes)) for phase, nbytes in sent.items()]
 
 

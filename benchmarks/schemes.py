@@ -21,7 +21,8 @@ class BenchScheme:
         block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
         ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock only.
         optimizer: ``optimizer.type`` of the DeepSpeed config.
-        lr: its learning rate; None is the benchmark's.
+        lr: its learning rate; None is the benchmark's. Muon's is of its matrices; the others keep the benchmark's.
+        change: size of a random change of the initial weights; "benchmarks convergence" alone makes it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class BenchScheme:
     ring: bool = False
     optimizer: str = "AdamW"
     lr: float | None = None
+    change: float = 0.0
 
     def at(self, lr: float) -> BenchScheme:
         """The same with a learning rate of its own, which its name tells."""
@@ -54,13 +56,17 @@ def _quantized(bits: int) -> dict[str, Any]:
     return {"scheme": "topo", "sync": sync, "publish": {"delta": f"int{bits}"}}
 
 
-def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replicated: bool = False) -> BenchScheme:
+def _synced(
+    name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replicated: bool = False, **others: Any
+) -> BenchScheme:
     """Topo with nothing quantized: what a mode of sync costs in loss, by itself.
 
     The optimizer may be replicated between nodes, so that no weights are published.
     """
     place = REPLICATED if replicated else {}
-    return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
+    return BenchScheme(
+        name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer, **others
+    )
 
 
 RADIUS = {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}
@@ -68,6 +74,7 @@ INT4, TERNARY = {"mode": "quantized", "bits": 4}, {"mode": "ternary"}
 REPLICATED = {"optimizer": "node"}
 SHARDED = {"sharded": True}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
+MUON: dict[str, Any] = {"optimizer": "Muon", "lr": 0.02}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
     {
@@ -94,6 +101,20 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme(
                 "zero2-ternary", {"scheme": "topo-zero2", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"
             ),
+            # Muon, and AdamW under the same plan: the optimizer is replicated between nodes.
+            BenchScheme("stock-muon", None, **MUON),
+            *(
+                BenchScheme(f"node{name}", {"scheme": "topo", **REPLICATED, "sync": sync}, **of)
+                for name, sync, of in (
+                    ("", {"mode": "dense"}, {}),
+                    ("-muon", {"mode": "dense"}, MUON),
+                    ("-q4", INT4, {}),
+                    ("-q4-muon", INT4, MUON),
+                )
+            ),
+            _synced("muon", {"mode": "dense"}, replicated=True, **MUON),
+            _synced("muon-changed", {"mode": "dense"}, replicated=True, **MUON, change=1e-3),
+            _synced("muon-q4", INT4, replicated=True, **MUON),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),

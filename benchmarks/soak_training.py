@@ -78,8 +78,8 @@ def in_between(bench: Bench, engine: Any) -> float:
     with deepspeed.zero.GatheredParameters(list(engine.module.norm.parameters()), modifier_rank=0):
         if dist.get_rank() == 0:
             engine.module.norm.weight.data.clamp_(-4, 4)
-    deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight)
-    deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg")
+    deepspeed.utils.safe_get_full_fp32_param(engine.module.lm_head.weight)
+    deepspeed.utils.safe_get_full_optimizer_state(engine.module.lm_head.weight, "exp_avg")
     assert zero_topo.stats(engine).steps > 0
     return loss
 

@@ -46,6 +46,7 @@ EVALUATION_BATCHES = 8
 def prepare() -> None:
     """Import and compile, once for all ranks, what each would otherwise import or wait for with its first engine."""
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # torch's compiler with it
+    torch.compiler.set_stance("force_eager")  # each rank would compile Muon's functions for minutes
     torch.optim.AdamW([torch.zeros(1)])
     select(torch.device("cpu"))
     get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
@@ -211,8 +212,10 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
 def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this rank."""
     if job["block"] is None:
-        numels = [parameter.ds_numel for parameter in engine.module.parameters()]
-        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"])
+        parameters = list(engine.module.parameters())
+        numels = [parameter.ds_numel for parameter in parameters]
+        matrices = [parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)]
+        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices)
         table = phases(expected, spec)
     else:
         stats = zero_topo.stats(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 HEAD_WIDTH = 64
@@ -22,6 +22,7 @@ class TrainingSetup:
         lr: learning rate.
         bucket_numel: DeepSpeed's ``reduce_bucket_size``.
         prefetch_numel: DeepSpeed's ``stage3_prefetch_bucket_size``.
+        bf16: train in BF16, else in FP32.
 
     Raises:
         ValueError: for a width that is no multiple of 64, or a number that is not positive.
@@ -34,6 +35,7 @@ class TrainingSetup:
     lr: float = 1e-4
     bucket_numel: int = 5_000_000
     prefetch_numel: int = 0
+    bf16: bool = True
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.context, self.batch, self.bucket_numel) < 1 or self.width % HEAD_WIDTH:
@@ -57,13 +59,18 @@ class TrainingSetup:
 
     def of_job(self, job: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
         """The DeepSpeed config of a scheme's job, whose optimizer may have a rate of its own."""
-        setup = replace(self, lr=job.get("lr", self.lr))
-        return setup.deepspeed(job["block"], micro_batches, job["optimizer"])
+        config = self.deepspeed(job["block"], micro_batches, job["optimizer"])
+        if "lr" in job:
+            config["optimizer"]["params"]["muon_lr" if job["optimizer"] == "Muon" else "lr"] = job["lr"]
+        return config
 
     def deepspeed(
         self, block: Mapping[str, Any] | None, micro_batches: int, optimizer: str = "AdamW"
     ) -> dict[str, Any]:
-        """The DeepSpeed config: BF16 with an Adam-like optimizer, no parameter resident, none kept for reuse."""
+        """The DeepSpeed config: no parameter resident, none kept for reuse.
+
+        Gradients are clipped, except with Muon: DeepSpeed clips Muon's updates, whose norm does not depend on them.
+        """
         zero = {
             "stage": 3,
             "overlap_comm": False,
@@ -73,13 +80,15 @@ class TrainingSetup:
             "stage3_param_persistence_threshold": 0,
         }
         adam = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-        stock = {"torch_adam": True} if optimizer == "AdamW" else {}
+        muon, stock = optimizer == "Muon", {"torch_adam": True} if optimizer == "AdamW" else {}
+        if muon:
+            zero["reduce_scatter"] = False
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.batch,
             "gradient_accumulation_steps": micro_batches,
-            "gradient_clipping": 1.0,
+            "gradient_clipping": 0.0 if muon else 1.0,
             "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.bf16},
             "optimizer": {"type": optimizer, "params": {**adam, **stock}},
             "zero_optimization": zero,
         }

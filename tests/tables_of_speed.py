@@ -14,6 +14,8 @@ from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes
 from zero_topo.units import format_bytes
 
+BUSY = 8  # processes that compute: what a step takes then says nothing
+
 
 def cluster_rows() -> list[str]:
     """The table of the emulated cluster, from the record committed."""
@@ -57,6 +59,30 @@ def sparse_cluster_rows() -> list[str]:
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
         rows.setdefault(name, [f"`{name}`", optimizers[name], sent]).extend([f"{_median(result):.2f} s", faster])
     return [row(cells) for cells in rows.values()]
+
+
+def muon_rows() -> list[str]:
+    """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine are left out."""
+    content = record("cluster-t8-muon")
+    optimizers = {job["scheme"]: job["optimizer"] for job in content["settings"]["jobs"]}
+    busy = content["machine"]["load_average"][0] > BUSY
+    rows = []
+    for (name, count), (result, _) in _cluster("cluster-t8-muon").items():
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        step = "-" if busy else f"{_median(result):.2f} s"
+        rows.append(row([str(count), f"`{name}`", optimizers[name], sent, step]))
+    return rows
+
+
+def muon_sentences() -> list[str]:
+    """What the page of optimizers says of the bytes in that table."""
+    sent = {
+        name: of[0]["uplink_bytes_per_step_per_node"] for (name, k), of in _cluster("cluster-t8-muon").items() if k == 8
+    }
+    return [
+        f"Muon sends {sent['node-muon'] / sent['node']:.2f} times AdamW's bytes in the same plan",
+        f"stock's Muon {sent['stock-muon'] / sent['node-muon']:.0f} times as many",
+    ]
 
 
 def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
@@ -155,6 +181,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, short": cluster_rows_in_short,
         "cluster, codes": codes_rows,
         "cluster, sparse": sparse_cluster_rows,
+        "cluster, muon": muon_rows,
         "quantizers": quantizer_rows,
         "scale": scale_rows,
     }

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bare import bare_engine, matrices
+from benchmarks.bare import bare_engine, fake_world, matrices
+from benchmarks.counting import Launches
 from tests.harness import run_threads
+from tests.plans import resolve
 from tests.ranks.worlds import PLAIN, World, either_placement, shards, world
 from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import emulated
 
 SHAPES: dict[int, tuple[int, ...]] = {0: (8, 6), 2: (3, 5), 3: (8, 6), 4: (5, 3), 5: (1, 2), 6: (8, 6), 7: (2, 3, 2, 2)}
 NUMELS = (48, 7, 15, 48, 15, 2, 48, 24)
@@ -67,3 +70,24 @@ def test_every_rank_gets_its_part_of_the_result(machine: Topology, limit: int, o
     padded = sum(plan.world_size * plan.shard_numel(NUMELS[slot]) for slot in SHAPES)
     assert sent == 4 * 2 * padded * copies * (plan.optimizer - 1) // plan.optimizer
     assert all(len(computed) <= -(-len(SHAPES) // plan.optimizer) for _, computed, _ in found)
+
+
+@pytest.mark.parametrize("optimizer", ["node", "world"])
+def test_equal_matrices_are_packed_together(optimizer: str) -> None:
+    """Each further matrix takes one launch, the copy of its update; with many owners of few, one more to be sent."""
+
+    def launches(nodes: int, count: int) -> int:
+        config = resolve(emulated(nodes, 4, 2), scheme="topo", optimizer=optimizer, quantize=PLAIN)
+        shapes = dict.fromkeys(range(count), (8 * nodes, 8))
+        found = Launches()
+        with fake_world(8 * nodes):
+            parameters = [replace(p, whole=True) for p in matrices([64 * nodes] * count)]
+            engine = bare_engine(config, parameters, torch.float32)
+            rows = torch.zeros(config.plan.world_size // config.plan.optimizer, 8 * count)
+            parts = {slot: engine.layout.slot(rows, slot) for slot in shapes}
+            with found.phase("matrices"):
+                engine.matrices.apply(parts, shapes, lambda owned, stack: stack * 2)
+        return found.phases["matrices"].launches
+
+    few, many, nodes = launches(2, 64), launches(2, 128), launches(48, 128)
+    assert many - few == 64 and nodes <= 2 * 128 + 16, (few, many, nodes)

@@ -355,6 +355,7 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
         zero_cpu_offload=lambda: flight.offload,
         fp16_enabled=lambda: flight.loss_scaled,
         optimizer_name=lambda: "adamw",
+        optimizer_params=dict,
     )
 
 

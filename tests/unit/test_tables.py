@@ -22,7 +22,7 @@ from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.tables_of_gain import GAINS
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
-from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
+from tests.tables_of_speed import SPEEDS, cluster_sentences, muon_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
@@ -225,6 +225,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     [
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
+        (ROOT / "docs/optimizers.md", muon_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (ROOT / "docs/kernels.md", block_sentences),
         (README, loss_sentences),

@@ -15,6 +15,7 @@ from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machin
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Job
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
@@ -195,6 +196,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         attention=options.attention,
         fused_loss=options.fused_loss,
         overlap=options.overlap,
+        muon=method_of(loaded),
     )
     request = Request(topology, job, flight=InFlight.read(loaded))
     if options.reserve is not None:

@@ -156,7 +156,8 @@ def _costs(
         return None
     found, model = machine_of(options), model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
     request = request_of(options, found, model, ds_config)
-    numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if options.model is None else None
+    whole = options.model is None and not request.job.muon
+    numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if whole else None
     request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels)
     stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
     plans = {AFTER: resolve_config(block, found)}

@@ -20,6 +20,7 @@ from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.module_tree import ModuleTree
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
@@ -36,7 +37,7 @@ from zero_topo.units import format_bytes, format_count
 SHOWN_PLANS = 8
 OF_A_JOB = (
     *("micro_batch", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
-    *("reserve", "lossy", "sparse", "rates", "deepspeed_config"),
+    *("reserve", "lossy", "sparse", "rates"),
 )
 """Options that the plain view, which is formulas of the parameters, does not read."""
 
@@ -60,7 +61,7 @@ class PlanOptions(JobOptions):
     sparse: Annotated[
         tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
     ] = ()
-    deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose bucket sizes and offload count")] = None
+    deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose optimizer, buckets and offload count")] = None
     force: Annotated[bool, Rare("write over any file")] = False
 
 
@@ -68,7 +69,7 @@ class PlanOptions(JobOptions):
 def plan(options: PlanOptions) -> None:
     """Show memory and traffic of each scheme for a model. --recommend ranks all plans that fit.
 
-    Training is in 16 bits with Adam.
+    Training is in 16 bits, with Adam unless the config named by deepspeed_config has Muon.
     """
     if options.recommend and options.max_params:
         raise ValueError("--recommend and --max-params are different views; ask for one at a time")
@@ -92,14 +93,15 @@ def _request(options: PlanOptions) -> Request:
     for mode in options.sparse:
         if mode not in SPARSE_NAMES:
             raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
-    flight = InFlight.read(load_deepspeed_config(options.deepspeed_config or {}))
+    loaded = load_deepspeed_config(options.deepspeed_config or {})
     request = request_of(options, machine_of(options), need_model(options))
     usual = 0.0 if options.states_only else RESERVE
     return replace(
         request,
+        job=replace(request.job, muon=method_of(loaded)),
         reserve=usual if options.reserve is None else options.reserve,
         sparse=options.sparse,
-        flight=flight,
+        flight=InFlight.read(loaded),
         states_only=options.states_only,
     )
 
@@ -168,9 +170,10 @@ def schemes(options: PlanOptions) -> None:
 
 def _states(options: PlanOptions) -> Request:
     """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
-    model = need_model(options) if options.params is None else None
+    muon = method_of(load_deepspeed_config(options.deepspeed_config or {}))
+    model = need_model(options) if options.params is None or muon else None
     request = request_of(options, machine_of(options), model or need_model(replace(options, params="1B")))
-    request = replace(request, states_only=True)
+    request = replace(request, job=replace(request.job, muon=muon), states_only=True)
     if model is not None and options.trainable is None:
         return request
     params = model.params if model is not None else read_count(options.params or "", "--params", LIKE_PARAMS)

@@ -20,6 +20,7 @@ from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.explain import range_sentence, setting
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, rates_of
@@ -37,7 +38,7 @@ STOCK = "stock"
 SHOWN = {
     "compute": ("compute", "optimizer"),
     "gather": ("gather_forward", "gather_backward", "publish"),
-    "reduce": ("scatter", "sync"),
+    "reduce": ("scatter", "sync", "matrices"),
     "other": ("tensor", "stages", "bubble"),
 }
 """Column of the table -> phases."""
@@ -160,7 +161,9 @@ def _places(options: Options) -> list[Request]:
 
 def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
     """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step."""
-    job = replace(place.job, micro_batches=count)
+    file = name.removeprefix(f"{STOCK}-")
+    muon = method_of(load_deepspeed_config(file)) if file.endswith(".json") else None
+    job = replace(place.job, micro_batches=count, muon=muon)
     if scheme is not None:
         stock = name.startswith(STOCK)
         return replace(place, job=replace(job, stock=stock)).price(resolve_config(scheme, place.topology))

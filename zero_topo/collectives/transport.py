@@ -337,21 +337,22 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
     """Return a parameter-shaped tensor as world shards in tree order.
 
     Args:
-        flat: ``[numel]``, contiguous.
+        flat: ``[..., numel]``, contiguous.
         plan: gives the world size and the order.
         rank_at: the plan's ``rank_at`` as a tensor on the device of ``flat``, if that exists already.
 
     Returns:
-        ``[N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
+        ``[..., N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
     """
-    width = plan.shard_numel(flat.numel())
-    missing = plan.world_size * width - flat.numel()
+    *stack, numel = flat.shape
+    width = plan.shard_numel(numel)
+    missing = plan.world_size * width - numel
     if missing:
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    rows = flat.view(plan.world_size, width)
+        flat = torch.cat([flat, flat.new_zeros(*stack, missing)], dim=-1)
+    rows = flat.view(*stack, plan.world_size, width)
     if plan.order is None:
         return rows
-    return rows[torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at]
+    return rows[..., torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at, :]
 
 
 def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:

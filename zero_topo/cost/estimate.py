@@ -68,8 +68,10 @@ def module_request(
     """
     tree = read_modules(module, type(module).__name__)
     tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
-    sizes = [(math.prod(shape_of(p)), p.requires_grad and trains) for p in module.parameters()]
-    trained, frozen = (tuple(numel for numel, trained in sizes if trained == which) for which in (True, False))
+    parameters = [*module.parameters()]
+    trained, frozen = ([p for p in parameters if (p.requires_grad and trains) == which] for which in (True, False))
     if trains and not trained:
         trained, frozen = frozen, trained
-    return Request(topology, Job(tree, **job), trained, frozen=frozen)
+    numels, still = (tuple(math.prod(shape_of(p)) for p in group) for group in (trained, frozen))
+    whole = tuple(bool(getattr(p, "use_muon", False)) for p in trained)  # DeepSpeed's mark
+    return Request(topology, Job(tree, **job), numels, frozen=still, whole=whole)

@@ -157,11 +157,11 @@ def price_sentence(price: Price) -> str:
 
 def setting(job: Job) -> str:
     """Return the job settings on which every predicted time depends; printed with each."""
-    model = job.model
+    model, optimizer = job.model, "; Muon" if job.muon else ""
     return (
         f"{format_count(model.params)} parameters, as {model.layers} layers of width {model.hidden}; "
         f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on a rank, activations "
-        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that computation may hide, "
+        f"{'recomputed' if job.checkpointing else 'kept'}{optimizer}; of the communication that computation may hide, "
         f"{job.hidden:.0%} is hidden (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 

@@ -63,6 +63,7 @@ class Request:
             at the peak of a step.
         own_rates: rates of a rank, if they are known; None takes those of the machine's preset.
         frozen: elements of each parameter that no optimizer updates.
+        whole: for each of ``numels``, whether its update is Muon's; empty if none.
     """
 
     topology: Topology
@@ -74,6 +75,7 @@ class Request:
     states_only: bool = False
     own_rates: Rates | None = None
     frozen: tuple[int, ...] = ()
+    whole: tuple[bool, ...] = ()
 
     def holds(self, config: ResolvedConfig) -> dict[str, int]:
         """Return the bytes of a rank by role under a plan."""
@@ -124,7 +126,8 @@ class Request:
         numels, dims = (job.model.numels(), job.model.dims()) if self.numels is None else (self.numels, None)
         work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
         frozen = Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
-        return replace(work, frozen=frozen)
+        whole = self.whole if self.numels is not None else job.model.whole() if job.muon else ()
+        return replace(work, frozen=frozen, whole=whole)
 
     @property
     def limit(self) -> int | None:

@@ -63,12 +63,15 @@ from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
+from zero_topo.cost.memory import VARIANCE_BYTES
+from zero_topo.cost.muon import owner_flops
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import (
     Columns,
     Workload,
     count_moves,
     gather_spec,
+    matrix_moves,
     phase_moves,
     sent_as,
 )
@@ -113,6 +116,7 @@ class Job:
         fused_loss: whether the loss never stores all logits.
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
         overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
+        muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
 
     Raises:
         ValueError: if a number is out of range.
@@ -129,6 +133,7 @@ class Job:
     fused_loss: bool = False
     stock: bool = False
     overlap: float | None = None
+    muon: str | None = None
 
     def __post_init__(self) -> None:
         for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
@@ -315,6 +320,7 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
         scaled = phase != "scatter" and gather_spec(config, phase) is not None
         scales = [[move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart]
         found = [move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent]
+        found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
     return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces))
@@ -434,6 +440,13 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     rows = config.plan.world_size // config.plan.optimizer
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
+    if job.muon:
+        whole = [shape for part in job.model.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
+        numels, owners = [*map(math.prod, whole)], config.plan.world_size if job.stock else config.plan.optimizer
+        saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
+        found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
+        exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
+        found["matrices"] = Packet("matrices", 0.0, _hops(Network(config.topology, rates), exchange)).seconds
     return Step(MappingProxyType(found), job.flops)
 
 

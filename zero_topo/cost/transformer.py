@@ -105,6 +105,16 @@ class Model:
         """Return the number of dimensions of each parameter, in the order of :meth:`modules`."""
         return tuple(len(shape) for part in self.parts for shape in part.shapes * part.count)
 
+    def whole(self) -> tuple[bool, ...]:
+        """Return for each parameter whether Muon updates it: the matrices of layers, not of the embedding or the head.
+
+        DeepSpeed selects by name instead: matrices without "embed" and "lm_head" in their names.
+        """
+        layers = range(1, len(self.parts) - 1)
+        return tuple(
+            len(shape) > 1 and i in layers for i, part in enumerate(self.parts) for shape in part.shapes * part.count
+        )
+
     def module_flops(self, tokens: int) -> tuple[float, ...]:
         """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
 

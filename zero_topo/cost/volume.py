@@ -186,13 +186,11 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, escaped)[0], times)
 
-    add("scatter", slots, work.scatter_itemsize, work.micro_batches)
+    all_reduces = stock and any(work.whole)  # twice a reduce-scatter
+    add("scatter", slots, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
         add("sync", run, work.sync_itemsize)
-    # Each matrix's parts go to its owner and back. Owners send more back than others; this is the mean of the ranks.
-    parts = sum(plan.world_size // plan.optimizer * plan.shard_numel(numel) for numel in work.of_muon())
-    domain = config.topology.domain(plan.optimizer)
-    sent["matrices", domain] += 2 * parts * work.scatter_itemsize * (plan.optimizer - 1) // plan.optimizer
+    book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
     for run in slot_runs(plan, work, [i for i in slots if not coded[i]], work.run_numel):
         add("publish", run, work.publish_itemsize)
     changed = slot_runs(plan, work, [i for i in slots if coded[i]], work.run_numel)
@@ -275,6 +273,19 @@ def phase_moves(
         message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
         books.gather(hop, message)
     return books.moves, message
+
+
+def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
+    """Return what a rank sends for Muon's matrices of ``numels`` elements, each ``itemsize`` bytes.
+
+    Each matrix's parts go to its owner and back. Owners send more back than others; this is the mean of the ranks.
+    Stock gathers the gradients, the momenta, the updates and the new momenta, each on all ranks.
+    """
+    degree = plan.world_size if stock else plan.optimizer
+    parts = plan.world_size // degree * sum(map(plan.shard_numel, numels)) * itemsize
+    if stock:
+        return [Move(1, degree, parts * (degree - 1), True)] * 4
+    return [Move(1, degree, 2 * parts * (degree - 1) // degree, False)]
 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:

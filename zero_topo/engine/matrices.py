@@ -10,12 +10,13 @@ nodes, and every node computes all matrices. With the optimizer sharded over the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.transport import Group, members
+from zero_topo.collectives.transport import Group
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import packed_runs
 
@@ -27,13 +28,11 @@ class _Exchange(NamedTuple):
     """The matrices that are exchanged at once.
 
     Attributes:
-        slots: parameter indices, ordered by owner.
-        own: those of which this rank is the owner.
+        alike: for each owner, its parameter indices in groups of equal shape.
         sizes: elements of this rank's parts, by owner.
     """
 
-    slots: list[int]
-    own: list[int]
+    alike: list[list[list[int]]]
     sizes: list[int]
 
 
@@ -76,9 +75,8 @@ class Matrices:
         for run in packed_runs([sum(layout.numels[slot] for slot in turn) for turn in turns], self._limit):
             by_owner = [[turns[t][owner] for t in run if owner < len(turns[t])] for owner in range(size)]
             sizes = [rows * sum(layout.widths[slot] for slot in owned) for owned in by_owner]
-            planned.append(
-                _Exchange([slot for owned in by_owner for slot in owned], by_owner[self._group.index], sizes)
-            )
+            alike = [[list(equal) for _, equal in groupby(owned, shapes.__getitem__)] for owned in by_owner]
+            planned.append(_Exchange(alike, sizes))
         return planned
 
     def _exchange(
@@ -88,21 +86,21 @@ class Matrices:
         exchange: _Exchange,
         update: Update,
     ) -> None:
-        layout, group, own, sizes = self._layout, self._group, exchange.own, exchange.sizes
+        layout, group, own, sizes = self._layout, self._group, exchange.alike[self._group.index], exchange.sizes
+        groups = [alike for owned in exchange.alike for alike in owned]
+        numels = {slot: parts[slot].numel() for alike in groups for slot in alike}
         same = [sizes[group.index]] * group.size
-        sent = torch.cat([parts[slot].reshape(-1) for slot in exchange.slots]).to(self._dtype)
+        sent = torch.cat([torch.stack([parts[slot] for slot in alike]).flatten() for alike in groups]).to(self._dtype)
         received = group.scatter_known(sent, sizes, same).view(group.size, same[0])
-        # A member's rows interleave with those of the others, as in every shard: see `members`.
-        tables = received.split([parts[slot].numel() for slot in own], dim=1)
-        matrices: dict[tuple[int, ...], dict[int, Tensor]] = {}
-        for slot, table in zip(own, tables, strict=True):
-            rows = table.unflatten(1, parts[slot].shape).transpose(0, 1).flatten(0, 1)
-            matrices.setdefault(shapes[slot], {})[slot] = layout.flat_of(rows, slot).view(shapes[slot]).float()
-        changed: dict[int, Tensor] = {}
-        for alike in matrices.values():
-            changed |= zip(alike, update(tuple(alike), torch.stack([*alike.values()])), strict=True)
-        replies = [members(layout.rows(changed[slot].reshape(-1)), group.size).flatten(1) for slot in own]
-        reply = torch.cat([*replies, received[:, :0]], dim=1).to(self._dtype)  # never an empty list
-        back = group.scatter_known(reply.view(-1), same, sizes)
-        for slot, values in zip(exchange.slots, back.split([parts[s].numel() for s in exchange.slots]), strict=True):
+        tables = received.split([sum(map(numels.__getitem__, alike)) for alike in own], dim=1)
+        replies = [received[:, :0]]  # never an empty list
+        for alike, table in zip(own, tables, strict=True):
+            first = alike[0]
+            # A member's rows interleave with those of the others, as in every shard: see `members`.
+            rows = table.unflatten(1, (len(alike), *parts[first].shape)).permute(1, 2, 0, 3).flatten(1, 2)
+            changed = update(alike, layout.flat_of(rows, first).unflatten(1, shapes[first]).float())
+            rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
+            replies.append(rows.permute(2, 0, 1, 3).flatten(1))
+        back = group.scatter_known(torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes)
+        for slot, values in zip(numels, back.split([*numels.values()]), strict=True):
             parts[slot].copy_(values.view(parts[slot].shape))

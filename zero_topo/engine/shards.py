@@ -101,7 +101,7 @@ class Layout:
         return self._orders[device]
 
     def rows(self, flat: Tensor) -> Tensor:
-        """Return a flat parameter ``[numel]`` as world shards in tree order, zero-padded: ``[N, width]``."""
+        """Return flat parameters ``[..., numel]`` as world shards in tree order, zero-padded: ``[..., N, width]``."""
         return rows_of(flat, self.plan, None if self.plan.order is None else self._order(flat.device)[0])
 
     def in_tree_order(self, flat: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ class Layout:
         return flat if self.plan.order is None else self.rows(flat).view(-1)
 
     def flat_of(self, rows: Tensor, index: int) -> Tensor:
-        """Return a parameter ``[numel]`` from its rows ``[N, width]`` in tree order; a view if the order allows."""
+        """Return parameters ``[..., numel]`` from rows ``[..., N, width]`` in tree order; a view if that allows."""
         if self.plan.order is not None:
-            rows = rows[self._order(rows.device)[1]]
-        return rows.reshape(-1)[: self.numels[index]]
+            rows = rows[..., self._order(rows.device)[1], :]
+        return rows.flatten(-2)[..., : self.numels[index]]
 
     # -- padding ---------------------------------------------------------------------------------------------------
 

@@ -55,16 +55,16 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.bytes = nn.Embedding(BYTES, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
+        self.embed_bytes = nn.Embedding(BYTES, config.width)
+        self.embed_positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, BYTES, bias=False)
+        self.lm_head = nn.Linear(config.width, BYTES, bias=False)
         self._init_weights()
 
     def _init_weights(self) -> None:
         """Normal weights, 1/sqrt(fan-in) inside the blocks; what joins the residual stream shrinks with the joins."""
-        outside = {"bytes.weight": 0.2, "positions.weight": 0.02, "head.weight": 0.02}
+        outside = {"embed_bytes.weight": 0.2, "embed_positions.weight": 0.02, "lm_head.weight": 0.02}
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
@@ -83,10 +83,10 @@ class GPT(nn.Module):
         Returns:
             The mean loss in nats per byte (FP32 scalar) if targets are given, else logits `[batch, time, 256]`.
         """
-        x = self.bytes(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed_bytes(tokens) + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        logits = self.lm_head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -95,7 +95,7 @@ class GPT(nn.Module):
 @torch.no_grad()
 def sample(model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: float = 0.8) -> bytes:
     """Continue `prompt` by `length` bytes; the same seed gives the same text on every rank."""
-    device = model.head.weight.device
+    device = model.lm_head.weight.device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = torch.tensor(list(prompt), dtype=torch.long, device=device)[None]
     for _ in range(length):

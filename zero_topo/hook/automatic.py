@@ -12,6 +12,7 @@ from typing import Any
 
 from zero_topo.cost.estimate import module_request
 from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.planner import Request
 from zero_topo.topology.model import Topology
 
@@ -39,5 +40,6 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.gradient_accumulation_steps(),
         itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
+        muon=method_of({"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}),
     )
     return replace(request, flight=flight)

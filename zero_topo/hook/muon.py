@@ -41,8 +41,10 @@ def orthogonalized(matrices: Tensor, heads: Sequence[int | None], method: str) -
     from deepspeed.runtime.zero.muon.original_muon import muon_update
 
     # With a beta of zero `muon_update` neither reads nor blends the momentum that it is given.
-    if matrices.dim() == 3 and not any(heads):
-        return muon_update(matrices, torch.zeros_like(matrices), beta=0.0, ns_method=method, is_expert_group=True)
+    if matrices.dim() == 3 and len({*heads}) == 1:  # one batch of all matrices, or of all their heads
+        batch = matrices.reshape(-1, matrices.shape[1] // (heads[0] or 1), matrices.shape[2])
+        update = muon_update(batch, torch.zeros_like(batch), beta=0.0, ns_method=method, is_expert_group=True)
+        return update.reshape(matrices.shape)
     updates = [
         muon_update(matrix, torch.zeros_like(matrix), beta=0.0, ns_method=method, num_heads=count)
         for matrix, count in zip(matrices, heads, strict=True)
