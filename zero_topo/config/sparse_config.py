@@ -492,16 +492,6 @@ class ScapeSync(MaskedSync):
         description="Density of the first step, if there is a warm-up.",
     )
 
-    def problem(self, plan: Plan) -> str | None:
-        """Refuse gradient and optimizer shards that differ: the momentum could not be rebuilt."""
-        if plan.optimizer == plan.gradients:
-            return None
-        return (
-            f'sync.mode = "scape": every rank rebuilds the momentum of its gradient shard (degree {plan.gradients}), '
-            f"but its optimizer shard (degree {plan.optimizer}) is another; set both to the same domain, such as "
-            '"gradients": "node", "optimizer": "node": then no weights cross nodes either'
-        )
-
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
         """Record the bytes of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
         super().volume(books, widths, itemsize)
@@ -510,17 +500,17 @@ class ScapeSync(MaskedSync):
             books.gather(inner, peers * -(-sum(widths) // 8))
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of each peer's masked row, then of the rank's own sums and mask bits to all peers."""
+        """Return the bytes of each peer's masked row, of the own sums if peers need them, and of mask bits to all."""
         columns = sum(widths)
         parts = widths if self.select == "parameter" else [columns]
         kept = sum(share(self.density, part) for part in parts)
-        return (sync_peers(plan) - 1) * (2 * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
+        ways = 2 if replicated(plan) else 1
+        return (sync_peers(plan) - 1) * (ways * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return the residual, the current mask and the next mask, for all rows of the gradient shard."""
-        rows = plan.world_size // plan.gradients
-        masks = 2 * rows * -(-columns // 8) if rows > 1 else 0
-        return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
+        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
+        rows, kept = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
+        return Kept(kept.residual + FP32 * columns, 2 * rows * -(-columns // 8)) if rows > 1 else kept
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
         """Return the bytes of the own row of the next mask, and of the rounding errors of the own sums."""
