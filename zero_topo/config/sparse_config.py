@@ -254,9 +254,11 @@ class PickingSync(SparseSync):
 
     Attributes:
         SELECTING: scratch bytes per element while the selected ones are found.
+        ROOM: elements in a packet, as a multiple of those that a rank is to select.
     """
 
     SELECTING: ClassVar[int] = FP32
+    ROOM: ClassVar[float] = 1
 
     select: Literal["run", "all"] = Field("all", description=SELECT)
 
@@ -272,7 +274,7 @@ class PickingSync(SparseSync):
             numel: ``n``, elements that the peers reduce.
             plan: gives the number of peers, and whether they need more than one row.
         """
-        return share(self.density, numel) * (sync_peers(plan) - 1)
+        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1)
 
     def record_bytes(self, numel: int, plan: Plan) -> int:
         """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
@@ -285,12 +287,12 @@ class PickingSync(SparseSync):
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
         """Return the bytes of the selected elements."""
-        return PICK_BYTES * self.density * sync_peers(plan) * columns
+        return PICK_BYTES * self.ROOM * self.density * sync_peers(plan) * columns
 
     def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
         """Return the peak of selecting, and of receiving and adding up all selected elements of all peers."""
         peers = sync_peers(plan)
-        n, k = peers * columns, self.density * peers * columns
+        n, k = peers * columns, self.ROOM * self.density * peers * columns
         summed = max(SORTING_BYTES * peers * k, PICK_BYTES * peers * k + 4 * n + overwritten)
         return PICK_BYTES * k + max((FP32 + self.SELECTING) * n, summed)
 
@@ -304,7 +306,8 @@ class TopkASync(PickingSync):
 class GaussianKSync(PickingSync):
     """As ``topk_a``, with a threshold that is estimated from a normal distribution."""
 
-    SELECTING: ClassVar[int] = 1
+    SELECTING: ClassVar[int] = 2
+    ROOM: ClassVar[float] = 4 / 3
 
     mode: Literal["gaussian_k"] = Field(
         "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
