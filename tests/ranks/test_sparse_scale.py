@@ -43,8 +43,6 @@ def pretended(name: str, peers: int, sharded: bool, runs: int = 1, **sync: Any) 
     """So many peers that each own a row; nodes of four ranks where an optimizer shard is one row; so many runs."""
     mode = name.split()[-1]
     setting: dict[str, Any] = dict(HIERARCHY["topo"] if sharded else DATA_PARALLEL)
-    if mode == "scape" and sharded:
-        setting["optimizer"] = "node"
     block = {**setting, "overlap": False, "quantize": PLAIN, "sync": {"mode": mode, **MODES[name], **sync}}
     topology = emulated(peers, 2, 2) if sharded else emulated(peers, 1, 1)
     numel = ROW * peers * (4 if sharded else 1)
@@ -118,6 +116,7 @@ def test_a_step_holds_what_the_formula_says(name: str, sync: dict[str, Any], sha
 RUNS = 16
 IN_RUNS: list[tuple[str, dict[str, Any]]] = [
     ("topk_a", {}),
+    ("gaussian_k", {}),
     ("topk_dsa", {}),
     ("gtopk", {}),
     ("oktopk", {}),
@@ -132,14 +131,11 @@ IN_RUNS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "sync"), IN_RUNS, ids=str)
 def test_in_runs_a_step_holds_little_for_each_element(name: str, sync: dict[str, Any]) -> None:
-    """1.5 bytes at 8 peers, with gradients in FP32, where each owns a row; the formula says how much.
-
-    Where all need all rows, the gradients that the sums overwrite are kept too: SCAPE's optimizer is replicated.
-    """
+    """1.5 bytes at 8 peers, with gradients in FP32, where each owns a row; the formula says how much."""
     select = {} if name == "radius" else {"select": "run"}
     w = pretended(name, 8, True, RUNS, **{**select, **sync})
     peak, n = held(w), 8 * w.columns
-    assert peak <= (1.5 + (4 if name == "scape" else 0)) * n
+    assert peak <= 1.5 * n
     expected = w.config.sync.scratch(w.config.plan, w.columns, (w.columns // RUNS,), 4).peak
     assert 0.85 * expected <= peak <= 1.05 * expected
 

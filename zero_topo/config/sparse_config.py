@@ -254,9 +254,11 @@ class PickingSync(SparseSync):
 
     Attributes:
         SELECTING: scratch bytes per element while the selected ones are found.
+        ROOM: elements in a packet, as a multiple of those that a rank is to select.
     """
 
     SELECTING: ClassVar[int] = FP32
+    ROOM: ClassVar[float] = 1
 
     select: Literal["run", "all"] = Field("all", description=SELECT)
 
@@ -272,7 +274,7 @@ class PickingSync(SparseSync):
             numel: ``n``, elements that the peers reduce.
             plan: gives the number of peers, and whether they need more than one row.
         """
-        return share(self.density, numel) * (sync_peers(plan) - 1)
+        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1)
 
     def record_bytes(self, numel: int, plan: Plan) -> int:
         """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
@@ -285,12 +287,12 @@ class PickingSync(SparseSync):
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
         """Return the bytes of the selected elements."""
-        return PICK_BYTES * self.density * sync_peers(plan) * columns
+        return PICK_BYTES * self.ROOM * self.density * sync_peers(plan) * columns
 
     def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
         """Return the peak of selecting, and of receiving and adding up all selected elements of all peers."""
         peers = sync_peers(plan)
-        n, k = peers * columns, self.density * peers * columns
+        n, k = peers * columns, self.ROOM * self.density * peers * columns
         summed = max(SORTING_BYTES * peers * k, PICK_BYTES * peers * k + 4 * n + overwritten)
         return PICK_BYTES * k + max((FP32 + self.SELECTING) * n, summed)
 
@@ -304,7 +306,8 @@ class TopkASync(PickingSync):
 class GaussianKSync(PickingSync):
     """As ``topk_a``, with a threshold that is estimated from a normal distribution."""
 
-    SELECTING: ClassVar[int] = 1
+    SELECTING: ClassVar[int] = 2
+    ROOM: ClassVar[float] = 4 / 3
 
     mode: Literal["gaussian_k"] = Field(
         "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
@@ -492,16 +495,6 @@ class ScapeSync(MaskedSync):
         description="Density of the first step, if there is a warm-up.",
     )
 
-    def problem(self, plan: Plan) -> str | None:
-        """Refuse gradient and optimizer shards that differ: the momentum could not be rebuilt."""
-        if plan.optimizer == plan.gradients:
-            return None
-        return (
-            f'sync.mode = "scape": every rank rebuilds the momentum of its gradient shard (degree {plan.gradients}), '
-            f"but its optimizer shard (degree {plan.optimizer}) is another; set both to the same domain, such as "
-            '"gradients": "node", "optimizer": "node": then no weights cross nodes either'
-        )
-
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
         """Record the bytes of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
         super().volume(books, widths, itemsize)
@@ -510,17 +503,17 @@ class ScapeSync(MaskedSync):
             books.gather(inner, peers * -(-sum(widths) // 8))
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of each peer's masked row, then of the rank's own sums and mask bits to all peers."""
+        """Return the bytes of each peer's masked row, of the own sums if peers need them, and of mask bits to all."""
         columns = sum(widths)
         parts = widths if self.select == "parameter" else [columns]
         kept = sum(share(self.density, part) for part in parts)
-        return (sync_peers(plan) - 1) * (2 * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
+        ways = 2 if replicated(plan) else 1
+        return (sync_peers(plan) - 1) * (ways * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return the residual, the current mask and the next mask, for all rows of the gradient shard."""
-        rows = plan.world_size // plan.gradients
-        masks = 2 * rows * -(-columns // 8) if rows > 1 else 0
-        return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
+        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
+        rows, kept = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
+        return Kept(kept.residual + FP32 * columns, 2 * rows * -(-columns // 8)) if rows > 1 else kept
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
         """Return the bytes of the own row of the next mask, and of the rounding errors of the own sums."""

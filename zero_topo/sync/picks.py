@@ -57,8 +57,8 @@ class Picked:
         return self if count == len(self) else self.where(positions(self.values != 0, count))
 
     def subtract_from(self, x: Tensor) -> None:
-        """Subtract the elements from a vector in place; no index may stand twice."""
-        x[self.indices] -= self.values
+        """Subtract the elements from a vector in place."""
+        x.index_add_(0, self.indices, self.values, alpha=-1)
 
     def rounded(self, dtype: torch.dtype) -> Picked:
         """Return the elements with values rounded to ``dtype``, as a receiver gets them."""
@@ -216,8 +216,11 @@ def above(x: Tensor, threshold: float, count: int) -> Picked:
 
 
 def positions(mask: Tensor, count: int) -> Tensor:
-    """Return the ``count`` indices at which a mask ``[n]`` is set, int64, ascending, without a host synchronization."""
-    return torch.nonzero_static(mask, size=count)[:, 0]
+    """Return the first ``count`` indices at which a mask ``[n]`` is set, int64, ascending, and 0 where there are fewer.
+
+    This needs no host synchronization.
+    """
+    return torch.nonzero_static(mask, size=count, fill_value=0)[:, 0]
 
 
 def added(picked: Picked, zeros: Callable[[], Tensor]) -> Tensor:

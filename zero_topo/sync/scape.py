@@ -7,11 +7,12 @@ residual and ``P`` peers, at each step:
 1. ``a = g + e``. The peers sum ``a`` on the mask selected at the last step; the first mask contains all elements.
 2. AdamS gets that sum as its gradient on the mask, and zero off it. The norm by which DeepSpeed clips gradients is
    therefore the masked one, and AdamS updates the momentum with clipped gradients.
-3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero. Before AdamS steps, its momentum off the mask moves to the
-   residual: AdamS moves nothing there, and weights only decay.
-4. The owner of a row selects the ``k = d * C`` elements of that row with the largest ``|e'|``, computed without a mask,
-   or as large a share of each parameter. The bits are sent while the next forward and backward passes compute, and are
-   the next mask.
+3. Off the mask ``e' = a``, on it zero. Before AdamS steps, the owner of a row moves ``b / (1 - b) * m`` off the mask
+   from AdamS to ``r``: AdamS moves nothing there, and weights only decay. When the element is in a mask again, the
+   owner adds ``r`` to its sum.
+4. The owner selects the ``k = d * C`` elements of its row with the largest ``|a + (r + b / (1 - b) * m) / P|``, or as
+   large a share of each parameter. The bits are sent while the next forward and backward passes compute, and are the
+   next mask.
 
 Note [Units of the gradient]
     The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends ``mt = b m + (1 - b) g + e``. But
@@ -19,9 +20,10 @@ Note [Units of the gradient]
     the sum of ``a``. There is no cancellation, and at density 1 AdamS gets the bits of the dense gradient.
 
 Note [Where the momentum lives]
-    The momentum is stored in the optimizer only. The mode reads it before each sync, and zeroes it off the mask when
-    the step is known not to be skipped. This needs the momentum of the whole gradient shard, so the optimizer shard
-    must equal the gradient shard (``"optimizer": "node"``). Then weights stay equal on all nodes without crossing them.
+    In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but then every peer needs
+    ``m``. Here the owner of a row keeps all of it, so the optimizer may be sharded over the world (the paper's
+    algorithm 2). The post-step all-gather of INT8 weights then sends the values that changed: those on the mask, and
+    few others, since decay changes the scale of a block. It is lossless, so ranks need no FP32 replica of the weights.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ class ScapeState:
     Attributes:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
         kept: by run, the masked elements in each row.
+        momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update` adds to it.
     """
 
     bits: Handle[Tensor]
     kept: tuple[int, ...]
+    momentum: Tensor
 
 
 class Scape(Masked):
@@ -64,6 +68,8 @@ class Scape(Masked):
         hops = context.across(context.plan.gradients).hops
         # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
         self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
+        # Rows of an optimizer shard are every such row of the gradient shard.
+        self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)
         # By run, this rank's own row of the next mask, bool ``[m]``, until `commit` sends or drops it.
         self._chosen: dict[int, Tensor] = {}
@@ -79,15 +85,30 @@ class Scape(Masked):
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Select the own row of the next mask, and begin to reduce the elements of this one."""
         own, state = self.peers.index, self._state
-        score = total.view(self.peers.size, -1)[own].clone()
+        row, momentum = total.view(self.peers.size, -1)[own], self._momentum(run)
+        score = row.add(momentum, alpha=1 / self.peers.size)
         for moment in self.context.moments():
-            mean = self._of_table(moment.mean)[own]
+            mean = moment.mean[self.context.own_row // self._stride]
             for columns, places in self._within(moment.begin, len(mean), run):
-                score[places] += mean[columns].to(score) * self._factor(moment)
+                score[places] += mean[columns].to(score) * (self._factor(moment) / self.peers.size)
         self._chosen[run.number] = self._choose(score, run)
+        row += momentum
         bits = state.bits.wait()
         mask = lambda: self._of_table(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
-        return self.reduce_masked(total, run, mask, state.kept[run.number])
+        finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
+        settle_masked = exchange.settle
+
+        def settle(again: Tensor) -> None:
+            again.view(self.peers.size, -1)[own] += self._momentum(run).masked_fill(mask()[own].logical_not(), 0)
+            settle_masked(again)
+
+        exchange.settle = settle
+        return finish, exchange
+
+    def _momentum(self, run: Run) -> Tensor:
+        """Return the part of ``r`` of a run; zeros if this step has sent it before the run was reopened."""
+        momentum = self._state.momentum[run.low : run.low + run.width]
+        return torch.zeros_like(momentum) if run.number in self._reopened else momentum
 
     def _choose(self, score: Tensor, run: Run) -> Tensor:
         """Select a run's part of the own row of the next mask, bool ``[m]``."""
@@ -103,8 +124,8 @@ class Scape(Masked):
         return self.shares(density, 1, run)[1] if self.config.select == "parameter" else share(density, run.width)
 
     def _factor(self, moment: Moment) -> float:
-        """Return ``b / (1 - b) / P``, by which the momentum is multiplied in the residual."""
-        return moment.beta / (1 - moment.beta) / self.peers.size
+        """Return ``b / (1 - b)``, by which the momentum is multiplied in units of the gradient."""
+        return moment.beta / (1 - moment.beta)
 
     def _within(self, begin: int, width: int, run: Run) -> list[tuple[slice, slice]]:
         """Return the columns of a run's parameters that take part, relative to ``begin`` and in the run.
@@ -129,19 +150,19 @@ class Scape(Masked):
         return unpacked(state.bits.wait(), 0, self._columns)
 
     def before_update(self, begin: int, width: int) -> None:
-        """Move the momentum off the mask to the residual, run by run."""
-        residual = self.residual_rows()
+        """Move the momentum off the mask out of AdamS, run by run."""
+        own, first = divmod(self.context.own_row, self._stride)
         for run in self.runs.values() if self._exchanges else ():
             within = self._within(begin, width, run)
             if not within:
                 continue
-            mask = unpacked(self._state.bits.wait(), run.low, run.low + run.width)
+            mask = unpacked(self._state.bits.wait()[first :: self._stride], run.low, run.low + run.width)
             for moment in self.context.moments():
                 for columns, places in within if moment.begin == begin else ():
                     mean, on_mask = moment.mean[:, columns], mask[:, places].to(moment.mean.device)
-                    if residual is not None:
-                        off_mask = self._of_table(mean.masked_fill(on_mask, 0)) * self._factor(moment)
-                        residual[:, run.low + places.start : run.low + places.stop] += off_mask.to(residual)
+                    if self.residual.numel():
+                        off_mask = mean[own].masked_fill(on_mask[own], 0) * self._factor(moment)
+                        self._state.momentum[run.low + places.start : run.low + places.stop] += off_mask.to(mask.device)
                     mean.masked_fill_(on_mask.logical_not(), 0)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
@@ -159,13 +180,16 @@ class Scape(Masked):
         self._chosen.clear()
 
     def decided(self, exchanges: Sequence[Exchange]) -> ScapeState:
-        """Begin to gather the next mask."""
+        """Begin to gather the next mask, and clear the momentum that was sent."""
         if not self._chosen:
             return super().decided(exchanges)
+        own = self.context.own_row
+        mask = unpacked(self._state.bits.wait()[own : own + 1], 0, self._columns)[0]
+        momentum = self._state.momentum.masked_fill_(mask, 0)
         chosen = ops.pack(torch.cat([part for _, part in sorted(self._chosen.items())]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        return ScapeState(bits, tuple(self._count(run) if run.width else 0 for run in self.runs.values()))
+        return ScapeState(bits, tuple(self._count(run) if run.width else 0 for run in self.runs.values()), momentum)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
@@ -176,27 +200,28 @@ class Scape(Masked):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> ScapeState:
-        """Return a state whose mask contains all elements."""
+        """Return a state whose mask contains all elements, without momentum."""
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
-        return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()))
+        momentum = torch.zeros(self._columns, device=self.context.device)
+        return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum)
 
     def state_bytes(self) -> int:
-        """Return the bytes of the residual, the current mask and the next one."""
+        """Return the bytes of residual and momentum, the current mask and the next one."""
         masks = 2 * len(self.context.plan.rows(0, self.context.plan.gradients)) * -(-self._columns // 8)
-        return super().state_bytes() + masks if self.active else 0
+        return super().state_bytes() + self._state.momentum.nbytes + masks if self.active else 0
 
     def save(self, state: ScapeState) -> dict[str, Tensor]:
-        """Wait for the current mask and return it."""
-        return {"mask": state.bits.wait()}
+        """Wait for the current mask; return it with the momentum."""
+        return {"mask": state.bits.wait(), "momentum": state.momentum}
 
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
-        """Read the mask from a checkpoint."""
+        """Read mask and momentum from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         row = unpacked(bits[:1], 0, self._columns)[0]
         kept = tuple(int(row[run.low : run.low + run.width].sum()) for run in self.runs.values())
-        return ScapeState(Handle(None, (), lambda: bits), kept)
+        return ScapeState(Handle(None, (), lambda: bits), kept, saved["momentum"].to(self.context.device, copy=True))
 
 
 build_mode.register(ScapeSync, Scape)

@@ -14,15 +14,13 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.queue import Handle
-from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync, share
+from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, PickingSync, TopkASync, TopkDsaSync, share
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     LONGEST,
     TINY,
     Picked,
     Records,
-    above,
     added,
     count_reaching,
     in_runs,
@@ -41,9 +39,12 @@ class TopkA(Sparse):
         ValueError: if all ranks together select more elements than torch can sort on a GPU.
     """
 
-    def __init__(self, config: SparseSync, context: SyncContext) -> None:
+    config: PickingSync
+
+    def __init__(self, config: PickingSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        k = share(config.busiest.density, self.peers.size * max((run.width for run in self.runs.values()), default=0))
+        widest = self.peers.size * max((run.width for run in self.runs.values()), default=0)
+        k = share(config.ROOM * config.busiest.density, widest)
         if self.active and k * self.peers.size > LONGEST:
             raise ValueError(
                 f"sync.mode = {config.MODE}: {k} selected elements of each of {self.peers.size} ranks are over "
@@ -54,11 +55,13 @@ class TopkA(Sparse):
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Gather and add up all ranks' selected elements."""
         picked = self.pick(total).rounded(self.dtype)
-        numel, report = len(total), Report(density=len(picked) / len(total))
-        received = self.gather_later(picked, Records(self.dtype, numel))
+        numel, records = len(total), Records(self.dtype, len(total))
+        report = Report(density=picked.values.count_nonzero().double() / numel)
+        received = self.peers.gather_later(records.encode(picked))
 
         def finish() -> Tensor:
-            reduced = added(received.wait(), partial(picked.values.new_zeros, numel))
+            zeros = partial(picked.values.new_zeros, numel)
+            reduced = added(records.decode(received.wait().flatten(0, 1)), zeros)
             report["union"] = reduced.count_nonzero().double() / numel
             return reduced
 
@@ -68,45 +71,35 @@ class TopkA(Sparse):
         """Select the elements that this rank sends."""
         return largest(total, share(self.density, len(total)))
 
-    def gather_later(self, picked: Picked, records: Records) -> Handle[Picked]:
-        """Begin to gather all ranks' elements, of which each has the same number."""
-        return self.peers.gather_later(records.encode(picked)).then(
-            lambda message: records.decode(message.flatten(0, 1))
-        )
-
 
 class GaussianK(TopkA):
     """TopkA with about ``k`` elements, selected by a threshold that assumes normally distributed elements.
 
     Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv 1911.08772), algorithm 1: the
-    threshold is halved or raised by half, a few times, until between 2/3 k and 4/3 k elements pass.
+    threshold is halved or raised by half, a few times, until between 2/3 k and 4/3 k elements pass. Every packet has
+    4/3 k elements, so the host waits for no count: zeros fill it up, and what does not fit stays in the residual.
     """
 
     def pick(self, total: Tensor) -> Picked:
-        """Select the elements that reach the threshold."""
-        bound, count = self.to_host(*self.threshold(total, share(self.density, len(total))))
-        return above(total, bound, int(count))
+        """Select the elements that reach the threshold, NaN included."""
+        bound = self.threshold(total, share(self.density, len(total)))
+        reaching = (total < bound).logical_not_().logical_or_(total <= -bound)
+        room = share(self.config.ROOM * self.density, len(total))
+        indices, selected = positions(reaching, room), torch.arange(room, device=total.device) < reaching.sum()
+        return Picked(indices, torch.where(selected, total[indices], 0.0))
 
-    def gather_later(self, picked: Picked, records: Records) -> Handle[Picked]:
-        """Gather all ranks' elements, whose numbers differ; one host synchronization."""
-        own = torch.full((1,), len(picked), device=picked.values.device)
-        counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
-        received = records.gather(self.peers, picked, counts)
-        return Handle(None, (), lambda: received)
-
-    def threshold(self, total: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``, and its count ``[]``."""
+    def threshold(self, total: Tensor, k: int) -> Tensor:
+        """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
         deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
         bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
         if self.density == 1:
-            bound = torch.full_like(bound, TINY)
-        count = count_reaching(total, bound)
-        for _ in range(FITTING_STEPS if self.density < 1 else 0):  # a threshold that fits is not changed
+            return torch.full_like(bound, TINY)
+        for _ in range(FITTING_STEPS):  # a threshold that fits is not changed
+            count = count_reaching(total, bound)
             few, many = 3 * count < 2 * k, 3 * count > 4 * k
             bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
-            count = count_reaching(total, bound)
-        return bound, count
+        return bound
 
 
 class TopkDsa(Sparse):
