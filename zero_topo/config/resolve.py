@@ -251,8 +251,7 @@ def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[
 
 
 def _placement(choice: _Choice, plan: Plan) -> str:
-    bits = {"weights": choice.quantize.weights, "secondary": choice.quantize.secondary}
-    bits["gradients"] = choice.quantize.gradients
+    bits = choice.quantize.model_dump(include={"weights", "secondary", "gradients"})
     words = []
     for role, place, degree in zip(ROLES, choice.places, plan.degrees().values(), strict=True):
         if degree is None:

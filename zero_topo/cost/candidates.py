@@ -61,11 +61,11 @@ class Candidate:
             "gradients": config.gradients_spec if plan.gradients > 1 else None,
         }
         between = {"publish": config.publish.spec if plan.weights < plan.optimizer else None}
-        words = [f"int{spec.bits} {what}" for what, spec in between.items() if spec is not None]
+        words = [f"{spec.name} {what}" for what, spec in between.items() if spec is not None]
         if plan.gradients < plan.world_size and config.sync.MODE != DenseSync.MODE:
             few_bits = getattr(config.sync, "spec", None)
-            words.insert(0, f"{config.sync.MODE if few_bits is None else f'int{few_bits.bits}'} sync")
-        parts = (tuple(f"int{spec.bits} {what}" for what, spec in inside.items() if spec is not None), tuple(words))
+            words.insert(0, f"{config.sync.MODE if few_bits is None else few_bits.name} sync")
+        parts = (tuple(f"{spec.name} {what}" for what, spec in inside.items() if spec is not None), tuple(words))
         return tuple(part for part in parts if part)
 
     def loses_only(self, asked: ZeroTopoConfig) -> bool:
