@@ -33,9 +33,9 @@ template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size);
 
 void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
 
-// (bits, block size, dtype)
+// (bits, block size, dtype or levels)
 zt_wire_spec spec_of(Numbers spec) {
-    TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, dtype)");
+    TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, dtype or levels)");
     const zt_wire_spec made = {count_of(spec[0]), count_of(spec[1]), count_of(spec[2])};
     check(zt_wire_valid(made) ? ZT_OK : ZT_BAD_SPEC);
     return made;

@@ -46,7 +46,7 @@ int best_level() {
 void clear_padding(zt_wire_spec spec, int64_t numel, uint8_t *message) {
     const int64_t blocks = zt_wire_blocks(spec, numel);
     const int64_t scales = zt_wire_scales_offset(spec, numel);
-    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + 4 * blocks};
+    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + zt_wire_scale_bytes(spec) * blocks};
     const int64_t ends[] = {scales, zt_wire_nbytes(spec, numel)};
     for (int i = 0; i < 2; ++i)
         if (ends[i] > filled[i]) memset(message + filled[i], 0, static_cast<size_t>(ends[i] - filled[i]));
@@ -58,7 +58,7 @@ struct Layout {
     int64_t scales;
     Layout(zt_wire_spec s, int64_t numel) : spec(s), scales(zt_wire_scales_offset(s, numel)) {}
     Planes at(uint8_t *message, int64_t block) const {
-        return {message + block * zt_wire_block_bytes(spec), message + scales + 4 * block};
+        return {message + block * zt_wire_block_bytes(spec), message + scales + zt_wire_scale_bytes(spec) * block};
     }
 };
 

@@ -3,6 +3,7 @@
  * The inner loops for processors with AVX2 and F16C; Note [One file, one instruction set] is in zt_cpu.h.
  */
 #include "zt_cpu.h"
+#include "zt_nf4.h"
 
 #if ZT_X86
 
@@ -212,8 +213,10 @@ private:
 
 /* A quantized number's value. */
 struct Scaled {
+    static constexpr int64_t kScaleBytes = 4;
     V::F scale;
 
+    ZT_INLINE V::I code(V::F x) { return V::round(x); }
     bool finite() const {
         const float one = _mm256_cvtss_f32(scale);
         return one - one == 0.0f;
@@ -224,6 +227,7 @@ struct Scaled {
 };
 
 struct Bytes : Scaled {
+    static constexpr int kBits = 8;
     ZT_INLINE Bytes of(float scale) { return {{V::set(scale)}}; }
 
     /* The 8 values at p. */
@@ -233,6 +237,7 @@ struct Bytes : Scaled {
 };
 
 struct Nibbles : Scaled {
+    static constexpr int kBits = 4;
     ZT_INLINE Nibbles of(float scale) { return {{V::set(scale)}}; }
 
     template <int32_t D> V::Table halves() const {
@@ -246,6 +251,44 @@ struct Nibbles : Scaled {
         memcpy(&word, p, 4);
         const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
         return value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28));
+    }
+};
+
+alignas(32) constexpr float kLevels[16] = {ZT_NF4_LEVELS}, kTree[16] = {ZT_NF4_TREE};
+
+/* Nibbles that select a level of NF4; a permutation of eight lanes looks at three bits. */
+struct Levels {
+    static constexpr int kBits = 4;
+    static constexpr int64_t kScaleBytes = 1;
+    V::F first, second; /* of nibbles 0 to 7, and of the others */
+
+    ZT_INLINE Levels of(float scale) {
+        return {V::mul(_mm256_load_ps(kLevels), V::set(scale)), V::mul(_mm256_load_ps(kLevels + 8), V::set(scale))};
+    }
+    bool finite() const { return false; }
+    ZT_INLINE V::F in_order(V::F x) { return x; }
+
+    template <int32_t D> V::Table halves() const { return V::table_of<D>(first, second); }
+
+    /* The 8 values at p. */
+    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+        int32_t word;
+        memcpy(&word, p, 4);
+        const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+        const V::I q = _mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), index = _mm256_srli_epi32(q, 28);
+        const V::F low = _mm256_permutevar8x32_ps(first, index), high = _mm256_permutevar8x32_ps(second, index);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(q));
+    }
+
+    ZT_INLINE V::I code(V::F x) {
+        const V::F upper = _mm256_load_ps(kTree), leaves = _mm256_load_ps(kTree + 8);
+        V::I node = _mm256_set1_epi32(1);
+        for (int level = 0; level < 4; ++level) {
+            const V::F bound = _mm256_permutevar8x32_ps(level < 3 ? upper : leaves, node);
+            const V::I above = _mm256_castps_si256(_mm256_cmp_ps(x, bound, _CMP_GT_OQ));
+            node = _mm256_sub_epi32(_mm256_add_epi32(node, node), above);
+        }
+        return _mm256_sub_epi32(node, _mm256_set1_epi32(24));
     }
 };
 

@@ -3,6 +3,7 @@
  * The inner loops for processors with AVX-512 (F, BW, VL, DQ); Note [One file, one instruction set] is in zt_cpu.h.
  */
 #include "zt_cpu.h"
+#include "zt_nf4.h"
 
 #if ZT_X86
 
@@ -204,9 +205,12 @@ private:
 };
 
 struct Bytes {
+    static constexpr int kBits = 8;
+    static constexpr int64_t kScaleBytes = 4;
     V::F scale;
 
     ZT_INLINE Bytes of(float scale) { return {V::set(scale)}; }
+    ZT_INLINE V::I code(V::F x) { return V::round(x); }
     bool finite() const {
         const float one = _mm512_cvtss_f32(scale);
         return one - one == 0.0f;
@@ -223,7 +227,11 @@ struct Bytes {
 /* What each of the 16 nibbles stands for is computed once and looked up: one permutation for a conversion and a
  * product. */
 struct Nibbles {
+    static constexpr int kBits = 4;
+    static constexpr int64_t kScaleBytes = 4;
     V::F table;
+
+    ZT_INLINE V::I code(V::F x) { return V::round(x); }
 
     template <int32_t D> V::I halves() const {
         const __m256i once = V::narrowed<D>(table);
@@ -245,6 +253,27 @@ struct Nibbles {
 
     ZT_INLINE V::F in_order(V::F x) {
         return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), x);
+    }
+};
+
+alignas(64) constexpr float kLevels[16] = {ZT_NF4_LEVELS}, kTree[16] = {ZT_NF4_TREE};
+
+/* Nibbles that select a level of NF4. */
+struct Levels : Nibbles {
+    static constexpr int64_t kScaleBytes = 1;
+
+    ZT_INLINE Levels of(float scale) { return {{V::mul(_mm512_load_ps(kLevels), V::set(scale))}}; }
+
+    ZT_INLINE V::I code(V::F x) {
+        const V::F tree = _mm512_load_ps(kTree);
+        const V::I one = _mm512_set1_epi32(1);
+        V::I node = one;
+        for (int level = 0; level < 4; ++level) {
+            const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_permutexvar_ps(node, tree), _CMP_GT_OQ);
+            node = _mm512_add_epi32(node, node);
+            node = _mm512_mask_add_epi32(node, above, node, one);
+        }
+        return _mm512_sub_epi32(node, _mm512_set1_epi32(24));
     }
 };
 

@@ -15,17 +15,20 @@ ZT_INLINE float float_at(const uint8_t *p) {
 
 /* What the values of a block of one message stand for. */
 template <class Q> ZT_INLINE Q meaning(const Terms &terms, const uint8_t *data, int64_t block) {
-    return Q::of(float_at(data + terms.scales + 4 * block));
+    const uint8_t *scale = data + terms.scales + Q::kScaleBytes * block;
+    if constexpr (Q::kScaleBytes == 4) return Q::of(float_at(scale));
+    const uint32_t bits = zt_nf4_scale(*scale);
+    return Q::of(float_at(reinterpret_cast<const uint8_t *>(&bits)));
 }
 
 /* One tile of one message: N vectors, which begin at byte `offset`; its successor `ahead` is prefetched. */
-template <class Q, int BITS, int N, bool FIRST>
+template <class Q, int N, bool FIRST>
 ZT_INLINE void add_tile(const Terms &terms, int32_t source, int64_t block, int64_t offset, int64_t ahead, V::F *total) {
-    constexpr int64_t step = V::kLanes * BITS / 8;
+    constexpr int64_t step = V::kLanes * Q::kBits / 8;
     const uint8_t *data = source_of(terms, source), *values = data + offset;
     const Q q = meaning<Q>(terms, data, block);
     for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + ahead + line);
-    __builtin_prefetch(data + terms.scales + 4 * block + 128);
+    __builtin_prefetch(data + terms.scales + Q::kScaleBytes * block + 128);
     for (int i = 0; i < N; ++i) total[i] = FIRST ? q.at(values + i * step) : V::add(total[i], q.at(values + i * step));
 }
 
@@ -48,16 +51,16 @@ template <int32_t D, int N> ZT_INLINE void finish_tile(const Terms &terms, V::F 
     store_tile<D, N>(total, out, D == ZT_BF16 && V::any_nan<N>(total), how.stream);
 }
 
-template <int32_t D, class Q, int BITS, int N>
+template <int32_t D, class Q, int N>
 void sum_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     const int64_t block = terms.spec.block_size;
     const int64_t ahead = kSourceAhead / terms.count < kLine ? kLine : kSourceAhead / terms.count;
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
         for (int64_t i = 0; i < block; i += N * V::kLanes, out += N * V::kLanes * kSize<D>) {
-            const int64_t offset = b * (block * BITS / 8) + i * BITS / 8;
+            const int64_t offset = (b * block + i) * Q::kBits / 8;
             V::F total[N];
-            add_tile<Q, BITS, N, true>(terms, 0, b, offset, ahead, total);
-            for (int32_t s = 1; s < terms.count; ++s) add_tile<Q, BITS, N, false>(terms, s, b, offset, ahead, total);
+            add_tile<Q, N, true>(terms, 0, b, offset, ahead, total);
+            for (int32_t s = 1; s < terms.count; ++s) add_tile<Q, N, false>(terms, s, b, offset, ahead, total);
             for (int k = 0; k < N; ++k) total[k] = Q::in_order(total[k]);
             finish_tile<D, N>(terms, total, out, how);
         }
@@ -65,10 +68,10 @@ void sum_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) 
 }
 
 /* A single message, neither scaled nor added to anything. NaN can only come from what its block is scaled with. */
-template <int32_t D, class Q, int BITS, int N>
+template <int32_t D, class Q, int N>
 void decode_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    constexpr int64_t step = V::kLanes * BITS / 8, stride = V::kLanes * kSize<D>;
-    const int64_t bytes = terms.spec.block_size * BITS / 8;
+    constexpr int64_t step = V::kLanes * Q::kBits / 8, stride = V::kLanes * kSize<D>;
+    const int64_t bytes = terms.spec.block_size * Q::kBits / 8;
     const uint8_t *data = source_of(terms, 0), *values = data + blocks.begin * bytes;
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
         const Q q = meaning<Q>(terms, data, b);
@@ -97,20 +100,21 @@ template <int32_t D, class Q> void look_up_blocks(const Terms &terms, zt_range b
 }
 
 /* Tiles are of 64 elements, as the smallest blocks, or of what the registers hold. */
-template <int32_t D, class Q, int BITS>
+template <int32_t D, class Q>
 ZT_INLINE void sum_some(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     constexpr int least = 64 / V::kLanes, most = V::kTile;
     const bool single = terms.count == 1 && terms.factor == 1.0f && !how.accumulate;
-    if constexpr (BITS == 4 && D != ZT_FP32)
+    if constexpr (Q::kBits == 4 && D != ZT_FP32)
         if (single) return look_up_blocks<D, Q>(terms, blocks, out, how);
-    if (single) return decode_blocks<D, Q, BITS, least>(terms, blocks, out, how);
-    if (terms.spec.block_size >= most * V::kLanes) return sum_blocks<D, Q, BITS, most>(terms, blocks, out, how);
-    sum_blocks<D, Q, BITS, least>(terms, blocks, out, how);
+    if (single) return decode_blocks<D, Q, least>(terms, blocks, out, how);
+    if (terms.spec.block_size >= most * V::kLanes) return sum_blocks<D, Q, most>(terms, blocks, out, how);
+    sum_blocks<D, Q, least>(terms, blocks, out, how);
 }
 
 template <int32_t D> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    if (terms.spec.bits == 8) return sum_some<D, Bytes, 8>(terms, blocks, out, how);
-    sum_some<D, Nibbles, 4>(terms, blocks, out, how);
+    if (terms.spec.bits == 8) return sum_some<D, Bytes>(terms, blocks, out, how);
+    if (zt_wire_is_nf4(terms.spec)) return sum_some<D, Levels>(terms, blocks, out, how);
+    sum_some<D, Nibbles>(terms, blocks, out, how);
 }
 
 void sum(const Terms &terms, zt_range blocks, Elements out, Writing how) {

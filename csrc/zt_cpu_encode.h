@@ -15,7 +15,8 @@ namespace {
 
 /* What four blocks are encoded with; `bad` has a bit for each that holds Inf or NaN. */
 struct Scaling {
-    __m128 scale, inverse;
+    __m128i stored; /* in the message: FP32 or bytes */
+    __m128 inverse;
     int bad;
 };
 
@@ -27,7 +28,18 @@ ZT_INLINE Scaling scaling(__m128 span, float top) {
     const __m128 levels = _mm_set1_ps(top);
     const __m128 scale = _mm_andnot_ps(unusable, _mm_div_ps(span, levels));
     const __m128 nan = _mm_and_ps(bad, _mm_castsi128_ps(_mm_set1_epi32(0x7fc00000)));
-    return {_mm_or_ps(scale, nan), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_movemask_ps(bad)};
+    return {_mm_castps_si128(_mm_or_ps(scale, nan)), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_movemask_ps(bad)};
+}
+
+/* As zt_nf4_byte and zt_nf4_scale. */
+ZT_INLINE Scaling nf4_scaling(__m128 span) {
+    const __m128i unit = _mm_castps_si128(_mm_div_ps(span, _mm_set1_ps(127.0f))), all = _mm_set1_epi32(255);
+    const __m128i step = _mm_srai_epi32(_mm_sub_epi32(unit, _mm_set1_epi32(ZT_NF4_SCALE - ZT_NF4_NEAREST)), 21);
+    const __m128i byte = _mm_min_epi32(_mm_max_epi32(step, _mm_setzero_si128()), all);
+    const __m128i scale = _mm_add_epi32(_mm_slli_epi32(byte, 21), _mm_set1_epi32(ZT_NF4_SCALE));
+    const __m128i bytes = _mm_packus_epi16(_mm_packus_epi32(byte, byte), _mm_setzero_si128());
+    const int bad = _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(byte, all)));
+    return {bytes, _mm_div_ps(_mm_set1_ps(1.0f), _mm_castsi128_ps(scale)), bad};
 }
 
 /* The largest magnitude of a block. */
@@ -44,7 +56,7 @@ template <int32_t D> struct Extent {
         }
     }
 
-    template <int BITS> ZT_INLINE Scaling scaled(const Extent *four) {
+    template <class Q> ZT_INLINE Scaling scaled(const Extent *four) {
         V::I peaks[4];
         for (int b = 0; b < 4; ++b) {
             peaks[b] = V::larger<D>(four[b].first, four[b].second);
@@ -54,28 +66,28 @@ template <int32_t D> struct Extent {
         __m128 span = _mm_castsi128_ps(bits);
         if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
         if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
-        return scaling(span, BITS == 8 ? 127.0f : 7.0f);
+        return Q::kScaleBytes == 1 ? nf4_scaling(span) : scaling(span, Q::kBits == 8 ? 127.0f : 7.0f);
     }
 };
 
-template <int32_t D> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse) {
-    return V::round(V::mul(V::load<D>(x), inverse));
+template <int32_t D, class Q> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse) {
+    return Q::code(V::mul(V::load<D>(x), inverse));
 }
 
 /* One block, while another one of the same size is measured. No value leaves its range, so none is clamped: the largest
  * product, top (1 + 2^-22) or less, rounds to top. */
-template <int32_t D, int BITS>
+template <int32_t D, class Q>
 ZT_INLINE Extent<D> encode(const uint8_t *x, int64_t block, float factor, uint8_t *out, bool stream,
                            const uint8_t *other) {
     constexpr int64_t step = 4 * V::kLanes, stride = V::kLanes * kSize<D>;
     const V::F inverse = V::set(factor);
     auto extent = Extent<D>::none();
-    for (int64_t i = 0; i < block; i += step, x += 4 * stride, other += 4 * stride, out += step * BITS / 8) {
+    for (int64_t i = 0; i < block; i += step, x += 4 * stride, other += 4 * stride, out += step * Q::kBits / 8) {
         for (int64_t line = 0; line < 4 * stride; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
         extent.add(other);
-        const V::I a = encoded<D>(x, inverse), b = encoded<D>(x + stride, inverse);
-        const V::I c = encoded<D>(x + 2 * stride, inverse), d = encoded<D>(x + 3 * stride, inverse);
-        if (BITS == 8)
+        const V::I a = encoded<D, Q>(x, inverse), b = encoded<D, Q>(x + stride, inverse);
+        const V::I c = encoded<D, Q>(x + 2 * stride, inverse), d = encoded<D, Q>(x + 3 * stride, inverse);
+        if (Q::kBits == 8)
             V::pack8(out, a, b, c, d, stream);
         else
             V::pack4(out, a, b, c, d, stream);
@@ -89,32 +101,32 @@ struct Group {
     uint32_t bad;
 };
 
-ZT_INLINE void put_floats(uint8_t *out, __m128 x, int64_t n) {
-    if (n == 4) return _mm_storeu_ps(reinterpret_cast<float *>(out), x);
-    float four[4];
-    _mm_storeu_ps(four, x);
-    memcpy(out, four, static_cast<size_t>(4 * n));
+ZT_INLINE void put_some(uint8_t *out, __m128i x, int64_t bytes) {
+    if (bytes == 16) return _mm_storeu_si128(reinterpret_cast<__m128i *>(out), x);
+    uint8_t all[16];
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(all), x);
+    memcpy(out, all, static_cast<size_t>(bytes));
 }
 
 /* Of blocks that were measured, four at a time; writes their scales. */
-template <int32_t D, int BITS> ZT_INLINE Group scaled(const Extent<D> *extents, int64_t blocks, Planes &out) {
+template <int32_t D, class Q> ZT_INLINE Group scaled(const Extent<D> *extents, int64_t blocks, Planes &out) {
     Group group;
     group.bad = 0;
     for (int64_t b = 0; b < blocks; b += 4) {
         const int64_t now = blocks - b < 4 ? blocks - b : 4;
-        const Scaling s = Extent<D>::template scaled<BITS>(extents + b);
+        const Scaling s = Extent<D>::template scaled<Q>(extents + b);
         _mm_storeu_ps(group.inverse + b, s.inverse);
-        put_floats(out.scales, s.scale, now);
-        out.scales += 4 * now;
+        put_some(out.scales, s.stored, Q::kScaleBytes * now);
+        out.scales += Q::kScaleBytes * now;
         group.bad |= static_cast<uint32_t>(s.bad) << b;
     }
     return group;
 }
 
 /* Note [Four blocks at once]. */
-template <int32_t D, int BITS>
+template <int32_t D, class Q>
 void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
-    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8, step = 4 * V::kLanes * kSize<D>;
+    const int64_t bytes = block * kSize<D>, packed = block * Q::kBits / 8, step = 4 * V::kLanes * kSize<D>;
     const int64_t most = block < kGroup ? kGroup / block : 1;
     Extent<D> extents[kGroup / 64];
     for (auto &extent : extents) extent = Extent<D>::none();
@@ -122,17 +134,18 @@ void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out
         for (int64_t i = 0; i < bytes; i += step) extents[b].add(x + b * bytes + i);
     for (int64_t left = blocks; left > 0; left -= most) {
         const int64_t now = left < most ? left : most;
-        const Group group = scaled<D, BITS>(extents, now, out);
+        const Group group = scaled<D, Q>(extents, now, out);
         for (int64_t b = 0; b < now; ++b, x += bytes, out.values += packed) {
             const uint8_t *const next = b + most < left ? x + most * bytes : x;
-            extents[b] = encode<D, BITS>(x, block, group.inverse[b], out.values, stream, next);
+            extents[b] = encode<D, Q>(x, block, group.inverse[b], out.values, stream, next);
             if (group.bad >> b & 1) memset(out.values, 0, static_cast<size_t>(packed));
         }
     }
 }
 
 template <int32_t D> void quantize_from(zt_wire_spec spec, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
-    (spec.bits == 8 ? quantize_blocks<D, 8> : quantize_blocks<D, 4>)(spec.block_size, x, blocks, out, stream);
+    const auto four = zt_wire_is_nf4(spec) ? quantize_blocks<D, Levels> : quantize_blocks<D, Nibbles>;
+    (spec.bits == 8 ? quantize_blocks<D, Bytes> : four)(spec.block_size, x, blocks, out, stream);
 }
 
 void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream) {

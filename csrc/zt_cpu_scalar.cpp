@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "zt_cpu.h"
+#include "zt_nf4.h"
 
 #define ZT_INLINE static inline
 
@@ -87,8 +88,12 @@ ZT_INLINE void put(Elements out, int64_t i, float x) {
     write(out.data + 2 * i, out.dtype == ZT_FP16 ? to_half(x) : to_bfloat(x));
 }
 
+constexpr float kTree[16] = {ZT_NF4_TREE};
+constexpr int8_t kLevels[16] = {ZT_NF4_LEVELS};
+
 struct Scaling {
-    float scale, inverse;
+    uint32_t stored; /* in the message: an FP32's bits or a byte */
+    float inverse;
     bool bad;
 };
 
@@ -99,17 +104,28 @@ Scaling measured(const float *x, zt_wire_spec spec) {
         most = magnitude > most ? magnitude : most;
     }
     const float span = float_of(most), top = spec.bits == 8 ? 127.0f : 7.0f;
-    if (!(span <= 0x1.fffffep127f)) return {float_of(0x7fc00000), 0.0f, true};
-    if (span < 0x1p-100f) return {0.0f, 0.0f, false};
-    return {span / top, top / span, false};
+    if (zt_wire_is_nf4(spec)) {
+        const uint32_t byte = zt_nf4_byte(bits_of(span / 127.0f));
+        return {byte, 1.0f / float_of(zt_nf4_scale(byte)), byte == 255};
+    }
+    if (!(span <= 0x1.fffffep127f)) return {0x7fc00000, 0.0f, true};
+    if (span < 0x1p-100f) return {0, 0.0f, false};
+    return {bits_of(span / top), top / span, false};
 }
 
 /* To the nearest integer, the even one of two; |x| < 2^22. */
 ZT_INLINE int32_t rounded(float x) { return static_cast<int32_t>(bits_of(x + 0x1.8p23f) - bits_of(0x1.8p23f)); }
 
+/* The level nearest to x, as the number of it. */
+ZT_INLINE int32_t nf4_of(float x) {
+    int32_t node = 1;
+    for (int level = 0; level < 4; ++level) node = 2 * node + (x > kTree[node]);
+    return node - 24;
+}
+
 void quantize_block(const float *x, zt_wire_spec spec, Scaling s, uint8_t *out) {
     for (int64_t i = 0; i < spec.block_size; ++i) {
-        const int32_t q = s.bad ? 0 : rounded(x[i] * s.inverse);
+        const int32_t q = s.bad ? 0 : zt_wire_is_nf4(spec) ? nf4_of(x[i] * s.inverse) : rounded(x[i] * s.inverse);
         if (spec.bits == 8)
             out[i] = static_cast<uint8_t>(q);
         else if (i % 2 == 0)
@@ -137,23 +153,25 @@ void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool) {
         for (int64_t i = 0; i < spec.block_size; ++i) buffer[i] = element(x, i);
         const Scaling s = measured(buffer, spec);
         quantize_block(buffer, spec, s, out.values + b * zt_wire_block_bytes(spec));
-        write(out.scales + 4 * b, s.scale);
+        memcpy(out.scales + zt_wire_scale_bytes(spec) * b, &s.stored, static_cast<size_t>(zt_wire_scale_bytes(spec)));
         x.data += spec.block_size * (x.dtype == ZT_FP32 ? 4 : 2);
     }
 }
 
-ZT_INLINE int32_t quantized(const uint8_t *values, int64_t i, int32_t bits) {
-    if (bits == 8) return static_cast<int8_t>(values[i]);
-    return ((values[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
+ZT_INLINE int32_t quantized(const uint8_t *values, int64_t i, zt_wire_spec spec) {
+    if (spec.bits == 8) return static_cast<int8_t>(values[i]);
+    const int32_t nibble = values[i / 2] >> (i % 2 * 4) & 15;
+    return zt_wire_is_nf4(spec) ? kLevels[nibble] : (nibble ^ 8) - 8;
 }
 
 /* total = (first) or total += the values of a block of one message. */
 void add_block(const Terms &terms, const uint8_t *data, int64_t block, bool first, float *total) {
     const zt_wire_spec spec = terms.spec;
     const uint8_t *values = data + block * zt_wire_block_bytes(spec);
-    const float scale = read<float>(data + terms.scales + 4 * block);
+    const uint8_t *at = data + terms.scales + zt_wire_scale_bytes(spec) * block;
+    const float scale = zt_wire_is_nf4(spec) ? float_of(zt_nf4_scale(*at)) : read<float>(at);
     for (int64_t i = 0; i < spec.block_size; ++i) {
-        const float x = static_cast<float>(quantized(values, i, spec.bits)) * scale;
+        const float x = static_cast<float>(quantized(values, i, spec)) * scale;
         total[i] = first ? x : total[i] + x;
     }
 }

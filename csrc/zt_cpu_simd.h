@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * The inner loops over dense values, written once for the vectors `V`, `Bytes` and `Nibbles` that the including file
- * defines; Note [One file, one instruction set] is in zt_cpu.h.
+ * The inner loops over dense values, written once for the vectors `V`, `Bytes`, `Nibbles` and `Levels` that the including
+ * file defines; Note [One file, one instruction set] is in zt_cpu.h.
  */
 #ifndef ZT_CPU_SIMD_H
 #define ZT_CPU_SIMD_H

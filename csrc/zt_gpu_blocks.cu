@@ -36,7 +36,7 @@ static_assert(sizeof(zt_reduce_arguments) <= 4096, "what every compiler lets a k
 
 /* What lies between the planes of each message is zero. */
 ZT_DEVICE void zt_clear_padding(const zt_gpu_messages &messages, const zt_shares &shares, const zt_planes &planes) {
-    const int64_t scale_bytes = planes.blocks * ZT_WIRE_SCALE_BYTES, i = threadIdx.x;
+    const int64_t scale_bytes = planes.blocks * zt_wire_scale_bytes(planes.spec), i = threadIdx.x;
     const int64_t begins[2] = {planes.values_end, planes.scales + scale_bytes};
     const int64_t ends[2] = {planes.scales, planes.nbytes};
     for (int64_t member = blockIdx.x; member < shares.members; member += gridDim.x) {
@@ -55,40 +55,40 @@ constexpr int zt_residents(int units) { return units == 8 ? 2 : 4; }
 constexpr int zt_residents(int units) { return units == 2 ? 4 : units == 4 ? 3 : 2; }
 #endif
 
-template <int UNITS>
+template <int UNITS, bool NF4>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT];
         zt_load_units<UNITS>(a.pieces, place, v); /* beyond the last block all is zero */
-        zt_encode<UNITS>(v, place, a.planes, a.messages);
+        zt_encode<UNITS, NF4>(v, place, a.planes, a.messages);
     }
     zt_clear_padding(a.messages, a.shares, a.planes);
 }
 
-template <int UNITS, int BITS>
+template <int UNITS, int BITS, bool NF4>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_requantize_arguments a) {
     zt_clear_padding(a.out, a.shares, a.planes);
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT] = {};
-        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS>(a.messages, a.from, place, v);
+        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, NF4>(a.messages, a.from, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
         zt_clear_beyond<UNITS>(v, place, a.planes.numel - place.first);
-        zt_encode<UNITS>(v, place, a.planes, a.out);
+        zt_encode<UNITS, NF4>(v, place, a.planes, a.out);
     }
 }
 
-template <int UNITS, int BITS>
+template <int UNITS, int BITS, bool NF4>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_reduce_kernel(ZT_ARGUMENTS zt_reduce_arguments a) {
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         if (place.block >= a.shares.blocks) return;
         float v[UNITS * ZT_UNIT];
-        zt_sum<UNITS, BITS>(a.messages, a.planes, place, v);
+        zt_sum<UNITS, BITS, NF4>(a.messages, a.planes, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.reduce.factor);
         zt_store_units<UNITS>(a.pieces, place, v, a.reduce.accumulate != 0);
     }
@@ -113,8 +113,8 @@ static int zt_share(const zt_messages &messages, const zt_planes &planes, int32_
 
 int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, const void *table, zt_messages messages,
                     void *stream) {
-    static void (*const kernels[3])(zt_quantize_arguments) = {zt_quantize_kernel<2>, zt_quantize_kernel<4>,
-                                                              zt_quantize_kernel<8>};
+    static void (*const kernels[3])(zt_quantize_arguments) = {zt_quantize_kernel<2, false>, zt_quantize_kernel<4, false>,
+                                                              zt_quantize_kernel<8, false>};
     zt_quantize_arguments a;
     if (!zt_wire_valid(spec)) return ZT_BAD_SPEC;
     int status = zt_take_pieces(pieces, count, table, messages.members, &a.pieces);
@@ -125,15 +125,16 @@ int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, co
     const int32_t units = zt_units_of(spec, 32);
     status = zt_share(messages, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4], a.shares.tiles, ZT_THREADS, a, stream);
+    const auto kernel = zt_wire_is_nf4(spec) ? zt_quantize_kernel<2, true> : kernels[units / 4];
+    return zt_launch(kernel, a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out, int64_t numel,
                       zt_reduce reduce, void *stream) {
     static void (*const kernels[3][2])(zt_requantize_arguments) = {
-        {zt_requantize_kernel<2, 4>, zt_requantize_kernel<2, 8>},
-        {zt_requantize_kernel<4, 4>, zt_requantize_kernel<4, 8>},
-        {zt_requantize_kernel<8, 4>, zt_requantize_kernel<8, 8>},
+        {zt_requantize_kernel<2, 4, false>, zt_requantize_kernel<2, 8, false>},
+        {zt_requantize_kernel<4, 4, false>, zt_requantize_kernel<4, 8, false>},
+        {zt_requantize_kernel<8, 4, false>, zt_requantize_kernel<8, 8, false>},
     };
     zt_requantize_arguments a;
     if (!zt_wire_valid(from) || !zt_wire_valid(to) || reduce.accumulate) return ZT_BAD_SPEC;
@@ -149,13 +150,16 @@ int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, 
     const int32_t units = zt_units_of(to, 32);
     status = zt_share(out, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4][from.bits == 8], a.shares.tiles, ZT_THREADS, a, stream);
+    const auto kernel = zt_wire_is_nf4(from) ? zt_requantize_kernel<2, 4, true> : kernels[units / 4][from.bits == 8];
+    return zt_launch(kernel, a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
                              const void *table, zt_reduce reduce, void *stream) {
-    static void (*const kernels[2][2])(zt_reduce_arguments) = {{zt_reduce_kernel<2, 4>, zt_reduce_kernel<2, 8>},
-                                                               {zt_reduce_kernel<4, 4>, zt_reduce_kernel<4, 8>}};
+    static void (*const kernels[2][2])(zt_reduce_arguments) = {
+        {zt_reduce_kernel<2, 4, false>, zt_reduce_kernel<2, 8, false>},
+        {zt_reduce_kernel<4, 4, false>, zt_reduce_kernel<4, 8, false>},
+    };
     zt_reduce_arguments a;
     if (!zt_wire_valid(spec) || (reduce.accumulate != 0 && reduce.accumulate != 1)) return ZT_BAD_SPEC;
     int status = zt_take_pieces(pieces, count, table, messages.members, &a.pieces);
@@ -167,7 +171,8 @@ int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_p
     a.reduce = reduce;
     status = zt_share(messages, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4][spec.bits == 8], a.shares.tiles, ZT_THREADS, a, stream);
+    const auto kernel = zt_wire_is_nf4(spec) ? zt_reduce_kernel<2, 4, true> : kernels[units / 4][spec.bits == 8];
+    return zt_launch(kernel, a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int64_t zt_gpu_table_bytes(int32_t count) {

@@ -23,7 +23,13 @@ ZT_DEVICE zt_extremes zt_scaled(uint32_t width, float levels) {
     return {zt_bits<uint32_t>(zt_div(span, levels)), {zt_div(levels, span), ~0u}};
 }
 
-template <int N> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
+/* As zt_scaled for NF4; the scale is a byte. */
+ZT_DEVICE zt_extremes zt_scaled_nf4(uint32_t width) {
+    const uint32_t byte = zt_nf4_byte(zt_bits<uint32_t>(zt_div(zt_bits<float>(width), 127.0f)));
+    return {byte, {zt_div(1.0f, zt_bits<float>(zt_nf4_scale(byte))), byte == 255 ? 0 : ~0u}};
+}
+
+template <int N, bool NF4> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
     uint32_t most = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) {
@@ -34,34 +40,42 @@ template <int N> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int
         const uint32_t other = zt_shuffle_xor(most, by, lanes);
         most = other > most ? other : most;
     }
-    return zt_scaled(most, (float)((1 << (bits - 1)) - 1));
+    return NF4 ? zt_scaled_nf4(most) : zt_scaled(most, (float)((1 << (bits - 1)) - 1));
 }
 
-template <int UNITS, int BITS>
+template <int UNITS, int BITS, bool NF4>
 ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, uint8_t *message) {
     message += zt_packed_offset<BITS>(place);
 #pragma unroll
-    for (int u = 0; u < UNITS; u++)
-        zt_store_packed<BITS>(message + zt_unit_of(place, u) * BITS, zt_pack<BITS>(v + u * ZT_UNIT, coder));
+    for (int u = 0; u < UNITS; u++) {
+        uint8_t *to = message + zt_unit_of(place, u) * BITS;
+        if constexpr (NF4)
+            zt_store_packed<4>(to, zt_pack_nf4(v + u * ZT_UNIT, coder));
+        else
+            zt_store_packed<BITS>(to, zt_pack<BITS>(v + u * ZT_UNIT, coder));
+    }
 }
 
 /* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
-template <int UNITS>
+template <int UNITS, bool NF4>
 ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_gpu_messages &messages) {
     const int bits = planes.spec.bits;
-    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT>(v, place.lanes, bits);
+    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, NF4>(v, place.lanes, bits);
     if (place.block >= planes.blocks) return;
-    uint8_t *message = zt_message_at(messages, place.member);
-    if (bits == 8)
-        zt_store_block<UNITS, 8>(v, place, extremes.coder, message);
+    uint8_t *message = zt_message_at(messages, place.member), *scales = message + planes.scales;
+    if (!NF4 && bits == 8)
+        zt_store_block<UNITS, 8, false>(v, place, extremes.coder, message);
     else
-        zt_store_block<UNITS, 4>(v, place, extremes.coder, message);
-    if (place.lane == 0)
-        zt_store<uint32_t>(message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES, extremes.scale);
+        zt_store_block<UNITS, 4, NF4>(v, place, extremes.coder, message);
+    if (place.lane != 0) return;
+    if constexpr (NF4)
+        zt_store<uint8_t>(scales + place.block, (uint8_t)extremes.scale);
+    else
+        zt_store<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES, extremes.scale);
 }
 
 /* Adds a lane's units of MANY messages from `first` on to v, in their order, after reading them all. */
-template <int MANY, int UNITS, int BITS>
+template <int MANY, int UNITS, int BITS, bool NF4>
 ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const zt_planes &planes, zt_place place,
                                const uint8_t *of_member, float *v) {
     zt_packed<BITS> packed[MANY][UNITS];
@@ -71,7 +85,10 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
         const uint8_t *message = of_member + zt_source_offset(messages, first + i);
         const uint8_t *values = message + zt_packed_offset<BITS>(place);
         const uint8_t *scales = message + planes.scales;
-        scale[i] = zt_bits<float>(zt_load<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES));
+        if constexpr (NF4)
+            scale[i] = zt_bits<float>(zt_nf4_scale(zt_load<uint8_t>(scales + place.block)));
+        else
+            scale[i] = zt_bits<float>(zt_load<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES));
 #pragma unroll
         for (int u = 0; u < UNITS; u++) packed[i][u] = zt_load_packed<BITS>(values + zt_unit_of(place, u) * BITS);
     }
@@ -80,7 +97,10 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
             float q[ZT_UNIT];
-            zt_unpack<BITS>(packed[i][u], q);
+            if constexpr (NF4)
+                zt_unpack_nf4(packed[i][u], q);
+            else
+                zt_unpack<BITS>(packed[i][u], q);
 #pragma unroll
             for (int k = 0; k < ZT_UNIT; k++)
                 v[u * ZT_UNIT + k] = zt_add(v[u * ZT_UNIT + k], zt_mul(q[k], scale[i]));
@@ -89,7 +109,7 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
 }
 
 /* v = the sum of a lane's units over the messages to its member, in their order. */
-template <int UNITS, int BITS>
+template <int UNITS, int BITS, bool NF4>
 ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
     const int ahead = UNITS == 8 ? 1 : UNITS == 2 ? 4 : 2; /* as many as registers hold */
     const uint8_t *of_member = zt_message_at(messages, place.member);
@@ -98,10 +118,10 @@ ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, 
     int i = 0;
 #pragma unroll 1
     for (; i + ahead <= messages.count; i += ahead)
-        zt_add_messages<ahead, UNITS, BITS>(messages, i, planes, place, of_member, v);
+        zt_add_messages<ahead, UNITS, BITS, NF4>(messages, i, planes, place, of_member, v);
 #pragma unroll 1
     for (; i < messages.count; i++)
-        zt_add_messages<1, UNITS, BITS>(messages, i, planes, place, of_member, v);
+        zt_add_messages<1, UNITS, BITS, NF4>(messages, i, planes, place, of_member, v);
 }
 
 /* Zeros for the padding of the last block: `present` values of this one exist. */

@@ -12,6 +12,7 @@
 #define ZT_GPU_UNITS_H
 
 #include "zt_gpu_tables.h"
+#include "zt_nf4.h"
 
 /* Where a block begins in a message: a unit takes BITS bytes. */
 template <int BITS> ZT_DEVICE int64_t zt_packed_offset(zt_place place) { return place.first / ZT_UNIT * BITS; }
@@ -50,6 +51,23 @@ template <int BITS> ZT_DEVICE void zt_unpack(zt_packed<BITS> packed, float *q) {
     }
 }
 
+/* The levels of nibbles 0 to 3, 4 to 7, 8 to 11 and 12 to 15, as bytes. */
+#define ZT_NF4_WORDS {0x24170c00u, 0x7f584332u, 0xc8b9a481u, 0xf6ece1d5u}
+
+/* The levels of NF4 as integers in floats: those of four nibbles at once become the bytes of a word. */
+ZT_DEVICE void zt_unpack_nf4(zt_packed<4> packed, float *q) {
+    const uint32_t levels[4] = ZT_NF4_WORDS;
+    zt_packed<8> bytes;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t nibbles = packed.word[0] >> (16 * half), which = nibbles & 0x7777u;
+        const uint32_t low = __byte_perm(levels[0], levels[1], which), high = __byte_perm(levels[2], levels[3], which);
+        const uint32_t upper = __byte_perm(0xff00u, 0, nibbles >> 3 & 0x1111u);
+        bytes.word[half] = (low & ~upper) | (high & upper);
+    }
+    zt_unpack<8>(bytes, q);
+}
+
 /* What turns values into integers: x * inverse; nothing is kept of a block that holds Inf or NaN. */
 struct zt_coder {
     float inverse;
@@ -74,6 +92,21 @@ template <int BITS> ZT_DEVICE zt_packed<BITS> zt_pack(const float *v, zt_coder c
         packed.word[w] = ((sum - rest) ^ flip) & coder.keep;
     }
     return packed;
+}
+
+/* Packs the numbers of the levels nearest to a unit's values. */
+ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder) {
+    const float bounds[16] = {ZT_NF4_TREE};
+    uint32_t word = 0;
+#pragma unroll
+    for (int k = ZT_UNIT; k-- > 0;) {
+        const float x = zt_mul(v[k], coder.inverse);
+        uint32_t above = 0;
+#pragma unroll
+        for (int i = 1; i < 16; i++) above += x > bounds[i];
+        word = word << 4 | above;
+    }
+    return {{(word ^ 0x88888888u) & coder.keep}};
 }
 
 template <int BITS> ZT_DEVICE void zt_store_packed(uint8_t *to, zt_packed<BITS> packed) {

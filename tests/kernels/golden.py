@@ -20,10 +20,10 @@ from torch import Tensor
 from tests.kernels.operators import serving
 from zero_topo.quant import ops, reference
 from zero_topo.quant.operands import DTYPES, FLOATS, Messages, View, from_sources, to_members, total_numel, view_of
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
+from zero_topo.quant.spec import BLOCK_SIZES, NF4, BlockSpec, Cast
 
 Spec = BlockSpec | Cast
-SPECS = [BlockSpec(bits, size) for bits, size in product((8, 4), BLOCK_SIZES)]
+SPECS = [*(BlockSpec(bits, size) for bits, size in product((8, 4), BLOCK_SIZES)), NF4]
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Seq
 
 def others_of(spec: Spec) -> list[Spec]:
     """Formats in which sums of this one can go on."""
-    return [spec] if isinstance(spec, Cast) else [BlockSpec(bits, spec.block_size) for bits in (8, 4)]
+    alone = isinstance(spec, Cast) or spec.nf4
+    return [spec] if alone else [BlockSpec(bits, spec.block_size) for bits in (8, 4)]
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:

@@ -29,8 +29,8 @@ from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, bui
 
 NVIDIA = (pytest.param("80", marks=pytest.mark.long), "90")
 AMD = "gfx90a"
-EXPECTED = {"zt_quantize_kernel": 3, "zt_requantize_kernel": 6, "zt_reduce_kernel": 4}
-"""Block kernels by how many units and bits they are instantiated for."""
+EXPECTED = {"zt_quantize_kernel": 4, "zt_requantize_kernel": 7, "zt_reduce_kernel": 5}
+"""Block kernels by how many units and formats they are instantiated for."""
 CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
 """Those of codes, by units."""
 CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 3, "zt_cast_again_kernel": 3}

@@ -110,7 +110,7 @@ class Reference:
 
 
 class Seen(NamedTuple):
-    """After a step of one rank: optimizer rows ``[R, F]`` of what it got, its weights and momentum; their mask before."""
+    """After a step of a rank: optimizer rows ``[R, F]`` of what it got, its weights and momentum; their mask before."""
 
     rows: Tensor
     weights: Tensor

@@ -41,7 +41,7 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
                 cells.append("-")
                 continue
             spec, stored = specs.get(role), config.resident_spec is not None and role == "weights"
-            bits = f" int{spec.bits}" if spec is not None and (degree > 1 or stored) else ""
+            bits = f" {spec.name}" if spec is not None and (degree > 1 or stored) else ""
             bits += " stored" if stored else ""
             domain = config.topology.domain(degree)
             cells.append(domain + ("" if domain == "world" else f" {degree}") + bits)
@@ -82,7 +82,7 @@ def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice |
         config = plan.config
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
-        sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
+        sync = config.sync.MODE if few_bits is None else few_bits.name
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         loses = "yes" if plan.candidate.losses else "no"
         table.add_row(scheme, degrees(config), loses, sync if moves else "-", *_costs(plan))

@@ -15,6 +15,7 @@ ROOT = "zero_topo"
 """The key of the block in a DeepSpeed config."""
 Domain = Literal["rank", "gpu", "node", "world"]
 Bits = Literal["int8", "int4"]
+GradientBits = Literal["int8", "int4", "nf4"]
 
 
 def _check_degree(value: Any) -> Any:
@@ -42,7 +43,11 @@ class QuantizeConfig(StrictModel):
     secondary: Bits | None = Field(
         None, description="The secondary copy, as stored and as gathered before a backward; null keeps 16 bits."
     )
-    gradients: Bits | None = Field(None, description="Gradients in the scatter; null sends them unquantized.")
+    gradients: GradientBits | None = Field(
+        None,
+        description='Gradients in the scatter; null sends them unquantized. "nf4" has 4 bits in a codebook and blocks '
+        'of 64 with scales of one byte: about a third of the error of "int4" in blocks of 256, at the same bytes.',
+    )
     resident: Literal["int8"] | None = Field(
         None,
         description="Store the weight shard only as INT8. These weights are gathered as they are and updated from the "
@@ -50,13 +55,14 @@ class QuantizeConfig(StrictModel):
     )
     block_size: BlockSize = Field(
         256,
-        description="Elements of one parameter with one scale (4 bytes). Fewer is more exact but sends more scales.",
+        description="Elements of one parameter with one scale (4 bytes), in INT8 and INT4. Fewer is more exact but "
+        "sends more scales.",
     )
 
     def spec(self, role: str) -> BlockSpec | None:
         """Return the format of a quantization key; None if it quantizes nothing."""
         name = getattr(self, role)
-        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size)
+        return None if name is None else BlockSpec.named(name, self.block_size)
 
 
 class PublishConfig(StrictModel):
@@ -76,4 +82,4 @@ class PublishConfig(StrictModel):
     @property
     def spec(self) -> BlockSpec | None:
         """Return the wire format of the differences; None if whole weights are sent."""
-        return None if self.delta is None else BlockSpec(int(self.delta.removeprefix("int")), self.block_size)
+        return None if self.delta is None else BlockSpec.named(self.delta, self.block_size)

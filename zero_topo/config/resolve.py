@@ -241,7 +241,7 @@ def _placement(resolved: ResolvedConfig, places: Places) -> str:
         spec = getattr(resolved, f"{role}_spec", None)
         ranks = f"{degree} rank{'s' if degree > 1 else ''}"
         where = f"{place} ({ranks})" if isinstance(place, str) else ranks
-        words.append(f"{role}{'' if spec is None else f' INT{spec.bits}'} over {where}")
+        words.append(f"{role}{'' if spec is None else f' {spec.name.upper()}'} over {where}")
     return ", ".join(words)
 
 

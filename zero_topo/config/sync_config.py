@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from zero_topo.plan import Plan
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import NF4, BlockSpec
 from zero_topo.strict import StrictModel
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -208,9 +208,13 @@ class QuantizedSync(SyncSettings):
     """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
 
     mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
-    bits: Literal[8, 4] = Field(4, description="Bits per value on the wire, next to one FP32 scale per block.")
+    bits: Literal[8, 4, "nf4"] = Field(
+        4,
+        description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits in a codebook, in '
+        "blocks of 64 with scales of one byte.",
+    )
     block_size: BlockSize = Field(
-        256, description="Elements that share one scale; no block holds values of two parameters."
+        256, description="Elements of INT8 and INT4 that share one scale; no block holds values of two parameters."
     )
     error_feedback: bool = Field(
         True,
@@ -220,10 +224,22 @@ class QuantizedSync(SyncSettings):
         "rank sends.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _block_of_nf4(cls, given: Any) -> Any:
+        nf4 = isinstance(given, Mapping) and given.get("bits") == NF4.name
+        return {"block_size": NF4.block_size, **given} if nf4 else given
+
+    def problem(self, plan: Plan) -> str | None:
+        """Refuse block sizes that NF4 does not have."""
+        if self.block_size == self.spec.block_size:
+            return None
+        return f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove "block_size"'
+
     @property
     def spec(self) -> BlockSpec:
         """Return the wire format."""
-        return BlockSpec(self.bits, self.block_size)
+        return BlockSpec.named(str(self.bits), self.block_size)
 
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
         """Record an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.

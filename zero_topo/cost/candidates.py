@@ -56,11 +56,11 @@ class Candidate:
         """
         used = _used(self.config)
         sync, publish = used.pop("sync"), used.pop("publish")
-        inside = tuple(f"int{spec.bits} {what}" for what, spec in used.items() if spec is not None)
-        between = [] if publish is None or publish.spec is None else [f"int{publish.spec.bits} publish"]
+        inside = tuple(f"{spec.name} {what}" for what, spec in used.items() if spec is not None)
+        between = [] if publish is None or publish.spec is None else [f"{publish.spec.name} publish"]
         if sync is not None and sync.MODE != DenseSync.MODE:
             few_bits = getattr(sync, "spec", None)
-            between.insert(0, f"{sync.MODE if few_bits is None else f'int{few_bits.bits}'} sync")
+            between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
         return tuple(part for part in (inside, tuple(between)) if part)
 
     def loses_only(self, asked: ZeroTopoConfig) -> bool:

@@ -8,6 +8,11 @@ Note [Arithmetic contract]
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
     type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
 
+    NF4: the scale's byte ``b`` is ``(bits(absmax / 127) + NF4_NEAREST - NF4_SCALE) >> 21``, at least 0. If ``b`` is
+    above 254, or ``absmax`` is Inf or NaN, it is 255: scale = NaN and q = 0. Else ``scale`` has the bits
+    ``NF4_SCALE + (b << 21)``, ``inv = 1 / scale``, and ``q + 8`` is the number of ``NF4_BOUNDS`` below ``x * inv``.
+    Dequantized value: ``NF4_LEVELS[q + 8] * scale``.
+
 Note [Count sketch]
     A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three thirds. Block ``b``
     is added into one row of each third, chosen and signed by a hash of ``(seed, b, third)``. An element stays in its
@@ -35,7 +40,21 @@ from zero_topo.quant.operands import (
     total_numel,
     write_all,
 )
-from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, BlockSpec, Cast, Format, TritSpec
+from zero_topo.quant.spec import (
+    CHUNK,
+    GROUP,
+    HEADROOM,
+    KEPT_FROM,
+    KEPT_TO,
+    NF4_BOUNDS,
+    NF4_LEVELS,
+    NF4_NEAREST,
+    NF4_SCALE,
+    BlockSpec,
+    Cast,
+    Format,
+    TritSpec,
+)
 
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
@@ -81,12 +100,13 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         out.copy_(x.to(DTYPES[spec.dtype]).view(torch.uint8))
         return
     numel = x.numel()
-    q, scale = _quantized(_blocks(x, spec), spec)
-    values_end = spec.blocks(numel) * spec.block_bytes
+    q, scale = (_nf4_quantized if spec.nf4 else _quantized)(_blocks(x, spec), spec)
+    values_end, scales = spec.blocks(numel) * spec.block_bytes, spec.scales_offset(numel)
+    scales_end = scales + spec.blocks(numel) * spec.scale_bytes
     out[:values_end].copy_(_pack(q, spec.bits))
-    _clear_padding(out, values_end, spec.scales_offset(numel))
-    _floats(out, spec.scales_offset(numel), spec.blocks(numel)).copy_(scale)
-    _clear_padding(out, spec.scales_offset(numel) + 4 * spec.blocks(numel), out.numel())
+    _clear_padding(out, values_end, scales)
+    out[scales:scales_end].copy_(scale.view(torch.uint8))
+    _clear_padding(out, scales_end, out.numel())
 
 
 def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
@@ -103,6 +123,21 @@ def _quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     inverse = (levels / absmax).masked_fill_(tiny, 0.0)
     q = blocks.mul_(inverse[:, None]).round_().clamp_(-spec.levels, spec.levels)
     return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale
+
+
+def _nf4_quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
+    absmax = blocks.abs().amax(dim=1)
+    bits = (absmax / torch.full_like(absmax, INT8_LEVELS)).view(torch.int32)
+    steps = ((bits - (NF4_SCALE - NF4_NEAREST)) >> 21).clamp_(min=0)
+    steps = steps.masked_fill_(~torch.isfinite(absmax) | (steps > 254), 255)
+    scale = _nf4_scale(steps)
+    bounds = torch.tensor(NF4_BOUNDS, device=blocks.device)
+    q = torch.bucketize(blocks.mul_((torch.ones_like(scale) / scale)[:, None]), bounds) - 8
+    return q.masked_fill_((steps == 255)[:, None], 0).to(torch.int8), steps.to(torch.uint8)
+
+
+def _nf4_scale(steps: Tensor) -> Tensor:
+    return ((steps.to(torch.int32) << 21) + NF4_SCALE).view(torch.float32).masked_fill_(steps == 255, torch.nan)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
@@ -128,12 +163,10 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
         return message.clone().view(DTYPES[spec.dtype]).to(torch.float32)
     blocks = spec.blocks(numel)
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
-    scale = _floats(message, spec.scales_offset(numel), blocks)
-    return q.mul_(scale[:, None]).view(-1)[:numel]
-
-
-def _floats(message: Tensor, offset: int, count: int) -> Tensor:
-    return message[offset : offset + 4 * count].view(torch.float32)
+    scale = message[spec.scales_offset(numel) :][: blocks * spec.scale_bytes]
+    if spec.nf4:
+        q, scale = torch.tensor(NF4_LEVELS, device=q.device, dtype=q.dtype)[q.long() + 8], _nf4_scale(scale)
+    return q.mul_(scale.view(torch.float32)[:, None]).view(-1)[:numel]
 
 
 def _clear_padding(out: Tensor, begin: int, end: int) -> None:

@@ -4,10 +4,17 @@
 One message holds values and scales, so one collective sends both::
 
     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
-    [scales: fp32, one per block; padded to 128 bytes]
+    [scales: fp32, in NF4 one byte, one per block; padded to 128 bytes]
 
 INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost model, meter and
 collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` has this arithmetic for the kernels.
+
+Note [NF4]
+    The 4-bit value ``v``, -8 to 7, stands for ``NF4_LEVELS[v + 8]``: the quantiles of a normal distribution of QLoRA
+    (arXiv 2305.14314), in units of 1/127 and mirrored, so that zero is encoded as zero. Levels are dense near zero,
+    where most values lie. A block has 64 values. Its scale is a byte ``b``: ``2**-43 * (1 + b % 4 / 4) * 2**(b // 4)``,
+    four scales per power of two. 255 is NaN. INT4 in blocks of 256 has as many bits per value. See
+    ``csrc/zt_nf4.h``.
 
 Note [Trits]
     A message encodes the changes of the INT8 weights of ``n`` blocks of ``B`` values. Most weights change by -1, 0 or
@@ -31,12 +38,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar
 
 ALIGNMENT = 128
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048)
 SCALE_BYTES = 4
 FLOAT_NAMES = ("fp32", "fp16", "bf16")
+NF4_LEVELS = (-127, -92, -71, -56, -43, -31, -20, -10, 0, 12, 23, 36, 50, 67, 88, 127)
+NF4_BOUNDS = tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS))
+NF4_SCALE = 84 << 23  # bits of 2**-43, the FP32 scale of byte 0; bytes count in steps of 2**21 from here
+NF4_NEAREST = 3 << 18  # added before a scale is truncated to such a step: 3/8 of it has the smallest error
 GROUP = 5  # blocks whose trits share their bytes
 CHUNK = 64  # blocks with one count of those before them that are sent whole
 HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
@@ -49,7 +61,8 @@ class BlockSpec:
 
     Attributes:
         bits: 8 or 4 per value.
-        block_size: elements that share one scale; one of ``BLOCK_SIZES``.
+        block_size: elements that share one scale; one of ``BLOCK_SIZES``, 64 in NF4.
+        nf4: whether 4-bit values select levels of a codebook and scales are bytes; see Note [NF4].
 
     Raises:
         ValueError: for other bits or block sizes.
@@ -57,6 +70,7 @@ class BlockSpec:
 
     bits: int
     block_size: int = 256
+    nf4: bool = False
     lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,6 +78,18 @@ class BlockSpec:
             raise ValueError(f"quantization to {self.bits} bits is not known; choose int8 or int4")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size {self.block_size} is not supported; choose one of {list(BLOCK_SIZES)}")
+        if self.nf4 and (self.bits, self.block_size) != (4, 64):
+            raise ValueError(f"nf4 has 4 bits in blocks of 64, not {self.bits} in blocks of {self.block_size}")
+
+    @classmethod
+    def named(cls, name: str, block_size: int) -> BlockSpec:
+        """Return the format that a config names: "int8" or "int4" in blocks of this size, or "nf4"."""
+        return NF4 if name == NF4.name else cls(int(name.removeprefix("int")), block_size)
+
+    @property
+    def name(self) -> str:
+        """Return the name that configs give to the format."""
+        return "nf4" if self.nf4 else f"int{self.bits}"
 
     @property
     def levels(self) -> int:
@@ -75,10 +101,15 @@ class BlockSpec:
         """Return the bytes of one block's values."""
         return self.block_size * self.bits // 8
 
+    @property
+    def scale_bytes(self) -> int:
+        """Return the bytes of a block's scale."""
+        return 1 if self.nf4 else SCALE_BYTES
+
     @cached_property
     def code(self) -> tuple[int, int, int]:
-        """Return the format as operators take it: bits, block size, type of floats."""
-        return self.bits, self.block_size, 0
+        """Return the format as operators take it: bits, block size, 1 for NF4."""
+        return self.bits, self.block_size, int(self.nf4)
 
     def blocks(self, numel: int) -> int:
         """Return the number of blocks that hold ``numel`` values."""
@@ -91,11 +122,14 @@ class BlockSpec:
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
         blocks = -(-numel // self.block_size)
-        values, scales = blocks * self.block_size * self.bits // 8, blocks * SCALE_BYTES
+        values, scales = blocks * self.block_size * self.bits // 8, blocks * self.scale_bytes
         return ALIGNMENT * (-(-values // ALIGNMENT) + -(-scales // ALIGNMENT))
 
     def __str__(self) -> str:
-        return f"int{self.bits}/{self.block_size}"
+        return f"{self.name}/{self.block_size}"
+
+
+NF4 = BlockSpec(4, 64, nf4=True)
 
 
 @dataclass(frozen=True)
@@ -134,8 +168,8 @@ Format = BlockSpec | Cast
 
 def format_of(code: Sequence[int]) -> Format:
     """Return the format that has this code."""
-    bits, block_size, dtype = code
-    return Cast(FLOAT_NAMES[dtype]) if block_size == 1 else BlockSpec(bits, block_size)
+    bits, block_size, kind = code
+    return Cast(FLOAT_NAMES[kind]) if block_size == 1 else BlockSpec(bits, block_size, nf4=bool(kind))
 
 
 def padded(nbytes: int) -> int:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_topo.quant.spec import Cast, Format
+from zero_topo.quant.spec import NF4_BOUNDS, NF4_LEVELS, NF4_NEAREST, NF4_SCALE, Cast, Format
 from zero_topo.quant.triton_sparse import loaded, widened
 
 TILE = tl.constexpr(4096)
@@ -34,6 +34,10 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 ROUNDER = tl.constexpr(1.5 * 2**23)
 TINY = tl.constexpr(2.0**-100)
+LEVELS = tl.constexpr(NF4_LEVELS)
+BOUNDS = tl.constexpr(NF4_BOUNDS)
+NEAREST = tl.constexpr(NF4_NEAREST)
+FIRST_SCALE = tl.constexpr(NF4_SCALE)
 # The interpreter does not round to bfloat16 half to even, as GPUs do.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -240,23 +244,41 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     block = _blocks(tile, SPEC)
     bits = x.to(tl.int32, bitcast=True)
     span = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
-    levels = tl.full(span.shape, SPEC.levels, tl.float32)
     good = (span.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
-    tiny = span < TINY
-    scale = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(span, levels)), float("nan"))
-    inverse = tl.where(tiny, 0.0, tl.div_rn(levels, span))
-    q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
+    if SPEC.nf4:
+        unit = tl.div_rn(span, tl.full(span.shape, 127, tl.float32)).to(tl.int32, bitcast=True)
+        step = tl.maximum((unit - (FIRST_SCALE - NEAREST)) >> 21, 0)
+        good &= step < 255
+        stored = tl.where(good, step, 255).to(tl.uint8)
+        inverse = tl.div_rn(tl.full(span.shape, 1, tl.float32), _nf4_scale(step))
+        y = x * inverse[:, None]
+        q = tl.full(x.shape, -8, tl.int32)
+        for k in tl.static_range(15):
+            q += (y > BOUNDS[k]).to(tl.int32)
+    else:
+        levels = tl.full(span.shape, SPEC.levels, tl.float32)
+        tiny = span < TINY
+        stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(span, levels)), float("nan"))
+        inverse = tl.where(tiny, 0.0, tl.div_rn(levels, span))
+        q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
     q = tl.where((good & (block * SPEC.block_size < numel))[:, None], q, 0)
     if SPEC.bits == 4:
         even, odd = tl.split(q.reshape(TILE // SPEC.block_size, SPEC.block_bytes, 2))
         q = (even & 15) | (odd << 4)
     place = block[:, None] * SPEC.block_bytes + tl.arange(0, SPEC.block_bytes)[None, :]
     tl.store(message + place, q.to(tl.uint8), mask=place < planes.scales)
-    scales = (message + planes.scales).to(tl.pointer_type(tl.float32))
-    tl.store(scales + block, scale, mask=block * SPEC.block_size < numel)
-    if tile == (work.tiles >> 2) - 1:  # the last program writes the padding: fewer than 32 zeros
-        end = tl.cast((planes.end - planes.scales) // 4 - 32, tl.int64) + tl.arange(0, 32)
-        tl.store(scales + end, tl.zeros((32,), tl.float32), mask=end * SPEC.block_size >= numel)
+    scales = (message + planes.scales).to(tl.pointer_type(stored.dtype))
+    tl.store(scales + block, stored, mask=block * SPEC.block_size < numel)
+    if tile == (work.tiles >> 2) - 1:  # the last program writes the padding: fewer than 128 bytes of zeros
+        COUNT: tl.constexpr = 128 // SPEC.scale_bytes
+        end = tl.cast((planes.end - planes.scales) // SPEC.scale_bytes - COUNT, tl.int64) + tl.arange(0, COUNT)
+        tl.store(scales + end, tl.zeros((COUNT,), stored.dtype), mask=end * SPEC.block_size >= numel)
+
+
+@triton.jit
+def _nf4_scale(step: tl.tensor) -> tl.tensor:
+    """Return the scales of bytes below 255."""
+    return ((step << 21) + FIRST_SCALE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -284,8 +306,17 @@ def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.c
     present = block * SPEC.block_size < numel
     place = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     words = tl.load(message.to(tl.pointer_type(tl.int32)) + place, mask=present[:, None], other=0)
-    scale = tl.load((message + planes.scales).to(tl.pointer_type(tl.float32)) + block, mask=present, other=0.0)
-    return _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size) * scale[:, None]
+    q = _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size)
+    if SPEC.nf4:
+        step = tl.load(message + planes.scales + block, mask=present, other=0).to(tl.int32)
+        scale = tl.where(step < 255, _nf4_scale(step), float("nan"))
+        level = tl.full(q.shape, LEVELS[0], tl.float32)  # exact: sums of small integers
+        for k in tl.static_range(15):
+            level += tl.where(q > k - 7.5, LEVELS[k + 1] - LEVELS[k], 0.0)
+        q = level
+    else:
+        scale = tl.load((message + planes.scales).to(tl.pointer_type(tl.float32)) + block, mask=present, other=0.0)
+    return q * scale[:, None]
 
 
 @triton.jit
