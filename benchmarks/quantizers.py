@@ -25,7 +25,7 @@ from benchmarks.records import GrowingRecord, Spread, Tick, record
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Codes, Masters, Part
 from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
-from zero_topo.quant.spec import BlockSpec, TritSpec
+from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.units import GB
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
@@ -152,10 +152,10 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
     part = Part(0, len(codes.slot_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
-    size = TritSpec(spec.block_size).nbytes(part.blocks, part.blocks)
-    ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), size)
+    sizes = ChangeSpec(spec.block_size)
+    ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks))
     change = ops.assess_changes(now, codes, part)
-    message = ops.encode_changes(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
+    message = ops.encode_changes(now, codes, part, change, sizes.nbytes(part.blocks, *change.ends[-1].tolist()))
     kind = spec.bits, spec.block_size
     return [
         Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel(), *kind),

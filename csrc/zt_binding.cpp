@@ -218,20 +218,22 @@ zt_masters masters_of(const at::Tensor &table, Numbers own) {
 }
 
 void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
-                  const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &escaped) {
+                  const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
+                  const at::Tensor &steps) {
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
     ZT_STREAM(held);
     ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part,
-          scales.data_ptr<float>(), static_cast<uint8_t *>(escaped.data_ptr()));
+          scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>());
 }
 
 void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
-                const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &order,
-                const at::Tensor &count, const at::Tensor &message) {
+                const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
+                const at::Tensor &steps, const at::Tensor &ends, const at::Tensor &message) {
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
-    const zt_change made = {scales.data_ptr<float>(), order.data_ptr<int64_t>(), count.data_ptr<int64_t>()};
+    const zt_change made = {scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>(),
+                            ends.data_ptr<int64_t>()};
     ZT_STREAM(held);
     ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own), codes, part, made,
           message.data_ptr<uint8_t>(), message.numel());

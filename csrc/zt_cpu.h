@@ -72,6 +72,12 @@ struct Picks {
     int64_t capacity;
 };
 
+/* What is written about the changes of a block: of each tile a count, and masks of what changes and of what decreases. */
+struct Steps {
+    uint8_t *counts;
+    uint8_t *masks;
+};
+
 struct Sketch {
     uint64_t seed;
     int64_t rows;
@@ -96,13 +102,10 @@ struct Kernels {
     void (*mask_unpack)(const uint8_t *bits, int64_t n, uint8_t *mask);
     void (*sketch_insert)(const float *x, int64_t n, Sketch sketch, zt_range lanes);
     int64_t (*sketch_peel)(Sketch sketch, const uint8_t *bits, int64_t n, float *x, zt_range lanes, void *work);
-    /* One block of n values. Its scale becomes that from now on; whether it escapes. */
-    bool (*assess)(const float *x, const int8_t *codes, int64_t n, float *scale);
-    /* Its codes become those of its values, or go one step towards them; and trits += weight * (that step + 1). */
+    /* One block of n values. Its scale becomes the new one; its tiles' changes are counted and marked. */
+    void (*assess)(const float *x, const int8_t *codes, int64_t n, float *scale, Steps out);
+    /* Its codes become those of its values. */
     void (*recode)(const float *x, float inverse, int64_t n, int8_t *codes);
-    void (*advance)(const float *x, float inverse, int64_t n, uint8_t weight, int8_t *codes, uint8_t *trits);
-    /* The changes of five blocks, added to their codes. */
-    void (*decode)(const uint8_t *trits, int64_t n, int8_t *const *codes);
 };
 
 extern const Kernels kScalar;

@@ -10,7 +10,6 @@ using namespace zt;
 namespace {
 
 constexpr int64_t kMostBlock = 2048;
-constexpr uint8_t kPowers[ZT_TRITS_GROUP] = {1, 3, 9, 27, 81};
 
 /* A block of a part, of a row and a block column. */
 struct Place {
@@ -70,7 +69,7 @@ class Walk {
 int64_t blocks_of(const zt_part &part) { return part.rows * (part.end - part.begin); }
 
 int check_part(const zt_codes &codes, const zt_part &part) {
-    if (!zt_trits_valid(codes.block)) return ZT_BAD_SPEC;
+    if (!zt_changes_valid(codes.block)) return ZT_BAD_SPEC;
     if (codes.nbytes < 0 || codes.nbytes > kMost || codes.columns < 0 || codes.count < 0) return ZT_BAD_SIZE;
     if (part.begin < 0 || part.begin > part.end || part.end > codes.columns) return ZT_BAD_SIZE;
     if (part.rows < 0 || part.members < 1 || !fits(part.rows, part.members)) return ZT_BAD_SIZE;
@@ -115,13 +114,74 @@ const float *values(const zt_masters &masters, const Walk &walk, const Place &pl
     return buffer;
 }
 
+/* Blocks sent whole and bytes of changes. */
+struct Ends {
+    int64_t whole, bytes;
+    bool operator==(Ends other) const { return whole == other.whole && bytes == other.bytes; }
+};
+
 /* Where the parts of a message begin. */
 struct Layout {
-    int64_t blocks, escaped, scales, codes, trits, nbytes;
-    Layout(int32_t block, int64_t n, int64_t e)
-        : blocks(n), escaped(e), scales(zt_trits_scales_offset(n)), codes(zt_trits_codes_offset(n, e)),
-          trits(zt_trits_offset(block, n, e)), nbytes(zt_trits_nbytes(block, n, e)) {}
+    int32_t tile;
+    int64_t tiles, counts, scales, codes, changes, nbytes;
+    Layout(int32_t block, int64_t n, Ends all)
+        : tile(zt_changes_tile(block)), tiles(block / tile), counts(zt_changes_counts_offset(n)),
+          scales(zt_changes_scales_offset(block, n)), codes(zt_changes_codes_offset(block, n, all.whole)),
+          changes(zt_changes_offset(block, n, all.whole)), nbytes(zt_changes_nbytes(block, n, all.whole, all.bytes)) {}
 };
+
+/* Adds a block, given its tiles' counts; false if they are none. */
+bool add_block(const uint8_t *counts, const Layout &layout, Ends *ends) {
+    if (*counts == ZT_CHANGES_WHOLE) return ++ends->whole, true;
+    for (int64_t t = 0; t < layout.tiles; ++t) {
+        if (counts[t] > layout.tile) return false;
+        ends->bytes += zt_changes_bytes(layout.tile, counts[t]);
+    }
+    return true;
+}
+
+int8_t change_of(uint32_t less) { return less ? -1 : 1; }
+
+/* Applies the steps of a tile to its codes and encodes them. */
+void pack_tile(const uint8_t *steps, int32_t tile, int32_t count, int8_t *codes, uint8_t *out) {
+    const int32_t masked = tile / 8;
+    const bool list = zt_changes_bytes(tile, count) == count;
+    if (!list) {
+        memcpy(out, steps, static_cast<size_t>(masked));
+        memset(out + masked, 0, static_cast<size_t>((count + 7) / 8));
+    }
+    int32_t rank = 0;
+    for (int32_t word = 0; word < tile; word += 64) {
+        const auto less = read<uint64_t>(steps + masked + word / 8);
+        for (auto left = read<uint64_t>(steps + word / 8); left && rank < count; left &= left - 1, ++rank) {
+            const int bit = __builtin_ctzll(left);
+            const auto minus = static_cast<uint32_t>(less >> bit & 1);
+            if (list)
+                out[rank] = static_cast<uint8_t>(static_cast<uint32_t>(word + bit) | minus << 7);
+            else
+                out[masked + rank / 8] = static_cast<uint8_t>(out[masked + rank / 8] | minus << rank % 8);
+            codes[word + bit] = static_cast<int8_t>(codes[word + bit] + change_of(minus));
+        }
+    }
+}
+
+/* Applies an encoded tile to its codes. */
+void unpack_tile(const uint8_t *in, int32_t tile, int32_t count, int8_t *codes) {
+    const int32_t masked = tile / 8;
+    if (zt_changes_bytes(tile, count) == count) {
+        for (int32_t rank = 0; rank < count; ++rank) {
+            int8_t *const code = codes + (in[rank] & (tile - 1));
+            *code = static_cast<int8_t>(*code + change_of(in[rank] >> 7));
+        }
+        return;
+    }
+    int32_t rank = 0;
+    for (int32_t word = 0; word < tile; word += 64)
+        for (auto left = read<uint64_t>(in + word / 8); left && rank < count; left &= left - 1, ++rank) {
+            int8_t *const code = codes + word + __builtin_ctzll(left);
+            *code = static_cast<int8_t>(*code + change_of(in[masked + rank / 8] >> rank % 8 & 1));
+        }
+}
 
 /* Makes a member's message of its masters. */
 struct Writer {
@@ -131,125 +191,103 @@ struct Writer {
     const zt_change &change;
     const Layout layout;
     uint8_t *const message;
-    Walk walk;
 
-    struct Found {
-        const float *x;
-        float scale;
-        int8_t *codes;
-    };
-
-    Found at(int64_t place, float *buffer) {
-        const int64_t block = change.order[place];
-        walk.to(block);
-        const Place found = walk.place();
-        memcpy(codes.held + found.scale, change.scales + block, 4);
-        return {values(masters, walk, found, codes.block, buffer), change.scales[block],
-                reinterpret_cast<int8_t *>(codes.held + found.codes)};
+    Ends before(int64_t block) const {
+        return block ? Ends{change.ends[2 * block - 2], change.ends[2 * block - 1]} : Ends{0, 0};
     }
 
-    /* The group that begins at a place. */
-    void group(int64_t place) {
-        alignas(64) float buffers[ZT_TRITS_GROUP][kMostBlock];
-        Found found[ZT_TRITS_GROUP];
-        const int64_t left = layout.blocks - layout.escaped - place;
-        const int64_t count = left < ZT_TRITS_GROUP ? left : ZT_TRITS_GROUP;
-        for (int64_t k = 0; k < count; ++k) found[k] = at(place + k, buffers[k]);
-        uint8_t *const trits = message + layout.trits + place / ZT_TRITS_GROUP * codes.block;
-        memset(trits, 0, static_cast<size_t>(codes.block));
-        for (int64_t k = 0; k < count; ++k) {
-            const float inverse = zt_codes_inverse(found[k].scale);
-            kernels.advance(found[k].x, inverse, codes.block, kPowers[k], found[k].codes, trits);
+    bool valid(int64_t block, Ends all) const {
+        const Ends begin = before(block);
+        Ends end = begin;
+        return begin.whole >= 0 && begin.bytes >= 0 && begin.bytes <= all.bytes && begin.whole <= all.whole &&
+               add_block(change.counts + block * layout.tiles, layout, &end) && end.whole <= all.whole &&
+               end.bytes <= all.bytes;
+    }
+
+    void write(int64_t block, const Walk &walk) {
+        const Place place = walk.place();
+        auto *const held = reinterpret_cast<int8_t *>(codes.held + place.codes);
+        const uint8_t *const counts = change.counts + block * layout.tiles;
+        Ends at = before(block);
+        if (*counts == ZT_CHANGES_WHOLE) {
+            alignas(64) float buffer[kMostBlock];
+            const float scale = change.scales[block];
+            kernels.recode(values(masters, walk, place, codes.block, buffer), zt_codes_inverse(scale), codes.block, held);
+            memcpy(codes.held + place.scale, &scale, 4);
+            memcpy(message + layout.scales + 4 * at.whole, &scale, 4);
+            memcpy(message + layout.codes + at.whole * codes.block, held, static_cast<size_t>(codes.block));
+            return;
         }
-    }
-
-    void whole(int64_t place) {
-        alignas(64) float buffer[kMostBlock];
-        const int64_t number = place - (layout.blocks - layout.escaped);
-        const Found found = at(place, buffer);
-        kernels.recode(found.x, zt_codes_inverse(found.scale), codes.block, found.codes);
-        memcpy(message + layout.scales + 4 * number, &found.scale, 4);
-        memcpy(message + layout.codes + number * codes.block, found.codes, static_cast<size_t>(codes.block));
+        const uint8_t *const steps = change.steps + block * (codes.block / 4);
+        for (int64_t t = 0; t < layout.tiles; ++t) {
+            if (!counts[t]) continue;
+            pack_tile(steps + t * (layout.tile / 4), layout.tile, counts[t], held + t * layout.tile,
+                      message + layout.changes + at.bytes);
+            at.bytes += zt_changes_bytes(layout.tile, counts[t]);
+        }
     }
 };
 
-/* Which blocks of a chunk escape: bit i is block 64 chunk + i. */
-uint64_t mask_of(const uint8_t *message, int64_t blocks, int64_t chunk) {
-    const int64_t here = blocks - chunk * ZT_TRITS_CHUNK;
-    uint64_t mask = 0;
-    for (int i = 0; i < 8; ++i)
-        mask |= static_cast<uint64_t>(message[ZT_TRITS_MASK + 8 * chunk + i]) << (8 * i);
-    return here < ZT_TRITS_CHUNK ? mask & ((uint64_t{1} << here) - 1) : mask;
+/* What a message has up to the end of a chunk; -1 is the one before the first. */
+Ends ends_of(const uint8_t *message, int64_t chunk) {
+    if (chunk < 0) return {0, 0};
+    return {read<uint32_t>(message + 8 * chunk), read<uint32_t>(message + 8 * chunk + 4)};
 }
 
-int64_t before_of(const uint8_t *message, int64_t blocks, int64_t chunk) {
-    return read<uint32_t>(message + zt_trits_before_offset(blocks) + 4 * chunk);
-}
-
-/* That a message has all it says, and what it says of the chunks of a range fits together. */
+/* That a message has all that it should, and that ends and counts of the chunks of a range agree. */
 int check_message(const uint8_t *message, int64_t nbytes, int32_t block, int64_t blocks, zt_range own) {
-    if (nbytes < zt_trits_nbytes(block, blocks, 0)) return ZT_BAD_SIZE;
-    const int64_t escaped = read<uint32_t>(message), last = zt_trits_chunks(blocks) - 1;
-    if (escaped > blocks || nbytes < zt_trits_nbytes(block, blocks, escaped)) return ZT_BAD_SIZE;
-    for (int64_t chunk = own.begin / ZT_TRITS_CHUNK; chunk * ZT_TRITS_CHUNK < own.end; ++chunk) {
-        const int64_t past = chunk == last ? blocks : (chunk + 1) * ZT_TRITS_CHUNK;
-        const int64_t before = before_of(message, blocks, chunk);
-        const int64_t after = before + __builtin_popcountll(mask_of(message, blocks, chunk));
-        if (before > chunk * ZT_TRITS_CHUNK || after > escaped || past - after > blocks - escaped) return ZT_BAD_SIZE;
-        if (after != (chunk == last ? escaped : before_of(message, blocks, chunk + 1))) return ZT_BAD_SIZE;
+    if (nbytes < zt_changes_scales_offset(block, blocks)) return ZT_BAD_SIZE;
+    const Ends all = ends_of(message, zt_changes_chunks(blocks) - 1);
+    const Layout layout(block, blocks, all);
+    if (all.whole > blocks || nbytes < layout.nbytes) return ZT_BAD_SIZE;
+    for (int64_t chunk = own.begin / ZT_CHANGES_CHUNK; chunk * ZT_CHANGES_CHUNK < own.end; ++chunk) {
+        const int64_t first = chunk * ZT_CHANGES_CHUNK, past = first + ZT_CHANGES_CHUNK;
+        Ends ends = ends_of(message, chunk - 1);
+        for (int64_t i = first; i < (past < blocks ? past : blocks); ++i)
+            if (!add_block(message + layout.counts + i * layout.tiles, layout, &ends)) return ZT_BAD_SIZE;
+        if (!(ends == ends_of(message, chunk)) || ends.whole > all.whole || ends.bytes > all.bytes) return ZT_BAD_SIZE;
     }
     return ZT_OK;
 }
 
-/* What a message says of some blocks becomes codes and scales. */
-void apply(const Kernels &kernels, const uint8_t *message, const zt_codes &codes, Walk walk, int64_t blocks,
-           zt_range own) {
-    const Layout layout(codes.block, blocks, read<uint32_t>(message));
-    const auto size = static_cast<size_t>(codes.block);
-    alignas(64) int8_t others[ZT_TRITS_GROUP][kMostBlock]; /* in place of blocks that are not in the range */
-    int8_t *group[ZT_TRITS_GROUP];
-    for (int k = 0; k < ZT_TRITS_GROUP; ++k) memset(group[k] = others[k], 0, size);
-    const uint8_t *trits = nullptr; /* of the group, if one is begun */
-    uint64_t mask = 0;
-    int64_t escaped = 0;
-    for (int64_t block = own.begin; block < own.end; ++block) {
-        const int64_t bit = block % ZT_TRITS_CHUNK;
-        if (bit == 0 || block == own.begin) {
-            mask = mask_of(message, blocks, block / ZT_TRITS_CHUNK);
-            const uint64_t earlier = mask & ((uint64_t{1} << bit) - 1);
-            escaped = before_of(message, blocks, block / ZT_TRITS_CHUNK) + __builtin_popcountll(earlier);
-        }
+/* What a message has of some blocks becomes codes and scales. */
+void apply(const uint8_t *message, const zt_codes &codes, Walk walk, int64_t blocks, zt_range own) {
+    const Layout layout(codes.block, blocks, ends_of(message, zt_changes_chunks(blocks) - 1));
+    const int64_t first = own.begin - own.begin % ZT_CHANGES_CHUNK;
+    Ends at = ends_of(message, first / ZT_CHANGES_CHUNK - 1);
+    for (int64_t block = first; block < own.end; ++block) {
+        const uint8_t *const counts = message + layout.counts + block * layout.tiles;
+        const Ends begin = at;
+        add_block(counts, layout, &at);
+        if (block < own.begin || begin == at) continue;
         walk.to(block);
         const Place place = walk.place();
-        uint8_t *const target = codes.held + place.codes;
-        if (mask >> bit & 1) {
-            memcpy(target, message + layout.codes + escaped * codes.block, size);
-            memcpy(codes.held + place.scale, message + layout.scales + 4 * escaped, 4);
-            ++escaped;
+        uint8_t *const held = codes.held + place.codes;
+        if (*counts == ZT_CHANGES_WHOLE) {
+            memcpy(held, message + layout.codes + begin.whole * codes.block, static_cast<size_t>(codes.block));
+            memcpy(codes.held + place.scale, message + layout.scales + 4 * begin.whole, 4);
             continue;
         }
-        const int64_t number = block - escaped, digit = number % ZT_TRITS_GROUP;
-        trits = message + layout.trits + number / ZT_TRITS_GROUP * codes.block;
-        group[digit] = reinterpret_cast<int8_t *>(target);
-        if (digit < ZT_TRITS_GROUP - 1) continue;
-        kernels.decode(trits, codes.block, group);
-        trits = nullptr;
-        for (int k = 0; k < ZT_TRITS_GROUP; ++k) group[k] = others[k];
+        const uint8_t *in = message + layout.changes + begin.bytes;
+        for (int64_t t = 0; t < layout.tiles; ++t) {
+            unpack_tile(in, layout.tile, counts[t], reinterpret_cast<int8_t *>(held) + t * layout.tile);
+            in += zt_changes_bytes(layout.tile, counts[t]);
+        }
     }
-    if (trits) kernels.decode(trits, codes.block, group);
 }
 
 }  // namespace
 
-extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped,
-                                   zt_range blocks, int32_t level) {
+extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts,
+                                   uint8_t *steps, zt_range blocks, int32_t level) {
     ZT_TRY(check_masters(masters, codes, part));
     if (!inside(blocks, blocks_of(part))) return ZT_BAD_RANGE;
-    if (blocks.begin < blocks.end && (!scales || !escaped)) return ZT_BAD_SIZE;
+    if (blocks.begin < blocks.end && (!scales || !counts || !steps)) return ZT_BAD_SIZE;
     Walk walk(codes, part, masters.member);
     ZT_TRY(check_columns(walk, part.end - part.begin, blocks, &masters));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
+    const int64_t tiles = codes.block / zt_changes_tile(codes.block);
     alignas(64) float buffer[kMostBlock];
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
         walk.to(block);
@@ -257,36 +295,32 @@ extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part p
         const float *const x = values(masters, walk, place, codes.block, buffer);
         const auto *const held = reinterpret_cast<const int8_t *>(codes.held + place.codes);
         memcpy(scales + block, codes.held + place.scale, 4);
-        escaped[block] = chosen->assess(x, held, codes.block, scales + block);
+        const Steps out = {counts + block * tiles, steps + block * (codes.block / 4)};
+        chosen->assess(x, held, codes.block, scales + block, out);
     }
     return ZT_OK;
 }
 
 extern "C" int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
-                                 int64_t nbytes, zt_range places, int32_t level) {
+                                 int64_t nbytes, zt_range blocks, int32_t level) {
     ZT_TRY(check_masters(masters, codes, part));
-    const int64_t blocks = blocks_of(part);
-    if (!inside(places, blocks)) return ZT_BAD_RANGE;
-    if (blocks && (!change.scales || !change.order || !change.count || !message)) return ZT_BAD_SIZE;
-    const int64_t escaped = blocks ? *change.count : 0;
-    if (escaped < 0 || escaped > blocks) return ZT_BAD_SIZE;
-    const Layout layout(codes.block, blocks, escaped);
-    if (nbytes < layout.nbytes) return ZT_BAD_SIZE;
-    const int64_t most = places.end + ZT_TRITS_GROUP - 1 < blocks ? places.end + ZT_TRITS_GROUP - 1 : blocks;
+    const int64_t n = blocks_of(part);
+    if (!inside(blocks, n)) return ZT_BAD_RANGE;
+    if (blocks.begin == blocks.end) return ZT_OK;
+    if (!change.scales || !change.counts || !change.steps || !change.ends || !message) return ZT_BAD_SIZE;
+    const Ends all = {change.ends[2 * n - 2], change.ends[2 * n - 1]};
+    if (all.whole < 0 || all.whole > n || all.bytes < 0 || all.bytes > kMost) return ZT_BAD_SIZE;
     Walk walk(codes, part, masters.member);
-    for (int64_t place = places.begin; place < (places.begin < places.end ? most : places.begin); ++place) {
-        if (change.order[place] < 0 || change.order[place] >= blocks) return ZT_BAD_SIZE;
-        walk.to(change.order[place]);
-        if (!walk.known(&masters)) return ZT_BAD_SIZE;
-    }
+    ZT_TRY(check_columns(walk, part.end - part.begin, blocks, &masters));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    Writer writer = {*chosen, masters, codes, change, layout, message, Walk(codes, part, masters.member)};
-    for (int64_t place = places.begin; place < places.end; ++place) {
-        if (place >= blocks - escaped)
-            writer.whole(place);
-        else if (place % ZT_TRITS_GROUP == 0)
-            writer.group(place);
+    Writer writer = {*chosen, masters, codes, change, Layout(codes.block, n, all), message};
+    if (nbytes < writer.layout.nbytes) return ZT_BAD_SIZE;
+    for (int64_t block = blocks.begin; block < blocks.end; ++block)
+        if (!writer.valid(block, all)) return ZT_BAD_SIZE;
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+        walk.to(block);
+        writer.write(block, walk);
     }
     return ZT_OK;
 }
@@ -304,10 +338,9 @@ extern "C" int zt_cpu_codes_apply(zt_messages messages, zt_codes codes, zt_part 
             status = check_message(message_of(messages, member), messages.nbytes, codes.block, all, own);
     });
     ZT_TRY(status);
-    const Kernels *chosen = kernels(level);
-    if (!chosen) return ZT_BAD_LEVEL;
+    if (!kernels(level)) return ZT_BAD_LEVEL;
     for_members(all, messages, blocks, [&](int64_t member, zt_range own) {
-        apply(*chosen, message_of(messages, member), codes, Walk(codes, part, member), all, own);
+        apply(message_of(messages, member), codes, Walk(codes, part, member), all, own);
     });
     return ZT_OK;
 }

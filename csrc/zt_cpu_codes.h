@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * The inner loops of codes and trits, for the compiler to vectorise; included once by the file of each instruction set.
- * Note [One file, one instruction set] is in zt_cpu.h.
+ * The inner loops of codes, for the compiler to vectorise; included once by the file of each instruction set, which
+ * defines mask_pack. Note [One file, one instruction set] is in zt_cpu.h.
  */
 #ifndef ZT_CPU_CODES_H
 #define ZT_CPU_CODES_H
@@ -13,12 +13,12 @@ namespace {
 /* Bytes ahead of their use at which masters and codes are fetched into the first cache: blocks mostly follow one
  * another, but processors see no streams in what several loops read. */
 constexpr int64_t kMastersAhead = 4096, kCodesAhead = 2560;
-/* So many values are fetched at a time; a divisor of every block, so that compilers know how long loops are. */
-constexpr int64_t kTile = 64;
+/* So many values are measured at a time; a divisor of every tile, so that compilers know how long loops are. */
+constexpr int64_t kWord = 64;
 
 ZT_INLINE void fetch(const float *x, const int8_t *codes, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(reinterpret_cast<const char *>(x + i) + kMastersAhead);
-    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(codes + i + kCodesAhead, 1);
+    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(codes + i + kCodesAhead);
 }
 
 /* The code of a value, to nearest even: adding 1.5 * 2^23 puts units at the end of the fraction. The bits of the sum
@@ -31,11 +31,6 @@ ZT_INLINE uint8_t code_of(float x, float inverse) {
     return static_cast<uint8_t>(bits > 0x4b400000 + 127 ? 0x4b400000 + 127 : bits);
 }
 
-/* The change of a code + 1: 0, 1 or 2 if it is a trit. */
-ZT_INLINE uint8_t digit_of(uint8_t code, int8_t old) {
-    return static_cast<uint8_t>(code - static_cast<uint8_t>(old) + 1);
-}
-
 /* Values of a block whose scale is neither 0 nor NaN; else zeros, which NaN or Inf times 0 is not. */
 ZT_INLINE const float *usable(const float *x, float inverse) {
     static const float zeros[2048] = {};
@@ -44,74 +39,54 @@ ZT_INLINE const float *usable(const float *x, float inverse) {
 
 struct Measured {
     uint32_t top; /* the bits of the largest |x|; those of NaN are larger than those of any number */
-    uint8_t most; /* the largest digit */
+    uint8_t most; /* the largest change + 1 of a code, modulo 256: above 2 if one changes by more than 1 */
 };
 
-ZT_INLINE Measured measure(const float *x, float inverse, const int8_t *codes, int64_t n) {
-    uint32_t top = 0;
-    uint8_t most = 0;
-    for (int64_t i = 0; i < (n & -kTile); ++i) { /* that is n, and says that no part of a vector is left */
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        bits &= 0x7fffffff;
-        const uint8_t digit = digit_of(code_of(x[i], inverse), codes[i]);
-        top = bits > top ? bits : top;
-        most = digit > most ? digit : most;
+/* Writes the masks of each tile, and how many of its codes change. */
+ZT_INLINE Measured measure(const float *x, float inverse, const int8_t *codes, int64_t n, zt::Steps out) {
+    const int64_t tile = n < ZT_CHANGES_TILE ? n : ZT_CHANGES_TILE;
+    Measured measured = {0, 0};
+    for (int64_t word = 0; word < n; word += kWord) {
+        uint8_t changed[kWord], less[kWord];
+        for (int64_t i = 0; i < kWord; ++i) {
+            uint32_t bits;
+            memcpy(&bits, x + word + i, 4);
+            bits &= 0x7fffffff;
+            const auto change = static_cast<uint8_t>(code_of(x[word + i], inverse) + 1 - codes[word + i]);
+            measured.top = bits > measured.top ? bits : measured.top;
+            measured.most = change > measured.most ? change : measured.most;
+            changed[i] = change != 1;
+            less[i] = change == 0;
+        }
+        uint8_t *const masks = out.masks + word / tile * (tile / 4) + word % tile / 8;
+        uint64_t set;
+        mask_pack(changed, kWord, masks);
+        mask_pack(less, kWord, masks + tile / 8);
+        memcpy(&set, masks, 8);
+        uint8_t *const count = out.counts + word / tile;
+        *count = static_cast<uint8_t>((word % tile ? *count : 0) + __builtin_popcountll(set));
     }
-    return {top, most};
+    return measured;
 }
 
-/* A block that gets another scale escapes, so what its codes would be does not matter: one pass finds all. */
-bool assess(const float *x, const int8_t *codes, int64_t n, float *scale) {
+/* A block that gets another scale is sent whole, so what its codes would be does not matter: one pass is enough. */
+void assess(const float *x, const int8_t *codes, int64_t n, float *scale, zt::Steps out) {
     const float inverse = zt_codes_inverse(*scale);
     fetch(x, codes, n);
-    Measured found = measure(x, inverse, codes, n);
+    Measured measured = measure(x, inverse, codes, n, out);
     float top;
-    memcpy(&top, &found.top, 4);
+    memcpy(&top, &measured.top, 4);
     const float now = zt_codes_scale(top, *scale);
     const bool rescaled = memcmp(&now, scale, 4) != 0;
     *scale = now;
-    if (!(inverse > 0.0f)) found = measure(usable(x, inverse), inverse, codes, n);
-    return rescaled || found.most > 2;
+    if (!(inverse > 0.0f)) measured = measure(usable(x, inverse), inverse, codes, n, out);
+    if (!rescaled && measured.most <= 2) return;
+    memset(out.counts, ZT_CHANGES_WHOLE, static_cast<size_t>((n + ZT_CHANGES_TILE - 1) / ZT_CHANGES_TILE));
 }
 
 void recode(const float *x, float inverse, int64_t n, int8_t *__restrict codes) {
     x = usable(x, inverse);
     for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>(code_of(x[i], inverse));
-}
-
-void advance(const float *x, float inverse, int64_t n, uint8_t weight, int8_t *__restrict codes,
-             uint8_t *__restrict trits) {
-    x = usable(x, inverse);
-    for (int64_t tile = 0; tile < n; tile += kTile) {
-        fetch(x + tile, codes + tile, kTile);
-        for (int64_t i = tile; i < tile + kTile; ++i) {
-            const auto code = static_cast<int8_t>(code_of(x[i], inverse));
-            const int step = (code > codes[i]) - (code < codes[i]); /* also if the master was edited since assess */
-            trits[i] = static_cast<uint8_t>(trits[i] + weight * (step + 1));
-            codes[i] = static_cast<int8_t>(codes[i] + step);
-        }
-    }
-}
-
-/* Note [Reading trits]
- *     A byte v is taken for the fraction v / 243, in 8 bits and rounded up so that no digit is lost; the digits, most
- *     significant first, are what each product by 3 carries out of those bits. A byte above 242 is v - 243.
- */
-void decode(const uint8_t *trits, int64_t n, int8_t *const *codes) {
-    for (int64_t tile = 0; tile < n; tile += kTile) {
-        uint8_t part[kTile];
-        for (int64_t i = 0; i < kTile; ++i)
-            part[i] = static_cast<uint8_t>(trits[tile + i] + ((trits[tile + i] * 55 + 1023) >> 10));
-        for (int k = 4; k >= 0; --k) {
-            int8_t *const code = codes[k] + tile;
-            __builtin_prefetch(code + kCodesAhead, 1);
-            for (int64_t i = 0; i < kTile; ++i) {
-                code[i] = static_cast<int8_t>(code[i] + (part[i] >= 86) + (part[i] >= 171) - 1);
-                part[i] = static_cast<uint8_t>(part[i] * 3);
-            }
-        }
-    }
 }
 
 }  // namespace

@@ -23,8 +23,13 @@ struct V {
 
 }  // namespace
 
-#include "zt_cpu_codes.h"
 #include "zt_cpu_sparse.h"
+
+namespace {
+constexpr auto mask_pack = pack_rest;
+}
+
+#include "zt_cpu_codes.h"
 
 namespace {
 
@@ -214,5 +219,5 @@ int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks 
 }  // namespace
 
 const zt::Kernels zt::kScalar = {quantize,    sum,           widen,     narrow,      add,           stream,
-                                 count_above, compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel,
-                                 assess,      recode,        advance,   decode};
+                                 count_above, compact_above, mask_pack, unpack_rest, sketch_insert, sketch_peel,
+                                 assess,      recode};

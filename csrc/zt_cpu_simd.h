@@ -6,7 +6,6 @@
 #ifndef ZT_CPU_SIMD_H
 #define ZT_CPU_SIMD_H
 
-#include "zt_cpu_codes.h"
 #include "zt_cpu_sparse.h"
 
 namespace {
@@ -126,9 +125,15 @@ void mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask) {
     unpack_rest(bits + i / 8, n - i, mask + i);
 }
 
+}  // namespace
+
+#include "zt_cpu_codes.h"
+
+namespace {
+
 constexpr zt::Kernels kTable = {quantize,    sum,           widen,     narrow,      add,           stream,
                                 count_above, compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel,
-                                assess,      recode,        advance,   decode};
+                                assess,      recode};
 
 }  // namespace
 

@@ -1,13 +1,9 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
  * Masters become INT8 codes on GPUs, and a message says what changed; zero_topo/quant/ops.py, Note [Codes], and
- * zt_trits.h say how.
+ * zt_changes.h say how.
  */
 #include "zt_gpu_codes.h"
-
-static_assert(ZT_TRITS_GROUP == 5, "as places are shared");
-
-#define ZT_PLACED 20 /* places of change.order that 32 lanes take: four groups, so that blocks of 64 keep all busy */
 
 /* -- Values -> codes ----------------------------------------------------------------------------------------------- */
 
@@ -57,16 +53,22 @@ ZT_DEVICE uint32_t zt_far(uint32_t now, uint32_t before) {
     return (((even ^ 0x01000100u) + 0x00010001u) | ((odd ^ 0x01000100u) + 0x00010001u)) & 0xfffcfffcu;
 }
 
-/* Whether any code of a lane's units is to change by more than one. */
-template <int UNITS>
-ZT_DEVICE bool zt_moved(const float *v, float inverse, const zt_packed<8> *before) {
-    uint32_t far = 0;
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        const zt_packed<8> now = zt_code_unit(v + u * ZT_UNIT, inverse), old = zt_biased(before[u]);
-        far |= zt_far(now.word[0], old.word[0]) | zt_far(now.word[1], old.word[1]);
-    }
-    return far != 0;
+/* Of each byte: 1 + the sign of now - before. Halves of 512 + d have bit 9 where d >= 0; one less, where d > 0. */
+ZT_DEVICE uint32_t zt_signs(uint32_t now, uint32_t before) {
+    const uint32_t bit = 0x02000200u, one = 0x00010001u;
+    const uint32_t even = zt_even(now) + bit - zt_even(before), odd = zt_odd(now) + bit - zt_odd(before);
+    return (((even & bit) + ((even - one) & bit)) >> 9) + (((odd & bit) + ((odd - one) & bit)) >> 1);
+}
+
+/* The lowest bits of four bytes -> four bits. */
+ZT_DEVICE uint32_t zt_gathered(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24; }
+
+/* The codes of a unit that change, a bit each, and from bit 8 on those that decrease. */
+ZT_DEVICE uint32_t zt_masks(zt_packed<8> now, zt_packed<8> before) {
+    const uint32_t low = zt_signs(now.word[0], before.word[0]), high = zt_signs(now.word[1], before.word[1]);
+    const uint32_t kept = zt_gathered(low) | zt_gathered(high) << 4;
+    const uint32_t more = zt_gathered(low >> 1) | zt_gathered(high >> 1) << 4;
+    return (~kept & 255) | (~(kept | more) & 255) << 8;
 }
 
 /* The largest |x| (bits; NaN is larger than all) of `lanes` lanes' values. */
@@ -87,7 +89,7 @@ template <int N> ZT_DEVICE uint32_t zt_top(const float *v, int lanes) {
 template <int UNITS>
 ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
     const int lane = (int)threadIdx.x % ZT_WARP, lanes = UNITS == 1 ? a.codes.block / ZT_UNIT : ZT_WARP;
-    const int bits = __ffs(lanes) - 1;
+    const int bits = __ffs(lanes) - 1, group = zt_changes_tile(a.codes.block) / ZT_UNIT; /* lanes of a tile */
     const zt_place place = {0, 0, 0, lane & (lanes - 1), lanes};
     const int64_t step = zt_tile_step();
     for (int64_t tile = zt_first_tile(); tile < a.tiles; tile += step) {
@@ -110,99 +112,121 @@ ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_A
                 if (home.codes) before[u] = zt_load_packed<8>(home.codes + zt_unit_offset(place, u));
             const float top = zt_bits<float>(zt_top<UNITS * ZT_UNIT>(v, lanes));
             const float scale = zt_codes_scale(top, zt_bits<float>(old));
-            const uint32_t found = zt_ballot(zt_moved<UNITS>(v, zt_codes_inverse(scale), before));
-            const bool moved = (found >> (lane - place.lane) & (uint32_t)((2ull << (lanes - 1)) - 1)) != 0;
-            if (!home.codes || place.lane != 0) continue;
-            zt_store<float>(a.scales + begin + from, scale);
-            zt_store<uint8_t>(a.escaped + begin + from, moved || zt_bits<uint32_t>(scale) != old);
+            const float inverse = zt_codes_inverse(scale);
+            uint32_t far = 0, masks[UNITS];
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                const zt_packed<8> now = zt_code_unit(v + u * ZT_UNIT, inverse), was = zt_biased(before[u]);
+                far |= zt_far(now.word[0], was.word[0]) | zt_far(now.word[1], was.word[1]);
+                masks[u] = zt_masks(now, was);
+            }
+            const uint32_t moved = zt_ballot(far != 0) >> (lane - place.lane) & (uint32_t)((2ull << (lanes - 1)) - 1);
+            const bool whole = moved || zt_bits<uint32_t>(scale) != old;
+            const int64_t block = begin + from;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                uint32_t count = (uint32_t)__popc(masks[u] & 255);
+                for (int by = group / 2; by > 0; by /= 2) count += zt_shuffle_xor(count, by, group);
+                const int unit = zt_unit_of(place, u), tile = unit / group, inside = unit % group;
+                if (!home.codes) continue;
+                uint8_t *to = a.steps + block * (a.codes.block / 4) + tile * 2 * group + inside;
+                zt_store<uint8_t>(to, (uint8_t)masks[u]), zt_store<uint8_t>(to + group, (uint8_t)(masks[u] >> 8));
+                uint8_t *counts = a.counts + block * (a.codes.block / (group * ZT_UNIT));
+                if (inside == 0) zt_store<uint8_t>(counts + tile, whole ? ZT_CHANGES_WHOLE : (uint8_t)count);
+            }
+            if (home.codes && place.lane == 0) zt_store<float>(a.scales + block, scale);
         }
     }
 }
 
 /* -- Codes -> message ---------------------------------------------------------------------------------------------- */
 
-/* What 32 lanes emit: places from `begin` on, of which `many` are there; where the message has what becomes of them. */
-struct zt_emission {
-    int64_t begin, scales, to;
-    int32_t many;
-    bool escape;
-};
-
-/* How many of `each` hold n < 2^31: divisions of 64 bits by constants are slow too. */
-ZT_DEVICE int64_t zt_many(int64_t n, uint32_t each) { return ((uint32_t)n + (each - 1)) / each; }
-
-/* Tiles of blocks that do not escape, `before`, come first. */
-ZT_DEVICE zt_emission zt_emission_of(const zt_codes_arguments &a, int64_t tile, int64_t before, int64_t escaped) {
-    const int64_t stay = a.blocks - escaped, block = a.codes.block;
-    const bool escape = tile >= before;
-    const int64_t index = escape ? tile - before : tile, first = index * ZT_PLACED;
-    const int64_t left = (escape ? escaped : stay) - first;
-    const int64_t groups = zt_trits_offset(a.codes.block, a.blocks, escaped) + index * (ZT_PLACED / 5) * block;
-    const int64_t whole = zt_trits_codes_offset(a.blocks, escaped) + first * block;
-    return {escape ? stay + first : first, zt_trits_scales_offset(a.blocks) + first * 4, escape ? whole : groups,
-            (int32_t)(left < ZT_PLACED ? left : ZT_PLACED), escape};
-}
-
-/* Of each byte: 1 + the sign of now - before. Halves of 512 + d have bit 9 where d >= 0; one less, where d > 0. */
-ZT_DEVICE uint32_t zt_steps(uint32_t now, uint32_t before) {
-    const uint32_t bit = 0x02000200u, one = 0x00010001u;
-    const uint32_t even = zt_even(now) + bit - zt_even(before), odd = zt_odd(now) + bit - zt_odd(before);
-    return (((even & bit) + ((even - one) & bit)) >> 9) + (((odd & bit) + ((odd - one) & bit)) >> 1);
-}
-
-/* A unit of one block: if it escapes, its codes are written whole; else they go one step towards their masters, which
- * may have been edited since they were assessed, and the digits of these steps are added up. */
-ZT_DEVICE void zt_emit_unit(const zt_codes_arguments &a, zt_home home, float inverse, int unit, uint8_t *whole,
-                            uint32_t power, uint2 *trits) {
-    float v[ZT_UNIT];
-    zt_load_masters<1>(home, a.codes.block, {0, 0, 0, unit, 0}, v);
-    const zt_packed<8> before = zt_biased(zt_load_packed<8>(home.codes + unit * ZT_UNIT));
-    zt_packed<8> now = zt_code_unit(v, inverse);
-    if (whole) {
-        zt_store_packed<8>(whole + unit * ZT_UNIT, zt_biased(now));
-    } else {
-        const uint2 digits = {zt_steps(now.word[0], before.word[0]), zt_steps(now.word[1], before.word[1])};
-        now = {{before.word[0] + digits.x - 0x01010101u, before.word[1] + digits.y - 0x01010101u}};
-        trits->x += digits.x * power, trits->y += digits.y * power;
+/* All codes of a block become those of its masters, and are written. */
+ZT_DEVICE void zt_emit_whole(const zt_codes_arguments &a, zt_home home, float inverse, int lane, uint8_t *to) {
+    for (int unit = lane; unit < a.codes.block / ZT_UNIT; unit += ZT_WARP) {
+        float v[ZT_UNIT];
+        zt_load_masters<1>(home, a.codes.block, {0, 0, 0, unit, 0}, v);
+        const zt_packed<8> now = zt_biased(zt_code_unit(v, inverse));
+        zt_store_packed<8>(home.codes + unit * ZT_UNIT, now);
+        zt_store_packed<8>(to + unit * ZT_UNIT, now);
     }
-    zt_store_packed<8>(home.codes + unit * ZT_UNIT, zt_biased(now));
 }
 
-/* 32 lanes take 20 places of change.order, 32 units of each of a group's five blocks at a time. */
+/* The signs of a tile's changes, of which `before` are those of earlier lanes: a bit each. */
+ZT_DEVICE void zt_emit_signs(uint32_t changed, uint32_t less, uint32_t before, int lane, int count, uint8_t *to) {
+    uint32_t signs = 0, own = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (changed >> k & 1) signs |= (less >> k & 1) << own++;
+    for (int first = 0; first < count; first += 32) {
+        const int shift = (int)before - first;
+        uint32_t word = shift >= 32 || shift <= -32 ? 0 : shift >= 0 ? signs << shift : signs >> -shift;
+        for (int by = ZT_WARP / 2; by > 0; by /= 2) word |= zt_shuffle_xor(word, by, ZT_WARP);
+        if (lane < 4 && first + 8 * lane < count) zt_store<uint8_t>(to + first / 8 + lane, (uint8_t)(word >> 8 * lane));
+    }
+}
+
+/* The steps of a tile, of which so many change, are applied and encoded. */
+ZT_DEVICE void zt_emit_tile(const uint8_t *steps, int tile, int count, uint8_t *codes, int lane, uint8_t *to) {
+    const int masked = tile / 8;
+    const uint32_t changed = zt_four_of(steps, tile, lane), less = zt_four_of(steps + masked, tile, lane) & changed;
+    const uint32_t before = zt_before_lane(changed, lane);
+    if (zt_changes_bytes(tile, count) == count) {
+        uint32_t rank = before;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (changed >> k & 1 && (int)rank < count)
+                zt_store<uint8_t>(to + rank++, (uint8_t)((uint32_t)(4 * lane + k) | (less >> k & 1) << 7));
+    } else {
+        if (lane < masked) zt_store<uint8_t>(to + lane, zt_load<uint8_t>(steps + lane));
+        zt_emit_signs(changed, less, before, lane, count, to + masked);
+    }
+    zt_step(codes, lane, changed & ~less, less);
+}
+
+/* 32 lanes take 32 blocks. Nothing is written if the message has no room for all blocks' changes. */
 ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
-    const int block = a.codes.block, units = block / ZT_UNIT;
-    const int lane = (int)threadIdx.x % ZT_WARP, bits = __ffs(units) - 1;
-    int64_t escaped = (int64_t)zt_load<uint64_t>(a.change.count);
-    escaped = escaped < 0 ? 0 : escaped < a.blocks ? escaped : a.blocks;
-    const int64_t stay = a.blocks - escaped, before = zt_many(stay, ZT_PLACED), step = zt_tile_step();
-    if (zt_trits_offset(block, a.blocks, escaped) + zt_many(stay, 5) * block > a.nbytes) return;
-    const int64_t tiles = before + zt_many(escaped, ZT_PLACED);
-    for (int64_t tile = zt_first_tile(); tile < tiles; tile += step) {
-        const zt_emission e = zt_emission_of(a, tile, before, escaped);
+    const int block = a.codes.block, tile = zt_changes_tile(block), tiles = block / tile;
+    const int lane = (int)threadIdx.x % ZT_WARP;
+    const int64_t *last = a.change.ends + 2 * a.blocks - 2, step = zt_tile_step();
+    const int64_t all = (int64_t)zt_load<uint64_t>(last), bytes = (int64_t)zt_load<uint64_t>(last + 1);
+    if (all < 0 || all > a.blocks || bytes < 0 || bytes > a.nbytes) return;
+    const int64_t codes_at = zt_changes_codes_offset(block, a.blocks, all), changes_at = codes_at + all * block;
+    if (changes_at + bytes > a.nbytes) return;
+    for (int64_t begin = zt_first_tile() * ZT_WARP; begin < a.blocks; begin += step * ZT_WARP) {
+        const int64_t i = begin + lane;
         zt_home mine = {nullptr, nullptr, nullptr, 0};
         float own = 0.0f;
-        if (lane < e.many) {
-            const int64_t i = (int64_t)zt_load<uint64_t>(a.change.order + e.begin + lane);
+        int64_t to = 0;
+        bool whole = false;
+        if (i < a.blocks) {
             const float scale = zt_load<float>(a.change.scales + i);
+            const int64_t *before = a.change.ends + 2 * i - 2;
             mine = zt_home_of(a, a.masters.member, i);
             own = zt_codes_inverse(scale);
-            if (e.escape) zt_store<float>(mine.scale, scale), zt_store<float>(a.message + e.scales + lane * 4, scale);
+            whole = zt_load<uint8_t>(a.change.counts + i * tiles) == ZT_CHANGES_WHOLE;
+            const int64_t at = i ? (int64_t)zt_load<uint64_t>(before + !whole) : 0;
+            to = whole ? codes_at + at * block : changes_at + at;
+            uint8_t *sent = a.message + zt_changes_scales_offset(block, a.blocks) + at * 4;
+            if (whole) zt_store<float>(mine.scale, scale), zt_store<float>(sent, scale);
         }
+        const uint32_t wholes = zt_ballot(whole);
 #pragma unroll 1
-        for (int i = lane; i < ZT_PLACED / 5 * units; i += ZT_WARP) {
-            const int group = i >> bits, unit = i & (units - 1);
-            uint2 trits = {0, 0};
-            uint32_t power = 1;
-#pragma unroll
-            for (int k = 0; k < 5; k++, power *= 3) {
-                const int place = group * 5 + k;
-                const zt_home home = zt_told(mine, place);
-                const float inverse = zt_bits<float>(zt_shuffle(zt_bits<uint32_t>(own), place, ZT_WARP));
-                uint8_t *whole = e.escape ? a.message + e.to + (int64_t)place * block : nullptr;
-                if (home.codes) zt_emit_unit(a, home, inverse, unit, whole, power, &trits);
+        for (int from = 0; from < ZT_WARP && begin + from < a.blocks; from++) {
+            const zt_home home = zt_told(mine, from);
+            const float inverse = zt_bits<float>(zt_shuffle(zt_bits<uint32_t>(own), from, ZT_WARP));
+            uint8_t *out = a.message + zt_shuffle_wide((uint64_t)to, from);
+            if (wholes >> from & 1) {
+                zt_emit_whole(a, home, inverse, lane, out);
+                continue;
             }
-            if (e.escape || group * 5 >= e.many) continue;
-            zt_store<uint2>(a.message + e.to + group * block + unit * ZT_UNIT, trits);
+            const uint8_t *counts = a.change.counts + (begin + from) * tiles;
+            const uint8_t *steps = a.change.steps + (begin + from) * (block / 4);
+            for (int t = 0; t < tiles; t++) {
+                const int count = zt_load<uint8_t>(counts + t);
+                if (count) zt_emit_tile(steps + t * (tile / 4), tile, count, home.codes + t * tile, lane, out);
+                out += zt_changes_bytes(tile, count);
+            }
         }
     }
 }
@@ -217,13 +241,14 @@ static int zt_take_masters(zt_masters masters, zt_codes_arguments *out) {
     return zt_is_odd((int64_t)(uintptr_t)masters.data, 4) ? ZT_BAD_ALIGNMENT : ZT_OK;
 }
 
-int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped, void *stream) {
+int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts, uint8_t *steps,
+                        void *stream) {
     zt_codes_arguments a = {};
     int status = zt_take_codes(codes, part, &a);
     if (status == ZT_OK) status = zt_take_masters(masters, &a);
     if (status != ZT_OK) return status;
-    if (a.blocks > 0 && (!scales || !escaped)) return ZT_BAD_SIZE;
-    a.scales = scales, a.escaped = escaped, a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
+    if (a.blocks > 0 && (!scales || !counts || !steps)) return ZT_BAD_SIZE;
+    a.scales = scales, a.counts = counts, a.steps = steps, a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
     if (codes.block <= 256) return zt_launch_codes(zt_assess_kernel<1>, a, stream);
     if (codes.block == 512) return zt_launch_codes(zt_assess_kernel<2>, a, stream);
     return zt_launch_codes(codes.block == 1024 ? zt_assess_kernel<4> : zt_assess_kernel<8>, a, stream);
@@ -235,9 +260,10 @@ int zt_gpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_chang
     int status = zt_take_codes(codes, part, &a);
     if (status == ZT_OK) status = zt_take_masters(masters, &a);
     if (status != ZT_OK) return status;
-    if (a.blocks > 0 && (!change.scales || !change.order || !change.count || !message)) return ZT_BAD_SIZE;
-    if (nbytes < zt_trits_nbytes(codes.block, a.blocks, 0)) return ZT_BAD_SIZE;
+    const bool given = change.scales && change.counts && change.steps && change.ends && message;
+    if (a.blocks > 0 && !given) return ZT_BAD_SIZE;
+    if (nbytes < zt_changes_nbytes(codes.block, a.blocks, 0, 0)) return ZT_BAD_SIZE;
     if (zt_is_odd((int64_t)(uintptr_t)message, 16)) return ZT_BAD_ALIGNMENT;
-    a.change = change, a.message = message, a.nbytes = nbytes, a.tiles = zt_blocks_for(a.blocks, ZT_PLACED);
+    a.change = change, a.message = message, a.nbytes = nbytes, a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
     return zt_launch_codes(zt_emit_kernel, a, stream);
 }

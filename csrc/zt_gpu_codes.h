@@ -26,7 +26,7 @@ struct zt_codes_arguments {
     int64_t blocks, tiles; /* of a message; what 32 lanes take at a time */
     zt_masters masters;    /* assessing and emitting */
     float *scales;         /* assessing */
-    uint8_t *escaped;
+    uint8_t *counts, *steps;
     zt_change change; /* emitting */
     uint8_t *message;
     int64_t nbytes; /* of a message */
@@ -79,12 +79,37 @@ ZT_DEVICE uint32_t zt_even(uint32_t word) { return word & ZT_HALVES; }
 ZT_DEVICE uint32_t zt_odd(uint32_t word) { return word >> 8 & ZT_HALVES; }
 ZT_DEVICE uint32_t zt_joined(uint32_t even, uint32_t odd) { return (even & ZT_HALVES) | (odd << 8 & ~ZT_HALVES); }
 
+/* -- Tiles: each of 32 lanes has four values of one, or none --------------------------------------------------------- */
+
+/* A lane's four bits of a mask. */
+ZT_DEVICE uint32_t zt_four_of(const uint8_t *mask, int tile, int lane) {
+    return 4 * lane < tile ? zt_load<uint8_t>(mask + lane / 2) >> 4 * (lane & 1) & 15u : 0;
+}
+
+/* How many bits the lanes before this one have set, of four each. */
+ZT_DEVICE uint32_t zt_before_lane(uint32_t four, int lane) {
+    uint32_t before = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) before += (uint32_t)__popc(zt_ballot((int)(four >> k & 1)) & ((1u << lane) - 1));
+    return before;
+}
+
+/* Four bits -> the lowest bits of four bytes. */
+ZT_DEVICE uint32_t zt_spread(uint32_t four) { return four * 0x00204081u & 0x01010101u; }
+
+/* Increases a lane's codes by one, and decreases them. */
+ZT_DEVICE void zt_step(uint8_t *codes, int lane, uint32_t more, uint32_t less) {
+    if (!(more | less)) return;
+    const uint32_t by = zt_spread(more) + zt_spread(less) * 255, old = zt_load<uint32_t>(codes + 4 * lane);
+    zt_store<uint32_t>(codes + 4 * lane, zt_joined(zt_even(old) + zt_even(by), zt_odd(old) + zt_odd(by)));
+}
+
 
 /* -- On the host --------------------------------------------------------------------------------------------------------- */
 
 static inline int zt_take_codes(zt_codes codes, zt_part part, zt_codes_arguments *out) {
     const int64_t columns = part.end - part.begin;
-    if (!zt_trits_valid(codes.block)) return ZT_BAD_SPEC;
+    if (!zt_changes_valid(codes.block)) return ZT_BAD_SPEC;
     if (codes.count < 0 || codes.nbytes < 0 || codes.nbytes > zt_most) return ZT_BAD_SIZE;
     if (part.begin < 0 || columns < 0 || part.end > codes.columns || part.rows < 0 || part.members < 1) return ZT_BAD_SIZE;
     out->codes = codes, out->part = part;

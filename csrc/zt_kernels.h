@@ -21,7 +21,7 @@
 #ifndef ZT_KERNELS_H
 #define ZT_KERNELS_H
 
-#include "zt_trits.h"
+#include "zt_changes.h"
 #include "zt_wire.h"
 
 #ifdef __cplusplus
@@ -99,8 +99,9 @@ typedef struct zt_masters {
 /* What is to become of the blocks of a part. */
 typedef struct zt_change {
     const float *scales;
-    const int64_t *order; /* the blocks that do not escape, then those that do, each ascending */
-    const int64_t *count; /* how many escape */
+    const uint8_t *counts; /* of each tile the codes that change, or ZT_CHANGES_WHOLE */
+    const uint8_t *steps;  /* of each tile a mask of the codes that change, then one of those that decrease */
+    const int64_t *ends;   /* two numbers per block: blocks sent whole and bytes of changes up to its end */
 } zt_change;
 
 /* AgedAdamW's update of n FP32 elements; Note [Ages] in zero_topo/sync/optimizers.py. */
@@ -206,16 +207,16 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
     return zt_sketch_hash(seed, block, j) >> 63 ? -1.0f : 1.0f;
 }
 
-/* -- CPU, codes that are held: ranges are in blocks of a part, or in what is said --------------------------------- */
+/* -- CPU, codes: ranges are in blocks of a part --------------------------------------------------------------------- */
 
-/* Each block's scale from now on, and whether it escapes (0 or 1). Changes nothing else. */
-int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped,
-                        zt_range blocks, int32_t level);
+/* Each block's new scale, and the counts and steps of its change. Changes nothing else. */
+int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts,
+                        uint8_t *steps, zt_range blocks, int32_t level);
 
-/* Codes and scales become the masters'; scales, codes and trits of the message (`nbytes`, perhaps more than it needs) are
- * written. The range is in places of change.order; five that share bytes belong to the call that has the first. */
+/* Codes and scales change as `change` says; those of blocks sent whole become the masters'. Scales, codes and changes of
+ * the message (`nbytes`, perhaps more than it needs) are written. */
 int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
-                      int64_t nbytes, zt_range places, int32_t level);
+                      int64_t nbytes, zt_range blocks, int32_t level);
 
 /* Codes and scales of each member but the one left out become what its message (of one source) says. Blocks are counted
  * through all members. A message that contradicts itself within the range is ZT_BAD_SIZE, before anything changes. */
@@ -262,7 +263,8 @@ int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t s
 int zt_gpu_aged_adamw(zt_aged aged, void *stream); /* all of it in device memory */
 /* The tables of codes and of what changes are in device memory too. Whatever a message says, nothing outside it, and of
  * the codes nothing but the part, is read or written. */
-int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped, void *stream);
+int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts, uint8_t *steps,
+                        void *stream);
 int zt_gpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
                       int64_t nbytes, void *stream);
 int zt_gpu_codes_apply(zt_messages messages, zt_codes codes, zt_part part, void *stream);

@@ -39,7 +39,7 @@ logger = logging.getLogger("zero_topo.op_builder")
 
 BINDING = "zt_binding.cpp"
 COMMON = (BINDING, "zt_error.cpp")
-SHARED = ("zt_kernels.h", "zt_nf4.h", "zt_trits.h", "zt_wire.h")
+SHARED = ("zt_changes.h", "zt_kernels.h", "zt_nf4.h", "zt_wire.h")
 # No contraction of a product and a sum into one rounding: every backend gives the same bits.
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 # Fixed, not those present: a login node without a GPU then builds what compute nodes look for.

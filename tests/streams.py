@@ -354,14 +354,14 @@ def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int,
 
 
 def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
-    *held, scales, escaped = rest
-    return [_all_of(masters), _of_codes(*operators._coded(*held), own[1])], [_all_of(scales), _all_of(escaped)]
+    held, made = rest[:4], rest[4:]
+    return [_all_of(masters), _of_codes(*operators._coded(*held), own[1])], [*map(_all_of, made)]
 
 
 def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
-    *held, scales, order, count, message = rest
-    codes = _of_codes(*operators._coded(*held), own[1])
-    return [*map(_all_of, (masters, scales, order, count)), codes], [codes, _all_of(message)]
+    *change, message = rest[4:]
+    codes = _of_codes(*operators._coded(*rest[:4]), own[1])
+    return [*map(_all_of, (masters, *change)), codes], [codes, _all_of(message)]
 
 
 def _apply(table: Tensor, without: int, *held: Any) -> Accesses:

@@ -73,7 +73,7 @@ class CMasters(Structure):
 class CChange(Structure):
     """``zt_change``."""
 
-    _fields_ = [(name, c_void_p) for name in ("scales", "order", "count")]
+    _fields_ = [(name, c_void_p) for name in ("scales", "counts", "steps", "ends")]
 
 
 class CAged(Structure):
@@ -128,4 +128,4 @@ def c_masters(masters: Masters) -> CMasters:
 
 def c_change(change: Change) -> CChange:
     """A change in C."""
-    return CChange(change.scales.data_ptr(), change.order.data_ptr(), change.count.data_ptr())
+    return CChange(*(t.data_ptr() for t in (change.scales, change.counts, change.steps, change.ends)))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.kernels.operators import serving
 from zero_topo.quant import ops, reference
-from zero_topo.quant.operands import Codes, Masters, Messages, Part
-from zero_topo.quant.spec import BLOCK_SIZES, TritSpec
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.spec import BLOCK_SIZES, WHOLE, ChangeSpec
 
 
 class Served:
@@ -85,7 +85,7 @@ FATES = ("none", "all", "mixed", "first", "last")
 
 
 def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
-    """All three operations, on blocks of every kind, of which none, all, some, or one at an end escape."""
+    """All three operations, on blocks of every kind, of which none, all, some, or one at an end are sent whole."""
     case = Case(layout, fate, device)
     messages = [check_member(backend, case, member) for member in range(case.part.members)]
     size = max(len(message) for message in messages) + 256
@@ -97,27 +97,41 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
 
 
 def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
-    """Every byte that trits may come in, also those that no five trits make; Inf where what a scale fits overflows."""
+    """Every byte of a list, every size of a mask; Inf where what a scale fits overflows."""
     case = Case(single(10, block), "none", device)
     case.codes.held[int(case.codes.slots[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
     masters, part = case.masters(0), case.part
     masters.table.fill_(-torch.inf)
-    scales, escaped = torch.zeros(10, device=device), torch.zeros(10, dtype=torch.bool, device=device)
-    backend.codes_assess(masters, case.codes, part, scales, escaped)
-    assert scales.isnan().all() and escaped.all(), "Inf passes for a value that fits"
-    case = Case(single(10, block), "none", device)
-    message = torch.zeros(TritSpec(block).nbytes(10, 0), dtype=torch.uint8, device=device)
-    message[TritSpec(block).trits_offset(10, 0) :] = torch.arange(2 * block, device=device).to(torch.uint8)
-    check_apply(backend, case, Messages(message.view(1, 1, 1, -1)))
+    change = empty_change(case)
+    backend.codes_assess(masters, case.codes, part, change.scales, change.counts, change.steps)
+    assert change.scales.isnan().all() and (change.counts == WHOLE).all(), "Inf passes for a value that fits"
+    spec = ChangeSpec(block)
+    case = Case(single(256 // spec.tiles, block), "none", device)
+    n = case.part.blocks
+    for counts, packed in (
+        (torch.ones(256), torch.arange(256)),
+        (torch.arange(256) % (spec.tile + 1), torch.arange(2**14) * 2654435761 >> 8),
+    ):
+        sizes = torch.minimum(counts, (counts + 7) // 8 + spec.tile // 8).view(n, spec.tiles).sum(1)
+        ends = torch.stack([sizes * 0, sizes], 1).cumsum(0).to(torch.int32)
+        message = torch.zeros(spec.nbytes(n, 0, int(ends[-1, 1])), dtype=torch.uint8)
+        chunks = torch.cat([ends[31:-1:32], ends[-1:]]).view(torch.uint8).view(-1)
+        for at, plane in (
+            (0, chunks),
+            (spec.counts_offset(n), counts),
+            (spec.changes_offset(n, 0), packed[: ends[-1, 1]]),
+        ):
+            message[at : at + plane.numel()] = plane.to(torch.uint8)
+        check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
     for add in (0.01, -0.01, torch.inf, torch.nan):
         check_edited(backend, block, add, device)
 
 
 def check_edited(backend: Any, block: int, add: float, device: str) -> None:
-    """Masters change after they were assessed: the message says what becomes of the owner's codes all the same."""
+    """Masters change after they were assessed: the message has what becomes of the owner's codes all the same."""
     case, ops = Case(single(69, block), "mixed", device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
-    masters, part, size = case.masters(0), case.part, TritSpec(block).nbytes(69, 69)
+    masters, part, size = case.masters(0), case.part, ChangeSpec(block).largest(69)
     change = OPS.assess_changes(masters, owner, part)
     masters.table[:, ::3] += add
     message = ops.encode_changes(masters, owner, part, change, size)
@@ -126,6 +140,29 @@ def check_edited(backend: Any, block: int, add: float, device: str) -> None:
     if math.isfinite(add):
         OPS.encode_changes(masters, expected, part, change, size)
         assert_same(owner.held, expected.held, "codes of masters that were edited")
+
+
+def empty_change(case: Case) -> Change:
+    """Room for a change of the blocks of a case, filled with something."""
+    spec, n, device = ChangeSpec(case.codes.block), case.part.blocks, case.codes.held.device
+    steps = torch.full((n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device)
+    ends = torch.zeros(n, 2, dtype=torch.int64, device=device)
+    return Change(torch.full((n,), 77.0, device=device), torch.full_like(steps[:, :, 0, 0], FILLING), steps, ends)
+
+
+def check_assessed(backend: Any, masters: Masters, codes: Codes, case: Case, change: Change) -> None:
+    """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
+    made = empty_change(case)
+    backend.codes_assess(masters, codes, case.part, made.scales, made.counts, made.steps)
+    assert_same(made.scales, change.scales, "scales")
+    assert_same(made.counts, change.counts, "counts")
+    kept = change.counts[:, 0] != WHOLE
+    assert_same(made.steps[kept], change.steps[kept], "steps")
+
+
+def message_bytes(codes: Codes, change: Change) -> int:
+    """Bytes of the message with a change."""
+    return ChangeSpec(codes.block).nbytes(len(change.ends), *change.ends[-1].tolist())
 
 
 def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
@@ -145,12 +182,9 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         codes.held[apart:] = near.held
         rows = far(2 * apart // 4 + room, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
         own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess_changes(masters, near, part)
-        scales, escaped = torch.zeros_like(change.scales), torch.zeros_like(change.escaped)
-        backend.codes_assess(own, codes, part, scales, escaped)
-        assert_same(scales, change.scales, "scales")
-        assert_same(escaped, change.escaped, "which blocks escape")
+        check_assessed(backend, own, codes, case, change)
         made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
-        head = TritSpec(64).scales_offset(part.blocks)
+        head = ChangeSpec(64).scales_offset(part.blocks)
         made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), part, change, room)[:head]
         reference.codes_emit(masters, near, part, change, wanted)
         backend.codes_emit(own, codes, part, change, made)
@@ -173,9 +207,8 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     few, times = 40, numel // (40 * 64)
     case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
     near, masters, part = case.copy(), case.masters(0), Part(0, n, 1, 1)
-    OPS.encode_changes(
-        masters, near, case.part, OPS.assess_changes(masters, near, case.part), TritSpec(64).nbytes(few, few)
-    )
+    change = OPS.assess_changes(masters, near, case.part)
+    OPS.encode_changes(masters, near, case.part, change, message_bytes(near, change))
     codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
     planes = tuple(zip((0, int(codes.slots[0, 1])), (0, int(near.slots[0, 1])), (64 * few, 4 * few), strict=True))
     for there, here, size in planes:
@@ -183,7 +216,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     others = replace(codes, held=codes.held.clone())
     own = Masters(masters.table.repeat(1, times), 0, 0)
     change = ops.assess_changes(own, codes, part)
-    message = ops.encode_changes(own, codes, part, change, TritSpec(64).nbytes(n, int(change.count)))
+    message = ops.encode_changes(own, codes, part, change, message_bytes(codes, change))
     backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others, part)
     for there, here, size in planes:
         wanted = near.held[here : here + size]
@@ -196,15 +229,12 @@ def check_member(backend: Any, case: Case, member: int) -> Tensor:
     masters, part = case.masters(member), case.part
     codes, own = case.copy(), case.copy()
     change = OPS.assess_changes(masters, codes, part)
-    assert torch.equal(change.escaped.cpu(), case.escapes[member].view(-1)), "what the case is meant to show"
-    scales = torch.full_like(change.scales, 77.0)
-    escaped = torch.zeros_like(change.escaped)
-    backend.codes_assess(masters, own, part, scales, escaped)
-    assert_same(scales, change.scales, "scales")
-    assert_same(escaped, change.escaped, "which blocks escape")
+    whole = change.counts[:, 0].cpu() == WHOLE
+    assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
+    check_assessed(backend, masters, own, case, change)
     assert_same(own.held, case.codes.held, "what is held and must not change yet")
-    size = TritSpec(codes.block).nbytes(part.blocks, int(change.count)) + 384
-    wanted = torch.full((size,), FILLING, dtype=torch.uint8, device=scales.device)
+    size = message_bytes(codes, change) + 384
+    wanted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.held.device)
     given = torch.full_like(wanted, FILLING)
     message = OPS.encode_changes(masters, case.copy(), part, change, size)
     reference.codes_emit(masters, codes, part, change, wanted)
@@ -233,15 +263,15 @@ class Case:
 
     Args:
         layout: where all lies.
-        fate: which blocks escape, one of `FATES`.
+        fate: which blocks are sent whole, one of `FATES`.
         device: where the tensors are.
     """
 
     def __init__(self, layout: Layout, fate: str, device: str) -> None:
         self.layout, self.part, self._device = layout, layout.part, device
         shape = (self.part.members, layout.rows, layout.end - layout.begin)
-        self.escapes = escaping(shape, fate)
-        before, self._now = moved(self.escapes, layout)
+        self.whole = sent_whole(shape, fate)
+        before, self._now = moved(self.whole, layout)
         self.codes = Codes.build(layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device))
         for at, scales_at, blocks, *_ in self.codes.slots.tolist():
             self.codes.held[at:scales_at] = FILLING
@@ -250,8 +280,7 @@ class Case:
         for member in range(self.part.members):
             own = self._masters(before, member)
             change = OPS.assess_changes(own, self.codes, self.part)
-            size = TritSpec(layout.block).nbytes(self.part.blocks, int(change.count))
-            OPS.encode_changes(own, self.codes, self.part, change, size)
+            OPS.encode_changes(own, self.codes, self.part, change, message_bytes(self.codes, change))
 
     def copy(self) -> Codes:
         """The codes, to be changed."""
@@ -279,21 +308,21 @@ class Case:
         return Masters(there, first[4], member)
 
 
-def escaping(shape: tuple[int, ...], fate: str) -> Tensor:
-    """Which blocks escape: bool ``[members, rows, block columns]``."""
-    escapes = torch.full(shape, fate == "all")
-    flat = escapes.view(shape[0], -1)
+def sent_whole(shape: tuple[int, ...], fate: str) -> Tensor:
+    """Which blocks are sent whole: bool ``[members, rows, block columns]``."""
+    whole = torch.full(shape, fate == "all")
+    flat = whole.view(shape[0], -1)
     if fate == "mixed":
         flat.copy_(torch.rand(flat.shape, generator=torch.Generator().manual_seed(flat.numel())) < 0.4)
     if fate in ("first", "last"):
         flat[:, 0 if fate == "first" else -1] = True
-    return escapes
+    return whole
 
 
-def moved(escapes: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Values of blocks before and now; those that escape do so for all reasons in turn, as the others stay."""
-    generator = torch.Generator().manual_seed(layout.block + escapes.numel())
-    x = torch.randn(*escapes.shape, layout.block, generator=generator) * 0.005
+def moved(whole: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Values of blocks before and now; those sent whole are so for all reasons in turn, and so are the others."""
+    generator = torch.Generator().manual_seed(layout.block + whole.numel())
+    x = torch.randn(*whole.shape, layout.block, generator=generator) * 0.005
     ties = torch.randint(-120, 120, x.shape, generator=generator).float()
     noise = torch.rand(x.shape, generator=generator) * 2 - 1
     now = x.clone()
@@ -302,10 +331,10 @@ def moved(escapes: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     ):
         before[0] = after[0] = 0.03  # the largest, and in every block
         scale = 0.03 * 1.0625 / 127
-        if escapes.view(-1)[number]:
+        if whole.view(-1)[number]:
             _leave(after, number % 10, scale)
         else:
-            _stay(before, after, number % 6, tie * TIE, shake * scale)
+            _stay(before, after, number, tie * TIE, shake * scale)
     return x, now
 
 
@@ -325,8 +354,14 @@ def _leave(now: Tensor, kind: int, scale: float) -> None:
         now.mul_((2.0, 0.7)[kind])
 
 
-def _stay(before: Tensor, now: Tensor, kind: int, ties: Tensor, noise: Tensor) -> None:
-    if kind == 0:
+def _stay(before: Tensor, now: Tensor, number: int, ties: Tensor, noise: Tensor) -> None:
+    kind, scale = number % 9, 0.03 * 1.0625 / 127
+    if kind > 5:  # a list or a mask, of any number of codes
+        before.copy_((before / scale).round() * scale)
+        changes = noise.abs().argsort()[: 7 * number % 31 if kind == 6 else 37 * number % len(now)]
+        now.copy_(before)[changes] += noise[changes].sign() * scale
+        before[0] = now[0] = 0.03
+    elif kind == 0:
         now[1:] += noise[1:] * 0.95
     elif kind == 1:  # halfway between two codes
         before.copy_(ties)

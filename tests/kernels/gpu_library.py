@@ -98,7 +98,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "sketch_insert": [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p],
     "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
     "aged_adamw": [c_types.CAged],
-    "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p],
+    "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p, c_void_p],
     "codes_emit": [CMasters, CCodes, CPart, CChange, c_void_p, c_int64],
     "codes_apply": [CMessages, CCodes, CPart],
 }
@@ -223,9 +223,9 @@ class GpuLibrary:
         addresses = [x.data_ptr() for x in (p, *state)]
         self.call("aged_adamw", c_types.CAged(*addresses, p.numel(), table.data_ptr(), *settings))
 
-    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-        """Scales, and which blocks escape."""
-        self.call("codes_assess", *c_owned(masters, codes, part), scales.data_ptr(), escaped.data_ptr())
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
+        """Scales, counts and steps."""
+        self.call("codes_assess", *c_owned(masters, codes, part), *(tensor.data_ptr() for tensor in made))
 
     def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
         """Masters -> codes and message."""

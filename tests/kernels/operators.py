@@ -41,13 +41,13 @@ class Operators:
         sums, made = (messages.table, messages.without_source), (out.table, out.without_member)
         OPS.requantize.default(*sums, source.code, *made, spec.code, numel, factor)
 
-    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-        """Scales, and which blocks escape."""
-        OPS.codes_assess.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), scales, escaped)
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
+        """Scales, counts and steps."""
+        OPS.codes_assess.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
 
     def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
         """Masters -> codes and message."""
-        made = change.scales, change.order, change.count, message
+        made = change.scales, change.counts, change.steps, change.ends, message
         OPS.codes_emit.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
 
     def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:

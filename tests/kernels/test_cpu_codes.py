@@ -21,20 +21,19 @@ from tests.kernels.operators import LEVELS, Operators, limited
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Messages
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.spec import TritSpec
 
 FUNCTIONS = ("codes_assess", "codes_emit", "codes_apply")
 
 
 @pytest.mark.parametrize("fate", golden_codes.FATES)
 def test_codes_have_the_references_bits(split: Operators, fate: str) -> None:
-    """Blocks of every kind and size, numbers of them around those of a group and a chunk."""
+    """Blocks of every kind and size, numbers of them around those of a chunk."""
     for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE):
         golden_codes.check_codes(split, layout, fate)
 
 
-def test_all_bytes_that_trits_may_come_in(split: Operators) -> None:
-    """Each byte's five digits."""
+def test_all_bytes_that_changes_may_come_in(split: Operators) -> None:
+    """Lists of every byte, masks of every size."""
     golden_codes.check_extremes(split)
 
 
@@ -46,18 +45,18 @@ class Calls:
         case = golden_codes.Case(layout, "mixed", "cpu")
         masters, codes, part = case.masters(1), case.copy(), case.part
         change = golden_codes.OPS.assess_changes(masters, codes, part)
-        nbytes = TritSpec(64).nbytes(part.blocks, int(change.count))
+        nbytes = golden_codes.message_bytes(codes, change)
         message = golden_codes.OPS.encode_changes(masters, case.copy(), part, change, nbytes)
         self.table = message.expand(*layout.members, -1).contiguous()
-        self.before = TritSpec(64).before_offset(part.blocks)
-        scales, escaped = torch.zeros(part.blocks), torch.zeros(part.blocks, dtype=torch.bool)
-        self.memory = [codes.held, self.table, scales, escaped, message]
-        self.held, self.order, self.count = codes.held, change.order, change.count
+        made = golden_codes.empty_change(case)
+        assessed = made.scales, made.counts, made.steps
+        self.memory = [codes.held, self.table, *assessed, message]
+        self.held, self.counts, self.ends = codes.held, change.counts, change.ends
         self.slots, self.slot_of = codes.slots, codes.slot_of
         own, held = ops._own_arguments(masters), ops._code_arguments(codes, part)
         self.arguments: dict[str, list[Any]] = {
-            "codes_assess": [*own, *held, scales, escaped],
-            "codes_emit": [*own, *held, change.scales, change.order, change.count, message],
+            "codes_assess": [*own, *held, *assessed],
+            "codes_emit": [*own, *held, change.scales, change.counts, change.steps, change.ends, message],
             "codes_apply": [self.table[None], -1, *held],
         }
 
@@ -95,7 +94,7 @@ def wrong(name: str) -> Iterator[tuple[int, Callable[[Any], Any]]]:
     yield from ((1, put(1, value)) for value in (-1, 6))
     yield 0, lambda masters: masters[:, :10]
     if name == "codes_emit":
-        yield 9, lambda message: message[:300]
+        yield 10, lambda message: message[:300]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -110,12 +109,15 @@ def test_one_wrong_argument_is_refused(whole: Operators, name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str) -> None:
-    """No slot may end beyond what is held or, where masters are read, their columns; nor may an order, or a count."""
+    """No slot may end beyond what is held or, where masters are read, their columns; nor may changes."""
     damages: list[tuple[str, Any, list[int]]] = [("slot_of", 4, [-1, 6, 2**31 - 1])]
     damages += [("slots", (1, column), [-1, 2**57, 2**63 - 1]) for column in range(6)]
     damages += [("slots", (0, 0), [10_000]), ("slots", (0, 1), [100_000]), ("slots", (1, 3), [0, 12])]
     damages += [("slots", (1, 4), [0, 5000])] if name != "codes_apply" else []
-    damages += [("order", 7, [-1, 36, 2**62]), ("count", 0, [-1, 37, 2**62])] if name == "codes_emit" else []
+    ends = [-1, 37, 2**62]
+    emitted: list[tuple[str, Any, list[int]]] = [("ends", (-1, 0), ends), ("ends", (-1, 1), [-1, 2**40, 2**62])]
+    emitted += [("ends", (7, 0), ends), ("ends", (7, 1), [-1, 2**40, 2**62]), ("counts", (8, 0), [65, 254])]
+    damages += emitted if name == "codes_emit" else []
     for table, place, values in damages:
         for value in values:
             calls = Calls()
@@ -124,37 +126,42 @@ def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str)
 
 
 DAMAGES: dict[str, tuple[int, int]] = {
-    "more blocks escape than fit": (0, 30),
-    "more blocks escape than there are": (0, -1),
-    "fewer escape than are marked": (0, 3),
-    "others are marked": (32, -1),
-    "the count is too high": (-1, 1),
-    "the count is negative": (-1, -1),
+    "more blocks are sent whole than fit": (-2, 30),
+    "more blocks are sent whole than there are": (-2, -1),
+    "fewer are sent whole than counted": (-2, 3),
+    "there are more changes than counted": (-1, 2000),
+    "there are fewer changes than counted": (-1, 3),
+    "there are more changes before the last chunk": (1, 2000),
+    "more blocks were sent whole before": (0, 33),
+    "a tile has more changes than values": (32, 0x41),
+    "only one count changed": (32, 0x3F3F3F3F),
 }
-"""Words of a message, -1 for the first count, and what they become."""
+"""Words of a message, from the end of its ends if negative, and what they become."""
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_messages_that_contradict_themselves_are_refused(whole: Operators, kind: str) -> None:
     """Before anything changes, also of the messages before it."""
     calls, (word, value) = Calls(), DAMAGES[kind]
-    calls.table[1, 0].view(torch.int32)[word if word >= 0 else calls.before // 4] = value
+    calls.table[1, 0].view(torch.int32)[word if word >= 0 else 4 + word] = value
     calls.check_refused("codes_apply")
 
 
-def test_counts_that_disagree_with_the_mask_are_refused(whole: Operators) -> None:
-    """Each chunk's count is what the chunks before it say, though another would lead nowhere out of bounds."""
+def test_ends_that_disagree_with_counts_are_refused(whole: Operators) -> None:
+    """Each chunk's ends are what its counts say, though others would lead nowhere out of bounds."""
     case = golden_codes.Case(golden_codes.single(321), "mixed", "cpu")
     own, codes = case.masters(0), case.copy()
     change = golden_codes.OPS.assess_changes(own, codes, case.part)
     message = golden_codes.OPS.encode_changes(
-        own, case.copy(), case.part, change, TritSpec(64).nbytes(321, int(change.count))
+        own, case.copy(), case.part, change, golden_codes.message_bytes(codes, change)
     )
     before = codes.held.clone()
-    message.view(torch.int32)[TritSpec(64).before_offset(321) // 4 + 2] += 1
-    with pytest.raises(RuntimeError, match="a size is negative, or a message"):
-        whole.codes_apply(Messages(message.view(1, 1, 1, -1)), codes, case.part)
-    assert torch.equal(codes.held, before)
+    for number in (4, 5):
+        message.view(torch.int32)[number] += 1
+        with pytest.raises(RuntimeError, match="a size is negative, or a message"):
+            whole.codes_apply(Messages(message.view(1, 1, 1, -1)), codes, case.part)
+        assert torch.equal(codes.held, before)
+        message.view(torch.int32)[number] -= 1
 
 
 @given(

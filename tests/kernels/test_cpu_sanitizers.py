@@ -112,7 +112,7 @@ def check_kernel_tests(environment: Mapping[str, str], name: str, which: str = "
     [
         pytest.param("test_cpu.py", "", marks=pytest.mark.long),
         ("test_cpu_malformed.py", ""),
-        pytest.param("test_cpu_codes.py", "mixed or trits or refused or any", marks=pytest.mark.long),
+        pytest.param("test_cpu_codes.py", "mixed or changes or refused or any", marks=pytest.mark.long),
     ],
 )
 def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:

@@ -18,12 +18,24 @@ from op_builder import source_dir
 from op_builder.jit import cache_dir
 from tests.kernels import c_types, golden_codes
 from tests.kernels import gpu_library as gpu
-from tests.kernels.golden_codes import FATES, FILLING, OPS, RAGGED, SINGLE, Case, assert_same, ragged, single
+from tests.kernels.golden_codes import (
+    FATES,
+    FILLING,
+    OPS,
+    RAGGED,
+    SINGLE,
+    Case,
+    assert_same,
+    check_assessed,
+    message_bytes,
+    ragged,
+    single,
+)
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from tests.kernels.operators import serving_module
 from zero_topo.quant import reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
-from zero_topo.quant.spec import TritSpec
+from zero_topo.quant.spec import ChangeSpec
 
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 NO_RESERVE = 0x4000
@@ -41,13 +53,13 @@ def library() -> ctypes.CDLL:
 @pytest.mark.parametrize("chosen", BOTH)
 @pytest.mark.parametrize("fate", FATES)
 def test_codes_have_the_references_bits(library: ctypes.CDLL, chosen: Settings, fate: str) -> None:
-    """Scales, messages and what is held, whichever blocks escape."""
+    """Scales, messages and what is held, whichever blocks are sent whole."""
     for layout in (*RAGGED, *SINGLE):
         golden_codes.check_codes(GpuLibrary(library, chosen), layout, fate)
 
 
-def test_all_bytes_that_trits_may_come_in(library: ctypes.CDLL) -> None:
-    """Each byte's five digits."""
+def test_all_bytes_that_changes_may_come_in(library: ctypes.CDLL) -> None:
+    """Lists of every byte, masks of every size."""
     golden_codes.check_extremes(GpuLibrary(library))
 
 
@@ -72,23 +84,21 @@ def test_places_beyond_32_bits(library: ctypes.CDLL) -> None:
 
 def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     """The last 40 of so many blocks that there are over 2^32 codes: but the last thread block of each kernel is run."""
-    few, chunk, spec = 40, 2**26, TritSpec(64)
-    before = chunk + 36  # a multiple of five, as groups are
+    few, before, spec = 40, 2**26, ChangeSpec(64)
     n, case = before + few, Case(single(few), "mixed", "cpu")
     near, masters, tail = case.copy(), case.masters(0), slice(64 * before, 64 * (before + few))
     change = OPS.assess_changes(masters, near, case.part)
-    count = int(change.count)
-    message = OPS.encode_changes(masters, near, case.part, change, spec.nbytes(few, count))
+    count, size = change.ends[-1].tolist()
+    message = OPS.encode_changes(masters, near, case.part, change, spec.nbytes(few, count, size))
     slots = torch.tensor([[0, 64 * n, n, 0, 0, 64 * n]])
     codes, part = Codes(far(68 * n, torch.uint8), slots, far(n, torch.int32), 64), Part(0, n, 1, 1)
     table = far(64 * n, torch.float32)[None]
     table[:, tail] = masters.table
-    own, scales, made = Masters(table, 0, 0), far(n, torch.float32), far(spec.nbytes(n, count), torch.uint8)
-    escaped, order = far(n, torch.uint8).view(torch.bool), far(n, torch.int64)
-    order[before:] = change.order + before
-
-    def last(blocks: int) -> GpuLibrary:
-        return GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // blocks))
+    own, made = Masters(table, 0, 0), far(spec.nbytes(n, count, size), torch.uint8)
+    steps, ends = far(16 * n, torch.uint8).view(n, 1, 2, 8), far(2 * n, torch.int64).view(n, 2)
+    counted, scales = far(n, torch.uint8).view(n, 1), far(n, torch.float32)
+    ends[before:] = change.ends
+    backend = GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // 256))
 
     def restore() -> None:
         codes.held[tail] = case.codes.held[: 64 * few]
@@ -99,27 +109,22 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
         assert_same(codes.held[64 * n + 4 * before :], near.held[64 * few :][: 4 * few], "scales that are held")
 
     restore()
-    last(256).codes_assess(own, codes, part, scales, escaped)
+    backend.codes_assess(own, codes, part, scales, counted, steps)
     assert_same(scales[before:], change.scales, "scales")
-    assert_same(escaped[before:], change.escaped, "which blocks escape")
-    last(160).codes_emit(own, codes, part, Change(scales, escaped, order, change.count), made)
+    assert_same(counted[before:], change.counts, "counts")
+    backend.codes_emit(own, codes, part, Change(scales, counted, steps, ends), made)
     check_held()
     places = (
         (spec.scales_offset(n), spec.scales_offset(few), 4 * count),
         (spec.codes_offset(n, count), spec.codes_offset(few, count), 64 * count),
-        (spec.trits_offset(n, count) + before // 5 * 64, spec.trits_offset(few, count), -(-(few - count) // 5) * 64),
+        (spec.changes_offset(n, count), spec.changes_offset(few, count), size),
     )
     for there, here, nbytes in places:
         assert_same(made[there : there + nbytes], message[here : here + nbytes], f"the message at {there}")
-    bits = torch.zeros(2, 64, dtype=torch.int64)
-    bits.view(-1)[n - chunk - few : n - chunk] = change.escaped.long()
-    powers = 2 ** torch.arange(8)
-    made[:4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
-    made[128 + chunk // 8 :][:16] = (bits.view(16, 8) * powers).sum(1).to(torch.uint8)
-    counts = torch.stack([bits.new_zeros(()), bits[0].sum()]).to(torch.int32)
-    made[spec.before_offset(n) + chunk // 16 :][:8] = counts.view(torch.uint8)
+    made[before // 4 : before // 4 + 16] = message[:16]
+    made[spec.counts_offset(n) + before :][:few] = change.counts.view(-1)
     restore()
-    last(256).codes_apply(Messages(made.view(1, 1, 1, -1)), codes, part)
+    backend.codes_apply(Messages(made.view(1, 1, 1, -1)), codes, part)
     check_held()
 
 
@@ -132,24 +137,23 @@ def guarded(nbytes: int) -> Tensor:
     return found[pages - nbytes : pages]
 
 
-@given(seed=st.integers(0, 2**40), counts=st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=6))
-def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, counts: list[int]) -> None:
+ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, max_size=24)
+
+
+@given(seed=st.integers(0, 2**40), ends=ENDS)
+def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, ends: list[int]) -> None:
     """Whatever bytes came: nothing behind a message is read, and of what is held only the members' part is written."""
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
-    n, spec = case.part.blocks, TritSpec(64)
-    nbytes, size = spec.nbytes(n, seed % (n + 1)), case.codes.held.numel()
+    n, spec = case.part.blocks, ChangeSpec(64)
+    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.held.numel()
     table = guarded(6 * nbytes).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
-    words = table[..., :4].view(torch.int32)
-    words.copy_(torch.tensor(counts[:6]).to(torch.int32).view(1, 2, 3, 1))
-    sparse = torch.randint(0, 3, (), generator=generator)
-    table[..., 128 : spec.before_offset(n)] *= sparse
-    table[..., spec.before_offset(n) : spec.scales_offset(n)] *= sparse > 1
+    table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
+    table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
     held = case.copy()
     GpuLibrary(library).codes_apply(Messages(table, without_member=4), held, case.part)
-    wholes = torch.zeros(1, 2, 3, spec.nbytes(n, n), dtype=torch.uint8)
-    wholes[..., :4].view(torch.int32).fill_(n)
-    wholes[..., 128 : 128 + -(-n // 8)] = 255
+    wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
+    wholes[..., spec.counts_offset(n) : spec.scales_offset(n)] = 255
     may = replace(held, held=torch.full((size,), FILLING, dtype=torch.uint8))
     reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
     wrong = (held.held != case.codes.held) & (may.held == FILLING)
@@ -157,12 +161,12 @@ def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, counts: list
 
 
 def test_a_message_without_room_is_not_written(library: ctypes.CDLL) -> None:
-    """One that is too small for what escapes leaves codes and message as they were: counts are known on the device."""
+    """One that is too small for its changes leaves codes and message as they were: sizes are known on the device."""
     case, backend = Case(single(40), "mixed", "cpu"), GpuLibrary(library)
     held, masters = case.copy(), case.masters(0)
     change = OPS.assess_changes(masters, held, case.part)
-    count = int(change.count)
-    room = TritSpec(64).trits_offset(40, count) + (-(-(40 - count) // 5) - 1) * 64
+    count, size = change.ends[-1].tolist()
+    room = ChangeSpec(64).changes_offset(40, count) + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
     backend.codes_emit(masters, held, case.part, change, message)
     assert_same(held.held, case.codes.held, "what is held")
@@ -178,11 +182,8 @@ def test_masters_that_are_not_there_are_zero(library: ctypes.CDLL, cut: tuple[in
     there.copy_(whole.table[:, first:past])
     whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
     whole.table[:, past:] = 0.0
-    own, scales, escaped = Masters(there, whole.first + first, 0), torch.zeros(10), torch.zeros(10, dtype=torch.bool)
     change = OPS.assess_changes(whole, case.codes, case.part)
-    backend.codes_assess(own, case.codes, case.part, scales, escaped)
-    assert_same(scales, change.scales, "scales")
-    assert_same(escaped, change.escaped, "which blocks escape")
+    check_assessed(backend, Masters(there, whole.first + first, 0), case.codes, case, change)
 
 
 BAD: list[tuple[str, dict[str, int], int]] = [
@@ -202,9 +203,9 @@ BAD: list[tuple[str, dict[str, int], int]] = [
     ("masters", {"member": 1}, BAD_SIZE),
     ("masters", {"row_stride": -1}, BAD_SIZE),
     ("masters", {"columns": -1}, BAD_SIZE),
-    ("change", {"count": 0}, BAD_SIZE),
-    ("change", {"order": 0}, BAD_SIZE),
-    ("messages", {"nbytes": 383}, BAD_SIZE),
+    ("change", {"ends": 0}, BAD_SIZE),
+    ("change", {"steps": 0}, BAD_SIZE),
+    ("messages", {"nbytes": 255}, BAD_SIZE),
     ("messages", {"members": 2, "inner": 2}, BAD_SIZE),
     ("messages", {"sources": 2}, BAD_SIZE),
     ("messages", {"without_member": 1}, BAD_SIZE),
@@ -218,7 +219,8 @@ class Call:
         self._backend, self._case = GpuLibrary(library), Case(single(40), "none", "cpu")
         masters, part = self._case.masters(0), self._case.part
         self._change = OPS.assess_changes(masters, self._case.codes, part)
-        self._message = OPS.encode_changes(masters, self._case.codes, part, self._change, TritSpec(64).nbytes(40, 1))
+        size = message_bytes(self._case.codes, self._change)
+        self._message = OPS.encode_changes(masters, self._case.codes, part, self._change, size)
         self._masters = masters
         c = c_types.c_masters(masters), c_types.c_codes(self._case.codes), c_types.c_part(part)
         self.with_: dict[str, Any] = dict(zip(("masters", "codes", "part"), c, strict=True))
@@ -229,7 +231,8 @@ class Call:
         """What assess, emit and apply return."""
         a, at = self.with_, self._message.data_ptr() + self.with_["shift"]
         own = a["masters"], a["codes"], a["part"]
-        into = self._change.scales.data_ptr(), self._change.escaped.data_ptr()
+        change = self._change
+        into = change.scales.data_ptr(), change.counts.data_ptr(), change.steps.data_ptr()
         return {
             "assess": self._status("codes_assess", *own, *into),
             "emit": self._status("codes_emit", *own, a["change"], at, a["messages"].nbytes),

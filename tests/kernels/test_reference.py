@@ -146,17 +146,17 @@ def test_confusing_codes_is_seen(overlooked: str) -> None:
         golden_codes.check_codes(backend, golden_codes.RAGGED[0], "mixed")
 
 
-@pytest.mark.parametrize("wrong", ["scales", "escaped", "message", "held by its owner", "held by others"])
+@pytest.mark.parametrize("wrong", ["scales", "counts", "message", "held by its owner", "held by others"])
 def test_one_wrong_bit_of_codes_is_seen(wrong: str) -> None:
     """A backend of codes that writes one wrong bit anywhere does not pass."""
 
     def flip(tensor: torch.Tensor, which: str) -> None:
         tensor.view(torch.uint8).view(-1)[-130] ^= int(wrong == which)
 
-    def assess(masters: Any, codes: Any, part: Any, scales: torch.Tensor, escaped: torch.Tensor) -> None:
-        reference.codes_assess(masters, codes, part, scales, escaped)
-        flip(scales, "scales")
-        flip(escaped, "escaped")
+    def assess(masters: Any, codes: Any, part: Any, *made: torch.Tensor) -> None:
+        reference.codes_assess(masters, codes, part, *made)
+        for tensor, which in zip(made, ("scales", "counts"), strict=False):
+            flip(tensor, which)
 
     def emit(masters: Any, codes: Any, part: Any, change: Any, message: torch.Tensor) -> None:
         reference.codes_emit(masters, codes, part, change, message)

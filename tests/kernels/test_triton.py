@@ -107,7 +107,7 @@ class TestBackend:
 
     @pytest.mark.parametrize("block", BLOCK_SIZES if GPU else (64, 256))
     def test_codes_give_the_references_bits(self, backend: Any, block: int) -> None:
-        """Scales, messages and what is held, whichever blocks escape; and every byte that trits may come in."""
+        """Scales, messages and what is held, whichever blocks are sent whole; every byte that changes may come in."""
         for fate in golden_codes.FATES if GPU else ("mixed", "all"):
             golden_codes.check_codes(backend, golden_codes.ragged(block), fate, DEVICE)
             for layout in golden_codes.SINGLE[:: 1 if GPU else 4]:

@@ -98,15 +98,18 @@ def calls_on_codes() -> Iterator[tuple[str, Callable[[], Any]]]:
     def owned(part: Part) -> tuple[Masters, Codes, Part]:
         return Masters(torch.zeros(part.rows, 40_000), part.begin % 16, part.begin % 12), codes, part
 
+    def bytes_of(numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=torch.uint8)
+
     def assess() -> None:
         for part in parts:
-            triton.codes_assess(*owned(part), torch.zeros(part.blocks), torch.zeros(part.blocks, dtype=torch.bool))
+            triton.codes_assess(*owned(part), torch.zeros(part.blocks), bytes_of(2 * part.blocks), bytes_of(2**16))
 
     def emit() -> None:
-        order, count = torch.zeros(1000, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         for part in parts:
-            escaped = torch.zeros(part.blocks, dtype=torch.bool)
-            triton.codes_emit(*owned(part), Change(torch.zeros(part.blocks), escaped, order, count), messages[0, 0, 0])
+            ends = torch.zeros(part.blocks, 2, dtype=torch.int64)
+            change = Change(torch.zeros(part.blocks), bytes_of(2 * part.blocks), bytes_of(2**16), ends)
+            triton.codes_emit(*owned(part), change, messages[0, 0, 0])
 
     def apply() -> None:
         for part in parts:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from op_builder import source_dir
 from tests.kernels import golden
 from zero_topo.quant import reference
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, TritSpec
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, ChangeSpec
 
 PROGRAM = r"""
 #include <inttypes.h>
@@ -34,25 +34,28 @@ int main(void) {
 }
 """
 
-TRITS = r"""
+CHANGES = r"""
 #include <inttypes.h>
 #include <stdio.h>
-#include "zt_trits.h"
+#include "zt_changes.h"
 
 int main(void) {
     int32_t b;
-    int64_t n, e;
+    int64_t n, w, c;
     uint32_t bits[2];
     float x[2];
-    while (scanf("%" SCNd32 " %" SCNd64 " %" SCNd64, &b, &n, &e) == 3 &&
+    while (scanf("%" SCNd32 " %" SCNd64 " %" SCNd64 " %" SCNd64, &b, &n, &w, &c) == 4 &&
            scanf("%" SCNu32 " %" SCNu32, bits, bits + 1) == 2) {
         memcpy(x, bits, sizeof x);
         x[0] = zt_codes_scale(x[0], x[1]);
         x[1] = zt_codes_inverse(x[1]);
         memcpy(bits, x, sizeof x);
-        printf("%d %" PRId64 " %" PRId64, zt_trits_valid(b), zt_trits_before_offset(n), zt_trits_scales_offset(n));
-        printf(" %" PRId64 " %" PRId64, zt_trits_codes_offset(n, e), zt_trits_offset(b, n, e));
-        printf(" %" PRId64 " %" PRIu32 " %" PRIu32 "\n", zt_trits_nbytes(b, n, e), bits[0], bits[1]);
+        printf("%d %" PRId64, zt_changes_valid(b), zt_changes_counts_offset(n));
+        printf(" %" PRId64, zt_changes_valid(b) ? zt_changes_scales_offset(b, n) : 0);
+        printf(" %" PRId64, zt_changes_valid(b) ? zt_changes_codes_offset(b, n, w) : 0);
+        printf(" %" PRId64, zt_changes_valid(b) ? zt_changes_offset(b, n, w) : 0);
+        printf(" %" PRId64, zt_changes_valid(b) ? zt_changes_nbytes(b, n, w, c) : 0);
+        printf(" %" PRIu32 " %" PRIu32 "\n", bits[0], bits[1]);
     }
     return 0;
 }
@@ -132,11 +135,11 @@ def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
     check(compiled(compiler, tmp_path), [(BlockSpec(4, 256), 2**33 + 5)])
-    check_trits(compiled(compiler, tmp_path, TRITS), [(256, 2**33 + 5, 7)])
+    check_changes(compiled(compiler, tmp_path, CHANGES), [(256, 2**33 + 5, 7, 2**34)])
 
 
-def check_trits(program: Path, cases: Sequence[tuple[int, int, int]]) -> None:
-    """Sizes of (block size, blocks, escaped) are those of zero_topo.quant.spec, scales those of the reference."""
+def check_changes(program: Path, cases: Sequence[tuple[int, int, int, int]]) -> None:
+    """Sizes of (block size, blocks, whole, changes) are those of `ChangeSpec`, scales those of the reference."""
     generator = torch.Generator().manual_seed(len(cases))
     old = 2.0 ** torch.randint(-100, 120, (len(cases),), generator=generator)
     top = old * torch.linspace(80.0, 140.0, len(cases))
@@ -147,11 +150,11 @@ def check_trits(program: Path, cases: Sequence[tuple[int, int, int]]) -> None:
     )
     lines = zip(cases, bits_of(top), bits_of(old), strict=True)
     answers = asked(program, [(*case, *numbers) for case, *numbers in lines])
-    for (block, blocks, escaped), (valid, *offsets, nbytes, _, _) in zip(cases, answers, strict=True):
-        spec = TritSpec(block)
-        wanted = [spec.before_offset(blocks), spec.scales_offset(blocks), spec.codes_offset(blocks, escaped)]
-        assert offsets == [*wanted, spec.trits_offset(blocks, escaped)]
-        assert (valid, nbytes) == (1, spec.nbytes(blocks, escaped))
+    for (block, blocks, whole, changes), (valid, *offsets, nbytes, _, _) in zip(cases, answers, strict=True):
+        spec = ChangeSpec(block)
+        wanted = [spec.counts_offset(blocks), spec.scales_offset(blocks), spec.codes_offset(blocks, whole)]
+        assert offsets == [*wanted, spec.changes_offset(blocks, whole)]
+        assert (valid, nbytes) == (1, spec.nbytes(blocks, whole, changes))
     scales = reference.scales_from_now(top, old)
     assert [answer[-2] for answer in answers] == bits_of(scales)
     assert [answer[-1] for answer in answers] == bits_of(torch.where(old > 0, 1 / old, 0.0))
@@ -162,12 +165,12 @@ def bits_of(x: torch.Tensor) -> list[int]:
     return [bits & 0xFFFFFFFF for bits in x.view(torch.int32).tolist()]
 
 
-def test_header_of_trits_agrees(tmp_path: Path) -> None:
-    """Around groups, chunks and padding, and past 32 bits; scales that stay, change, and are none."""
-    program = compiled("gcc", tmp_path, TRITS)
+def test_header_of_changes_agrees(tmp_path: Path) -> None:
+    """Around chunks and padding, and past 32 bits; scales that stay, change, and are none."""
+    program = compiled("gcc", tmp_path, CHANGES)
     edges = [n for n in [*EDGES, *LARGE] if n < 2**41]
-    check_trits(program, [(b, n, e) for b in BLOCK_SIZES for n in edges for e in {0, n // 3, n - n % 5, n}])
-    assert all(asked(program, [(b, 1, 0, 0, 0)])[0][0] == 0 for b in (1, 32, 100, 4096, -64, 0))
+    check_changes(program, [(b, n, w, 3 * n) for b in BLOCK_SIZES for n in edges for w in {0, n // 3, n}])
+    assert all(asked(program, [(b, 1, 0, 0, 0, 0)])[0][0] == 0 for b in (1, 32, 100, 4096, -64, 0))
 
 
 TEXTS = r"""

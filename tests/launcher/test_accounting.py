@@ -62,7 +62,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
 def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     """What publish sends hangs on how many blocks escape, which the engine tells the formula."""
     stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={"block_size": 64})
-    assert stats.work.escaped is not None and len(stats.work.escaped) == 1
+    assert stats.work.published is not None and len(stats.work.published) == 1
     assert_bytes_equal(stats)
     held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
     assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)

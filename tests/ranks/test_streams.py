@@ -258,10 +258,10 @@ def test_all_of_publish_is_queued_when_a_step_ends() -> None:
 
 
 def test_the_host_waits_once_in_a_step() -> None:
-    """However many sub-groups with codes there are: their sizes are asked for together."""
+    """However many sub-groups with INT8 weights there are: their sizes are agreed together."""
     model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
     with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
         deepspeed.micro_batch(last=True)
-        with patch.object(CodeStore, "_most", autospec=True, side_effect=CodeStore._most) as most:
+        with patch.object(CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes) as agreed:
             deepspeed.step()
-    assert most.call_count == 1
+    assert agreed.call_count == 1

@@ -30,7 +30,7 @@ from zero_topo.cost.step import Job, Step
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.hook.automatic import request_of
-from zero_topo.quant.spec import TritSpec
+from zero_topo.quant.spec import ChangeSpec
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.rates import Rates
 from zero_topo.units import GB
@@ -193,11 +193,11 @@ def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
     assert alone and not any(by_domain(step_bytes(p.config, request().work)).get("gpu") for p in alone)
 
 
-def test_messages_of_publish_are_counted_as_if_all_codes_escaped() -> None:
+def test_messages_of_publish_are_counted_as_if_all_blocks_were_sent_whole() -> None:
     """A rank's, from 48 nodes, then from the four that share its rows with it; whole weights take twice the bytes."""
     work, blocks = Workload.uniform([384 * 256 * 1000]), 1000
     config, whole = (resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None))
-    message = TritSpec(256).nbytes(blocks, blocks)
+    message = ChangeSpec(256).largest(blocks)
     assert publish_bytes(config, work) == 48 * message + 192 * message
     assert 1.9 < publish_bytes(whole, work) / publish_bytes(config, work) < 2
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
-from zero_topo.cost.codes import change_bytes
+from zero_topo.cost.codes import largest_change_bytes
 from zero_topo.cost.volume import Workload
 from zero_topo.plan import packed_runs
 
@@ -46,7 +46,7 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
     itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
     own = rows_message(rows, widths, spec, itemsize)
     if codes is not None:
-        own = max(own, change_bytes(rows, coded, codes, rows * sum(map(codes.blocks, coded))))
+        own = max(own, largest_change_bytes(rows, coded, codes))
     differences = 0 if spec is None else FP32 * rows * sum(widths)
     if size == 1:
         return 0 if spec is None else differences + own

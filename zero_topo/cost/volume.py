@@ -61,8 +61,8 @@ class Workload:
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
-        escaped: blocks sent whole in each run of a publish of INT8 weights, of the rank with most; None assumes the
-            share of ``codes.py``.
+        published: bytes of every rank's message in each run of a publish of INT8 weights; None expects those of
+            ``codes.py``.
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
@@ -81,7 +81,7 @@ class Workload:
     sync_itemsize: int
     publish_itemsize: int
     run_numel: int | None = None
-    escaped: tuple[int, ...] | None = None
+    published: tuple[int, ...] | None = None
     loss_scaled: bool = False
     frozen: Workload | None = None
     trains: bool = True
@@ -182,9 +182,9 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    def add(phase: str, of: Iterable[int], itemsize: int, times: int = 1, escaped: int | None = None) -> None:
+    def add(phase: str, of: Iterable[int], itemsize: int, times: int = 1, message: int | None = None) -> None:
         columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
-        book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, escaped)[0], times)
+        book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
 
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     add("scatter", slots, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
@@ -196,7 +196,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     changed = slot_runs(plan, work, [i for i in slots if coded[i]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
     for index, run in enumerate(changed):
-        add("publish", run, work.publish_itemsize, escaped=None if work.escaped is None else work.escaped[index])
+        add("publish", run, work.publish_itemsize, message=None if work.published is None else work.published[index])
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
@@ -242,7 +242,7 @@ class Columns(NamedTuple):
 
 
 def phase_moves(
-    config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, escaped: int | None = None
+    config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, published: int | None = None
 ) -> tuple[Sequence[Move], int]:
     """Compute what a rank sends in one pass of a phase over some parameters.
 
@@ -251,7 +251,7 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
-        escaped: blocks sent whole in a publish of INT8 weights; None assumes the share of ``codes.py``.
+        published: bytes of a message in a publish of INT8 weights; None expects those of ``codes.py``.
 
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
@@ -265,7 +265,8 @@ def phase_moves(
         books.reduce(hop, message)
     elif phase == "publish":
         message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
-        message += change_bytes(rows, columns.coded, codes, escaped) if codes and columns.coded else 0
+        if codes and columns.coded:
+            message += change_bytes(rows, columns.coded, codes) if published is None else published
         books.gather(hop, message)
     else:
         spec = gather_spec(config, phase)
@@ -289,7 +290,7 @@ def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) 
 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
-    """Return the moves of the message with the number of blocks that each run of publish sends whole."""
+    """Return the moves of the message with which ranks agree on the size of each run of publish."""
     books = Books(plan)
     books.gather(plan.hop("publish"), COUNT_BYTES * runs)
     return books.moves

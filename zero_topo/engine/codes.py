@@ -18,7 +18,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Change, Codes, Masters, Part
-from zero_topo.quant.spec import BlockSpec, TritSpec
+from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
 
 class CodeStore:
@@ -101,16 +101,14 @@ class CodeStore:
         self.buffers[slot].zero_()
         masters, part = Masters(rows, first, 0), self._part([slot], 1)
         change = ops.assess_changes(masters, self.codes, part)
-        ops.encode_changes(
-            masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks)
-        )
+        ops.encode_changes(masters, self.codes, part, change, ChangeSpec(self.codes.block).largest(part.blocks))
 
-    def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
+    def begin(self, route: Route, sizes: dict[int, int], updates: Sequence[Update]) -> Begun:
         """Begin to publish some updates: each rank of ``route`` sends the changes of the rows it owns.
 
         Args:
             route: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.
-            most: filled for each run, by its first parameter: the maximum over ranks of the blocks sent whole.
+            sizes: filled for each run, by its first parameter: the bytes of every rank's message.
             updates: with FP32 masters on the device of the INT8 weights.
         """
         runs, assessed = self._planned(updates, self.sizes), []
@@ -118,24 +116,27 @@ class CodeStore:
             assert masters is not None
             own, part = Masters(masters, first, route.index), self._part(slots, route.size)
             assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
-        counts = self._most(route, [change for *_, change in assessed])
-        for (slots, *_), (own, part, change), escaped in zip(runs, assessed, counts, strict=True):
-            most[slots[0]] = escaped
-            nbytes = TritSpec(self.codes.block).nbytes(part.blocks, escaped)
-            reads = [own.table, change.scales, change.escaped, change.order, change.count]
+        agreed = self._agreed_sizes(route, [(part.blocks, change) for _, part, change in assessed])
+        for (slots, *_), (own, part, change), nbytes in zip(runs, assessed, agreed, strict=True):
+            sizes[slots[0]] = nbytes
+            reads = [own.table, change.scales, change.counts, change.steps, change.ends]
             yield slots, self._lane.run(partial(self._publish, route, own, part, change, nbytes), reads)
 
-    def _most(self, route: Route, changes: Sequence[Change]) -> list[int]:
-        """Return for each run the maximum over ranks of the blocks sent whole, which sizes every rank's packet.
+    def _agreed_sizes(self, route: Route, changes: Sequence[tuple[int, Change]]) -> list[int]:
+        """Return the bytes of the messages of each run, given its blocks: enough for the changes of every rank.
 
         This is the only host synchronization of a publish, one for all its runs.
         """
         if not changes:
             return []
-        counts = torch.cat([change.count for change in changes])
-        gathered = all_gather(route, counts.view(torch.uint8), self._counted).wait()
-        most: list[int] = gathered.contiguous().view(torch.int64).view(-1, len(changes)).amax(0).tolist()
-        return most
+        totals = torch.cat([change.ends[-1:] for _, change in changes])  # blocks sent whole, bytes of changes
+        gathered = all_gather(route, totals.view(-1).view(torch.uint8), self._counted).wait()
+        most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
+        spec = ChangeSpec(self.codes.block)
+        return [
+            min(spec.nbytes(blocks, *largest), spec.largest(blocks))
+            for (blocks, _), largest in zip(changes, most, strict=True)
+        ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
         handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes), self._counted)

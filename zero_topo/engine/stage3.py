@@ -288,7 +288,7 @@ class Stage3:
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
             run_numel=self.bucket_numel,
-            escaped=self.weights.escaped,
+            published=self.weights.published,
             loss_scaled=self.like.dtype == torch.float16,
             trains=bool(self.parameters),
             whole=tuple(p.whole for p in self.parameters),
@@ -296,7 +296,7 @@ class Stage3:
         if not self._frozen:
             return work
         numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
-        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None, whole=()))
+        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, published=None, whole=()))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the shards on this rank, without the optimizer's."""

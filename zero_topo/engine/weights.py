@@ -171,9 +171,9 @@ class Weights:
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
-        # By first parameter of each run of the last publish: the maximum over ranks of the blocks sent whole.
-        self._most = dict[int, int]()
-        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._most)
+        # By first parameter of each run of the last publish: the bytes of every rank's message.
+        self._sizes = dict[int, int]()
+        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
@@ -377,9 +377,9 @@ class Weights:
     # -- accounting ------------------------------------------------------------------------------------------------
 
     @property
-    def escaped(self) -> tuple[int, ...] | None:
-        """By run of the last publish: the maximum over ranks of INT8 blocks sent whole; None before the first."""
-        return None if self._store is None else tuple(count for _, count in sorted(self._most.items())) or None
+    def published(self) -> tuple[int, ...] | None:
+        """By run of the last publish of INT8 weights: the bytes of every rank's message; None before the first."""
+        return None if self._store is None else tuple(nbytes for _, nbytes in sorted(self._sizes.items())) or None
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank; frozen parameters are counted separately.

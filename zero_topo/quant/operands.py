@@ -340,16 +340,18 @@ class Masters:
 
 @dataclass(frozen=True)
 class Change:
-    """Describes what a publish is about to change in the codes of a part.
+    """Describes what a publish is about to change in the codes of a part; Note [Changes] in ``spec.py``.
 
     Attributes:
         scales: FP32 ``[blocks]``: the new scale of each block.
-        escaped: bool ``[blocks]``: whether a block is sent whole.
-        order: int64 ``[blocks]``: the blocks sent as changes, then those sent whole, each ascending.
-        count: int64 ``[1]``: the number of blocks sent whole.
+        counts: uint8 ``[blocks, tiles]``: the codes that change in each tile, 255 if the block is sent whole.
+        steps: uint8 ``[blocks, tiles, 2, T / 8]``: two masks of the values of each tile: which codes change, and which
+            decrease. Undefined for blocks sent whole.
+        ends: int64 ``[blocks, 2]``: the blocks sent whole and the bytes of changes, summed up to and including each
+            block.
     """
 
     scales: Tensor
-    escaped: Tensor
-    order: Tensor
-    count: Tensor
+    counts: Tensor
+    steps: Tensor
+    ends: Tensor

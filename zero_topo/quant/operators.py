@@ -51,9 +51,9 @@ SCHEMAS = (
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
     "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "
     "float[] settings) -> ()",
-    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) escaped) -> ()",
-    f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor order, Tensor count, "
-    "Tensor(b!) message) -> ()",
+    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps) -> ()",
+    f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
+    "Tensor ends, Tensor(b!) message) -> ()",
     f"codes_apply(Tensor messages, int without_member, Tensor(a!) held, {_CODES}) -> ()",
 )
 """``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of `Part`."""
@@ -83,13 +83,11 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
         backend.requantize(messages, format_of(code), format_of(to), sums, *total)
 
     def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
-        *held, scales, escaped = arguments
-        backend.codes_assess(Masters(masters, *own), *_coded(*held), scales, escaped)
+        backend.codes_assess(Masters(masters, *own), *_coded(*arguments[:4]), *arguments[4:])
 
     def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
-        *held, scales, order, count, message = arguments
-        change = Change(scales, order.new_empty(0), order, count)  # backends do not read `escaped`
-        backend.codes_emit(Masters(masters, *own), *_coded(*held), change, message)
+        *change, message = arguments[4:]
+        backend.codes_emit(Masters(masters, *own), *_coded(*arguments[:4]), Change(*change), message)
 
     def codes_apply(table: Tensor, member: int, *held: Any) -> None:
         backend.codes_apply(Messages(table, -1, member), *_coded(*held))

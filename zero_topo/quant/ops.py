@@ -12,10 +12,12 @@ Note [Codes]
     of a block. Its scale stays while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite. Otherwise it
     becomes ``(top * 1.0625) / 127``, and the block is sent whole. A ``top`` below 2**-100 gives scale 0 and
     codes 0. If ``top`` is NaN, or the scale would not be finite, the scale is NaN and the codes are 0, so that gathered
-    weights become NaN. Every step is one FP32 operation, correctly rounded. In a block that is not sent whole, a code
-    changes by at most one, according to the digit that is sent. All copies therefore stay equal even if a master is
-    edited between :func:`assess_changes` and :func:`encode_changes`. As a result, scales change rarely, and a code
-    changes only when its weight has moved by about one quantization step.
+    weights become NaN. Every step is one FP32 operation, correctly rounded. As a result, scales change rarely, and a
+    code changes only when its weight has moved by about one quantization step.
+
+    :func:`assess_changes` decides by how much the codes of blocks that are not sent whole change, by at most one each.
+    :func:`encode_changes` applies and sends these changes, and reads only the masters of blocks that are sent whole.
+    All copies therefore stay equal even if a master is edited in between.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, Format, TritSpec
+from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, WHOLE, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
 
@@ -169,12 +171,14 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     """
     _check_masters(masters, part)
     _check_devices(masters.table, codes.held)
-    device = codes.held.device
+    spec, device = ChangeSpec(codes.block), codes.held.device
     scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
-    escaped = torch.empty(part.blocks, dtype=torch.bool, device=device)
-    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, escaped)
-    order = escaped.sort(stable=True).indices
-    return Change(scales, escaped, order, escaped.sum(dtype=torch.int64).view(1))
+    counts = torch.empty(part.blocks, spec.tiles, dtype=torch.uint8, device=device)
+    steps = torch.empty(part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device)
+    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps)
+    whole, changed = counts[:, :1] == WHOLE, counts.to(torch.int16)
+    sizes = torch.minimum(changed, (changed + 7 >> 3) + spec.tile // 8).sum(1, keepdim=True).masked_fill_(whole, 0)
+    return Change(scales, counts, steps, torch.cat([whole, sizes], 1).cumsum(0))
 
 
 def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:
@@ -185,25 +189,20 @@ def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, n
         codes: all stored INT8 weights; changed in place.
         part: the blocks to publish.
         change: the result of :func:`assess_changes`.
-        nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.TritSpec`.
+        nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.ChangeSpec`.
 
     Returns:
         uint8 ``[nbytes]``.
     """
     _check_devices(masters.table, codes.held, change.scales)
-    spec, blocks = TritSpec(codes.block), part.blocks
     message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device)
-    message[:4].copy_(change.count.to(torch.int32).view(torch.uint8))
-    chunks = torch.zeros(-(-blocks // CHUNK), CHUNK, dtype=torch.bool, device=message.device)
-    chunks.view(-1)[:blocks].copy_(change.escaped)
-    message[128 : 128 + chunks.numel() // 8].copy_(pack(chunks.view(-1)))
-    inside = chunks.sum(1, dtype=torch.int32)
-    before = inside.cumsum(0, dtype=torch.int32).sub_(inside).view(torch.uint8)
-    at = spec.before_offset(blocks)
-    message[at : at + before.numel()].copy_(before)
-    OPS.codes_emit.default(
-        *_own_arguments(masters), *_code_arguments(codes, part), change.scales, change.order, change.count, message
-    )
+    chunks, at = -(-part.blocks // CHUNK), ChangeSpec(codes.block).counts_offset(part.blocks)
+    ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
+    ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
+    ends[-1:].copy_(change.ends[-1:])
+    message[at : at + change.counts.numel()].copy_(change.counts.view(-1))
+    made = change.scales, change.counts, change.steps, change.ends, message
+    OPS.codes_emit.default(*_own_arguments(masters), *_code_arguments(codes, part), *made)
     return message
 
 

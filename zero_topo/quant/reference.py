@@ -41,8 +41,6 @@ from zero_topo.quant.operands import (
     write_all,
 )
 from zero_topo.quant.spec import (
-    CHUNK,
-    GROUP,
     HEADROOM,
     KEPT_FROM,
     KEPT_TO,
@@ -50,10 +48,11 @@ from zero_topo.quant.spec import (
     NF4_LEVELS,
     NF4_NEAREST,
     NF4_SCALE,
+    WHOLE,
     BlockSpec,
     Cast,
+    ChangeSpec,
     Format,
-    TritSpec,
 )
 
 SMALLEST = 2.0**-100
@@ -177,13 +176,16 @@ def _clear_padding(out: Tensor, begin: int, end: int) -> None:
 # -- INT8 weights; see Note [Codes] in ``ops.py`` -------------------------------------------------------------------
 
 
-def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Compute each block's new scale, and whether the block is sent whole."""
+def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor) -> None:
+    """Compute each block's new scale, the number of codes that change in each tile, and which these are."""
     x = _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
-    moved = (_coded(x, scales) - old_codes).abs_().amax(1) > 1
-    escaped.copy_(moved | (scales.view(torch.int32) != old.view(torch.int32)))
+    changes = _coded(x, scales) - old_codes
+    whole = (changes.abs().amax(1) > 1) | (scales.view(torch.int32) != old.view(torch.int32))
+    tiles = changes.view(*counts.shape, -1)
+    counts.copy_((tiles != 0).sum(2)).masked_fill_(whole[:, None], WHOLE)
+    mask_pack(torch.stack([tiles != 0, tiles < 0], 2).view(-1), steps.view(-1))
 
 
 def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
@@ -196,22 +198,22 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-    """Update codes and scales, and write the scales, codes and trits of the message."""
-    spec, n, block = TritSpec(codes.block), part.blocks, codes.block
-    new, old = _coded(_masters_in_blocks(masters, codes, part), change.scales), _stored(codes, part, masters.member)[0]
-    changes = (new - old).clamp_(-1, 1).nan_to_num_(0.0)
-    count = int(change.count)
-    kept, whole = change.order[: n - count], change.order[n - count :]
-    new[kept] = old[kept] + changes[kept]
+    """Update codes and scales, and write the scales, codes and changes of the message."""
+    spec, n, block = ChangeSpec(codes.block), part.blocks, codes.block
+    whole, count = change.counts[:, 0] == WHOLE, int(change.ends[-1, 0])
+    masks = torch.empty(8 * change.steps.numel(), dtype=torch.bool, device=message.device)
+    mask_unpack(change.steps.view(-1), masks)
+    changed, less = masks.view(n, spec.tiles, 2, spec.tile).unbind(2)
+    new = _stored(codes, part, masters.member)[0]
+    new += (changed.to(torch.int8) - 2 * less.to(torch.int8)).view(n, block)
+    new[whole] = _coded(_masters_in_blocks(masters, codes, part), change.scales)[whole]
     at = spec.scales_offset(n)
     message[at : at + 4 * count].copy_(change.scales[whole].view(torch.uint8))
     at = spec.codes_offset(n, count)
     message[at : at + block * count].copy_(new[whole].to(torch.int8).view(torch.uint8).view(-1))
-    digits = changes.new_zeros(-(-(n - count) // GROUP) * GROUP, block)
-    digits[: n - count] = changes[kept] + 1
-    packed = (digits.view(-1, GROUP, block) * _powers(message.device)[:, None]).sum(1)
-    at = spec.trits_offset(n, count)
-    message[at : at + packed.numel()].copy_(packed.to(torch.uint8).view(-1))
+    packed = _packed_tiles(changed[~whole].view(-1, spec.tile), less[~whole].view(-1, spec.tile))
+    at = spec.changes_offset(n, count)
+    message[at : at + packed.numel()].copy_(packed)
     _store(codes, part, masters.member, new, change.scales)
 
 
@@ -223,25 +225,55 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
 
 
 def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    spec, n = TritSpec(block), len(codes)
-    count = int(message[:4].view(torch.int32))
-    bits = message[128 : 128 + -(-n // CHUNK) * CHUNK // 8]
-    shifts = torch.arange(8, device=message.device)
-    escaped = (bits[:, None] >> shifts & 1).view(-1)[:n].bool()
-    at = spec.trits_offset(n, count)
-    groups = -(-(n - count) // GROUP)
-    packed = message[at : at + groups * block].view(groups, 1, block).to(torch.int32)
-    digits = packed.div(_powers(message.device)[:, None], rounding_mode="floor") % 3
-    codes[~escaped] += digits.view(-1, block)[: n - count] - 1
+    spec, n = ChangeSpec(block), len(codes)
+    at = spec.counts_offset(n)
+    counts = message[at : at + n * spec.tiles].view(n, spec.tiles)
+    whole = counts[:, 0] == WHOLE
+    count = int(whole.sum())
+    packed = message[spec.changes_offset(n, count) :]
+    codes[~whole] += _unpacked_tiles(packed, counts[~whole].view(-1), spec.tile).view(-1, block)
     at = spec.codes_offset(n, count)
-    codes[escaped] = message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
+    codes[whole] = message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
     at = spec.scales_offset(n)
-    scales[escaped] = message[at : at + 4 * count].view(torch.float32)
+    scales[whole] = message[at : at + 4 * count].view(torch.float32)
     return codes, scales
 
 
-def _powers(device: torch.device) -> Tensor:
-    return 3 ** torch.arange(GROUP, dtype=torch.int32, device=device)
+def _placed_tiles(counts: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for tiles with ``counts`` changes their bytes, the byte at which each begins, and whether it is a list."""
+    counts = counts.to(torch.int64)
+    sizes = torch.minimum(counts, tile // 8 + (counts + 7) // 8)
+    return sizes, sizes.cumsum(0) - sizes, sizes == counts
+
+
+def _packed_tiles(changed: Tensor, less: Tensor) -> Tensor:
+    """Encode tiles from two masks ``[tiles, T]``: which values change, and which decrease."""
+    size = changed.shape[1]
+    sizes, starts, listed = _placed_tiles(changed.sum(1), size)
+    tile, position = changed.nonzero(as_tuple=True)
+    rank, minus = changed.cumsum(1)[tile, position] - 1, less[tile, position].to(torch.int64)
+    start, in_list = starts[tile], listed[tile]
+    out = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=changed.device)
+    out[(start + rank)[in_list]] = (position + 128 * minus)[in_list]
+    for at, bit in ((position, torch.ones_like(minus)), (size + rank, minus)):
+        out.index_add_(0, (start + at // 8)[~in_list], (bit << at % 8)[~in_list])
+    return out.to(torch.uint8)
+
+
+def _unpacked_tiles(packed: Tensor, counts: Tensor, tile: int) -> Tensor:
+    """Decode the changes, -1, 0 or 1, of tiles ``[tiles, T]``."""
+    sizes, starts, listed = _placed_tiles(counts, tile)
+    changes = torch.zeros(len(counts), tile, device=packed.device)
+    of = torch.repeat_interleave(torch.arange(len(counts), device=packed.device), sizes)
+    entries = packed[: len(of)].to(torch.int64)[listed[of]]
+    changes.index_put_((of[listed[of]], entries % tile), 1.0 - 2 * (entries // 128), accumulate=True)
+    start, position = starts[~listed, None], torch.arange(tile, device=packed.device)
+    mask = packed[start + position // 8] >> position % 8 & 1
+    rank, count = mask.cumsum(1), counts[~listed, None].to(torch.int64)
+    at = tile - 1 + torch.minimum(rank.clamp(min=1), count)  # the bit of the sign of each change
+    less = packed[start + at // 8] >> at % 8 & 1
+    changes[~listed] = (mask & (rank <= count)) * (1.0 - 2 * less)
+    return changes
 
 
 def _coded(x: Tensor, scales: Tensor) -> Tensor:

@@ -16,21 +16,26 @@ Note [NF4]
     four scales per power of two. 255 is NaN. INT4 in blocks of 256 has as many bits per value. See
     ``csrc/zt_nf4.h``.
 
-Note [Trits]
-    A message encodes the changes of the INT8 weights of ``n`` blocks of ``B`` values. Most weights change by -1, 0 or
-    +1, and five such trits fit into a byte (3**5 = 243): 1.6 bits a value. A block in which one weight changes by more,
-    or whose scale changes, is sent whole. One bit per block marks it; ``E`` blocks are sent whole::
+Note [Changes]
+    A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. A block in which one weight changes
+    by more than 1, or whose scale changes, is sent whole. In all other blocks most weights do not change. They are cut
+    into tiles of ``T = min(B, 128)`` values, and each tile with ``c`` changes takes the smaller of two forms:
 
-        [E: uint32; padded to 128 bytes]
-        [mask: a bit per block, block i is bit i % 8 of byte i / 8, zero-padded to 64 blocks; padded to 128 bytes]
-        [before: uint32 per 64 blocks, how many before these are sent whole; padded to 128 bytes]
+    - a list: a byte for each change, in ascending order: its position in the tile, plus 128 if the weight decreases;
+    - a mask: ``T / 8`` bytes, bit ``i % 8`` of byte ``i / 8`` set if value ``i`` changes; then, for each change in
+      ascending order, a bit set if the weight decreases, padded to whole bytes.
+
+    A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list wins a tie. With
+    ``W`` blocks sent whole, the message is::
+
+        [ends: two uint32 per 32 blocks, the blocks sent whole and the bytes of changes up to their end; padded to 128]
+        [counts: uint8 per tile, its changes ``c``, or 255 in all tiles of a block sent whole; padded to 128 bytes]
         [scales: fp32, one per block sent whole, in order; padded to 128 bytes]
         [codes: int8, B per block sent whole, in order]
-        [trits: B bytes for five of the other blocks, in order; padded to 128 bytes]
+        [changes: the tiles of the other blocks, in order; padded to 128 bytes]
 
-    Byte ``j`` of five blocks is the sum of ``(change + 1) * 3**k`` of value ``j`` of block ``k``; blocks that are
-    missing from the last five count as 0. With ``before``, any block can be decoded alone. ``csrc/zt_trits.h`` has
-    this arithmetic for the kernels.
+    With ``ends`` and ``counts`` any block can be decoded without those before its 32. ``csrc/zt_changes.h`` has this
+    arithmetic for the kernels.
 """
 
 from __future__ import annotations
@@ -49,8 +54,9 @@ NF4_LEVELS = (-127, -92, -71, -56, -43, -31, -20, -10, 0, 12, 23, 36, 50, 67, 88
 NF4_BOUNDS = tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS))
 NF4_SCALE = 84 << 23  # bits of 2**-43, the FP32 scale of byte 0; bytes count in steps of 2**21 from here
 NF4_NEAREST = 3 << 18  # added before a scale is truncated to such a step: 3/8 of it has the smallest error
-GROUP = 5  # blocks whose trits share their bytes
-CHUNK = 64  # blocks with one count of those before them that are sent whole
+TILE = 128  # values whose changes are listed together: a position and a sign fit into a byte
+CHUNK = 32  # blocks with one entry in ``ends``
+WHOLE = 255  # count of the tiles of a block that is sent whole
 HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
 KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
 
@@ -178,27 +184,41 @@ def padded(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class TritSpec:
-    """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note [Trits]."""
+class ChangeSpec:
+    """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note [Changes]."""
 
     block_size: int
 
-    def before_offset(self, blocks: int) -> int:
-        """Return the byte at which the counts begin; the mask begins at 128."""
-        return padded(1) + padded(-(-blocks // CHUNK) * CHUNK // 8)
+    @property
+    def tile(self) -> int:
+        """Return the number of values of a tile."""
+        return min(self.block_size, TILE)
+
+    @property
+    def tiles(self) -> int:
+        """Return the number of tiles of a block."""
+        return self.block_size // self.tile
+
+    def counts_offset(self, blocks: int) -> int:
+        """Return the byte at which the counts begin; the ends begin at 0."""
+        return padded(-(-blocks // CHUNK) * 8)
 
     def scales_offset(self, blocks: int) -> int:
         """Byte at which the scales begin."""
-        return self.before_offset(blocks) + padded(-(-blocks // CHUNK) * 4)
+        return self.counts_offset(blocks) + padded(blocks * self.tiles)
 
-    def codes_offset(self, blocks: int, escaped: int) -> int:
-        """Return the byte at which the codes of ``escaped`` blocks begin."""
-        return self.scales_offset(blocks) + padded(escaped * SCALE_BYTES)
+    def codes_offset(self, blocks: int, whole: int) -> int:
+        """Return the byte at which the codes of ``whole`` blocks begin."""
+        return self.scales_offset(blocks) + padded(whole * SCALE_BYTES)
 
-    def trits_offset(self, blocks: int, escaped: int) -> int:
-        """Return the byte at which the trits begin."""
-        return self.codes_offset(blocks, escaped) + escaped * self.block_size
+    def changes_offset(self, blocks: int, whole: int) -> int:
+        """Return the byte at which the changes begin."""
+        return self.codes_offset(blocks, whole) + whole * self.block_size
 
-    def nbytes(self, blocks: int, escaped: int) -> int:
-        """Return the bytes of a message. They grow with ``escaped``, so a buffer for the largest count fits all."""
-        return padded(self.trits_offset(blocks, escaped) + -(-(blocks - escaped) // GROUP) * self.block_size)
+    def nbytes(self, blocks: int, whole: int, changes: int) -> int:
+        """Return the bytes of a message with ``whole`` blocks sent whole and ``changes`` bytes of changes."""
+        return padded(self.changes_offset(blocks, whole) + changes)
+
+    def largest(self, blocks: int) -> int:
+        """Return the bytes of the largest message: all blocks are sent whole."""
+        return self.nbytes(blocks, blocks, 0)

@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
-from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
+from zero_topo.quant.spec import CHUNK, HEADROOM, KEPT_FROM, KEPT_TO, WHOLE, ChangeSpec
 from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
 from zero_topo.quant.triton_sparse import launch
 
 LEVELS = tl.constexpr(127.0)
-FIVE = tl.constexpr(GROUP)
-MASKED = tl.constexpr(CHUNK)
-HEAD = tl.constexpr(128)
+CHUNKED = tl.constexpr(CHUNK)
+WHOLLY = tl.constexpr(WHOLE)
 RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
@@ -52,8 +51,9 @@ class _Changes(NamedTuple):
 
     message: Tensor
     scales: Tensor
-    order: Tensor
-    escaped: Tensor
+    counts: Tensor
+    steps: Tensor
+    ends: Tensor
     nbytes: int
     scales_at: int
 
@@ -64,31 +64,32 @@ class _Sizes(NamedTuple):
     tiles: int
     skipped: int
     nbytes: int
-    before: int
+    counts: int
     scales: int
 
 
-def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Compute each block's new scale, and whether the block is sent whole."""
+def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor) -> None:
+    """Compute each block's new scale, the number of codes that change in each tile, and which these are."""
     if part.blocks:
-        programs = triton.cdiv(part.blocks, _tile(codes))
-        launch(_assess, programs, scales, escaped, _weights(codes, part), _own(masters), codes.block)
+        programs, tile = triton.cdiv(part.blocks, _tile(codes)), ChangeSpec(codes.block).tile
+        arguments = _weights(codes, part), _own(masters), codes.block, tile
+        launch(_assess, programs, scales, counts, steps, *arguments)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-    """Update codes and scales, and write the scales, codes and trits of the message.
+    """Update codes and scales, and write the scales, codes and changes of the message.
 
     Raises:
         ValueError: if the message is not aligned for the kernels, or is too small for any change.
     """
-    spec, n = TritSpec(codes.block), part.blocks
-    if message.numel() < spec.nbytes(n, 0) or message.data_ptr() % ALIGNED.value:
-        raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0)} bytes or more, at a multiple of 16 bytes")
+    spec, n = ChangeSpec(codes.block), part.blocks
+    if message.numel() < spec.nbytes(n, 0, 0) or message.data_ptr() % ALIGNED.value:
+        raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0, 0)} bytes or more, at a multiple of 16 bytes")
     if n:
-        ends = _coded(message.numel()), _coded(spec.scales_offset(n))
-        changes = _Changes(message, change.scales, change.order, change.count, *ends)
-        arguments = _weights(codes, part), _own(masters), codes.block
-        launch(_emit, triton.cdiv(n, FIVE.value * _groups(codes)) + 1, changes, *arguments, _groups(codes))
+        sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
+        changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
+        arguments = _weights(codes, part), _own(masters), codes.block, spec.tile
+        launch(_emit, triton.cdiv(n, _tile(codes)), changes, *arguments)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -97,7 +98,7 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     Raises:
         ValueError: if messages are not aligned for the kernels, or are too small for any change.
     """
-    table, spec, n = messages.table, TritSpec(codes.block), part.blocks
+    table, spec, n = messages.table, ChangeSpec(codes.block), part.blocks
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
     if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
         raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
@@ -105,9 +106,10 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     skipped = messages.members if messages.without_member < 0 else messages.without_member
     programs = tiles * (messages.members - (skipped < messages.members))
     if programs:
-        numbers = tiles, skipped, table.shape[-1], spec.before_offset(n), spec.scales_offset(n)
+        numbers = tiles, skipped, table.shape[-1], spec.counts_offset(n), spec.scales_offset(n)
         where = Table(table, steps[0], steps[1], steps[2], table.shape[2], 0, 0)
-        launch(_apply, programs, where, _weights(codes, part), _Sizes._make(map(_coded, numbers)), codes.block)
+        sizes = _Sizes._make(map(_coded, numbers))
+        launch(_apply, programs, where, _weights(codes, part), sizes, codes.block, spec.tile)
 
 
 def _coded(number: int) -> int:
@@ -116,11 +118,6 @@ def _coded(number: int) -> int:
 
 def _tile(codes: Codes) -> int:
     return int(TILE.value) // codes.block
-
-
-def _groups(codes: Codes) -> int:
-    """Return the number of groups of five blocks that a program emits."""
-    return max(1, 1024 // codes.block)
 
 
 def _weights(codes: Codes, part: Part) -> _Weights:
@@ -177,8 +174,16 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own, SIZE: tl.constexpr) -> None:
-    """Compute the new scales of a tile of blocks, and which of them are sent whole."""
+def _assess(
+    scales: tl.tensor,
+    counts: tl.tensor,
+    steps: tl.tensor,
+    weights: _Weights,
+    own: _Own,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> None:
+    """Compute the new scales of some blocks, and how many and which codes of their tiles of ``VALUES`` change."""
     n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
@@ -190,128 +195,155 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own,
     fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
     fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))  # the product may be Inf
     scale = tl.where((old > 0) & fits, old, fresh)
-    apart = tl.abs(_coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32))
-    moved = tl.max(apart, axis=1) > 1
-    moved = moved | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
+    change = _coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
+    whole = tl.max(tl.abs(change), axis=1) > 1
+    whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
+    changed, less = (change != 0).to(tl.int32), (change < 0).to(tl.int32)
+    tile = tl.arange(0, SIZE // VALUES)[None, :]
+    count = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
+    count = tl.where(whole[:, None], WHOLLY, count).to(tl.uint8)
+    tl.store(counts + mine[:, None] * (SIZE // VALUES) + tile, count, mask=(mine < n)[:, None])
+    byte = tl.arange(0, SIZE // 8)[None, :]
+    at = steps + mine[:, None] * (SIZE // 4) + byte // (VALUES // 8) * (VALUES // 4) + byte % (VALUES // 8)
+    tl.store(at, _packed(changed, SIZE), mask=(mine < n)[:, None])
+    tl.store(at + VALUES // 8, _packed(less, SIZE), mask=(mine < n)[:, None])
     tl.store(scales + mine, scale, mask=mine < n)
-    tl.store(escaped + mine, moved, mask=mine < n)
 
 
 @triton.jit
-def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
-    """Emit groups of five blocks as changes, or as many blocks whole; each program loops over such units."""
-    n = tl.cast(weights.blocks >> 2, tl.int64)
-    escaped = tl.minimum(tl.maximum(tl.load(changes.escaped), 0), n)
-    groups = (n - escaped + FIVE - 1) // FIVE
-    whole_at = (changes.scales_at >> 2) + (escaped * 4 + 127) // 128 * 128
-    trits_at = whole_at + escaped * SIZE
-    quiet = (groups + GROUPS - 1) // GROUPS
-    if trits_at + groups * SIZE <= (changes.nbytes >> 2):
-        for unit in tl.range(
-            tl.program_id(0).to(tl.int64), quiet + (escaped + GROUPS - 1) // GROUPS, tl.num_programs(0)
-        ):
-            if unit < quiet:
-                _emit_trits(changes, weights, own, (unit * GROUPS, n - escaped, trits_at), SIZE, GROUPS)
-            else:
-                at = ((unit - quiet) * GROUPS, escaped, changes.scales_at >> 2, whole_at)
-                _emit_whole(changes, weights, own, at, SIZE, GROUPS)
+def _packed(bits: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Pack bits ``[blocks, block]`` into bytes ``[blocks, block / 8]``."""
+    eight = tl.reshape(bits, (TILE // SIZE, SIZE // 8, 8))
+    return tl.sum(eight << tl.arange(0, 8)[None, None, :], axis=2).to(tl.uint8)
 
 
 @triton.jit
-def _renewed(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, WHOLE: tl.constexpr, SIZE: tl.constexpr
-) -> tl.tuple:
-    """Update the codes at some places of the order; return codes or steps, their scales and the scales' offsets.
+def _tile_bytes(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
+    """Return the bytes of tiles with so many changes: of a list, or of a mask and signs."""
+    return tl.minimum(count, VALUES // 8 + (count + 7) // 8)
 
-    Codes that are not sent whole move by at most one towards their masters, which may have been edited since `_assess`.
-    """
-    place, exists = at
-    block = tl.load(changes.order + place, mask=exists, other=0)
+
+@triton.jit
+def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+    """Emit some blocks, unless the message is too small for all."""
+    n, nbytes = tl.cast(weights.blocks >> 2, tl.int64), tl.cast(changes.nbytes >> 2, tl.int64)
+    every, total = tl.load(changes.ends + 2 * n - 2), tl.load(changes.ends + 2 * n - 1)
+    whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
+    tiles_at = whole_at + every * SIZE
+    if (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes):
+        mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+        block = tl.minimum(mine, n - 1)
+        whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
+        before = changes.ends + 2 * block - 2
+        if tl.max(whole.to(tl.int32), axis=0) > 0:
+            rank = tl.load(before, mask=block > 0, other=0)
+            _emit_whole(changes, weights, own, (block, (mine < n) & whole, rank, whole_at), SIZE)
+        start = tiles_at + tl.load(before + 1, mask=block > 0, other=0)
+        _emit_tiles(changes, weights, own, (block, (mine < n) & (whole == 0), start), SIZE, VALUES)
+
+
+@triton.jit
+def _emit_whole(changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr) -> None:
+    """Emit the blocks that are sent whole."""
+    block, exists, rank, whole_at = at
     codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
     scale = tl.load(changes.scales + block)
-    new = _coding(_values(own, row, first, left, SIZE), scale)
-    pointers = _bytes(weights.data, codes, SIZE)
-    sent = new
-    if not WHOLE:
-        old = tl.load(pointers).to(tl.float32)
-        sent = tl.where(new > old, 1.0, 0.0) - tl.where(new < old, 1.0, 0.0)
-        new = old + sent
-    tl.store(pointers, new.to(tl.int8), mask=exists[:, None])
-    return sent, scale, scales_at
-
-
-@triton.jit
-def _emit_trits(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr
-) -> None:
-    first, stay, trits_at = at
-    group = first + tl.arange(0, GROUPS)
-    packed = tl.zeros((GROUPS, SIZE), tl.float32)
-    for k in tl.static_range(FIVE):
-        place = group * FIVE + k
-        step, _, _ = _renewed(changes, weights, own, (place, place < stay), False, SIZE)
-        packed += tl.where((place < stay)[:, None], (step + 1.0) * (3.0**k), 0.0)
-    trits = _bytes(changes.message, tl.multiple_of(trits_at + group * SIZE, 16), SIZE)
-    tl.store(trits, packed.to(tl.int32).to(tl.int8), mask=(group * FIVE < stay)[:, None])
-
-
-@triton.jit
-def _emit_whole(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr
-) -> None:
-    first, escaped, scales, whole_at = at
-    number = first + tl.arange(0, GROUPS)
-    exists = number < escaped
-    place = (weights.blocks >> 2) - escaped + number
-    new, scale, scales_at = _renewed(changes, weights, own, (place, exists), True, SIZE)
+    new = _coding(_values(own, row, first, left, SIZE), scale).to(tl.int8)
+    tl.store(_bytes(weights.data, codes, SIZE), new, mask=exists[:, None])
     tl.store(_floats(weights.data + scales_at), scale, mask=exists)
-    tl.store(_floats(changes.message + scales) + number, scale, mask=exists)
-    whole = _bytes(changes.message, tl.multiple_of(whole_at + number * SIZE, 16), SIZE)
-    tl.store(whole, new.to(tl.int8), mask=exists[:, None])
+    tl.store(_floats(changes.message + (changes.scales_at >> 2)) + rank, scale, mask=exists)
+    sent = _bytes(changes.message, tl.multiple_of(whole_at + rank * SIZE, 16), SIZE)
+    tl.store(sent, new, mask=exists[:, None])
 
 
 @triton.jit
-def _ones(bits: tl.tensor) -> tl.tensor:
-    """Return the number of set bits of 32-bit words."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int64)
+def _emit_tiles(
+    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
+) -> None:
+    """Apply the steps of blocks that are not sent whole, and encode them."""
+    block, exists, start = at
+    tile, value = tl.arange(0, SIZE // VALUES), tl.arange(0, VALUES)[None, None, :]
+    count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
+    count = tl.where(exists[:, None], count, 0)
+    size = _tile_bytes(count, VALUES)
+    out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
+    masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
+    of_value = masks[:, :, None] + value // 8
+    changed = (tl.load(of_value) >> value % 8 & 1).to(tl.int32) * (count > 0).to(tl.int32)[:, :, None]
+    less = (tl.load(of_value + VALUES // 8) >> value % 8 & 1).to(tl.int32) & changed
+    codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
+    pointers = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
+    new = tl.load(pointers).to(tl.int32) + changed - 2 * less
+    tl.store(pointers, new.to(tl.int8), mask=changed == 1)
+    rank = tl.cumsum(changed, axis=2) - changed
+    listed = (size == count)[:, :, None]
+    fits = (changed == 1) & (rank < count[:, :, None])
+    tl.store(out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed)
+    if tl.max(tl.max(count - size, axis=1), axis=0) > 0:
+        byte = tl.arange(0, VALUES // 8)[None, None, :]
+        tl.store(out[:, :, None] + byte, tl.load(masks[:, :, None] + byte), mask=(size < count)[:, :, None])
+        for k in tl.range(0, VALUES // 8):
+            signs = tl.sum(tl.where(rank // 8 == k, less << rank % 8, 0), axis=2)
+            tl.store(out + (VALUES // 8 + k), signs.to(tl.uint8), mask=(size < count) & (8 * k < count))
 
 
 @triton.jit
-def _third(packed: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """Divide bytes ``[blocks, block]`` by 3^k, ``[blocks]``, rounding down: the product's error is below 1 / 3^5."""
-    factor = tl.where(k == 0, 65536, tl.where(k == 1, 21846, tl.where(k == 2, 7282, 2428)))
-    factor = tl.where(k < 4, factor, tl.where(k == 4, 810, 270))
-    return (packed * factor.to(tl.int32)[:, None]) >> 16
-
-
-@triton.jit
-def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr) -> None:
-    """Update a tile of a member's blocks; blocks that its message does not hold stay unchanged."""
-    n, nbytes, tiles, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
-    member = tl.program_id(0) // tiles
-    mine = (tl.program_id(0) - member * tiles).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+    """Update some blocks of a member; blocks that its message does not hold stay unchanged."""
+    n, nbytes, programs, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
+    member = tl.program_id(0) // programs
+    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     member += (member >= skipped).to(tl.int32)
     message = tl.multiple_of(address(messages, 0, member), 16)
     block = tl.minimum(mine, n - 1)
+    chunk, tile = block // CHUNKED, tl.arange(0, SIZE // VALUES)[None, :]
+    counts = message + (sizes.counts >> 2)
+    at = chunk[:, None] * (CHUNKED * (SIZE // VALUES)) + tl.arange(0, CHUNKED * (SIZE // VALUES))[None, :]
+    earlier = tl.load(counts + at, mask=at < block[:, None] * (SIZE // VALUES), other=0).to(tl.int32)
+    count = tl.load(counts + block[:, None] * (SIZE // VALUES) + tile).to(tl.int32)
+    ends = message.to(tl.pointer_type(tl.uint32)) + 2 * chunk
+    rank = tl.load(ends - 2, mask=chunk > 0, other=0).to(tl.int64)
+    rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // (SIZE // VALUES)
+    begin = tl.load(ends - 1, mask=chunk > 0, other=0).to(tl.int64)
+    begin += tl.sum(tl.where(earlier == WHOLLY, 0, _tile_bytes(tl.minimum(earlier, VALUES), VALUES)), axis=1)
+    every = tl.load(message.to(tl.pointer_type(tl.uint32)) + (n - 1) // CHUNKED * 2).to(tl.int64)
+    whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
+    whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
+    count = tl.where(whole[:, None], 0, tl.minimum(count, VALUES))
+    begin += whole_at + every * SIZE
     codes, scales_at, _, _, _ = _places(weights, block, member, SIZE)
-    words = message.to(tl.pointer_type(tl.uint32))
-    escaped = tl.minimum(tl.load(words).to(tl.int64), n)
-    word, bit = block // 32, (block % 32).to(tl.uint32)
-    bits = tl.load(words + HEAD // 4 + word)
-    earlier = tl.load(words + HEAD // 4 + word - 1, mask=word % 2 == 1, other=0)
-    before = tl.load(words + (sizes.before >> 2) // 4 + block // MASKED).to(tl.int64)
-    before += _ones(earlier) + _ones(bits & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1))
-    whole = ((bits >> bit) & 1) == 1
-    rank = tl.where(whole, before, block - before)
-    whole_at = (sizes.scales >> 2) + (escaped * 4 + 127) // 128 * 128
-    at = tl.where(whole, whole_at + rank * SIZE, whole_at + escaped * SIZE + rank // FIVE * SIZE)
-    there = (mine < n) & (rank >= 0) & (at + SIZE <= nbytes)
-    received = tl.load(_bytes(message, tl.multiple_of(at, 16), SIZE), mask=there[:, None], other=0).to(tl.int32)
-    pointers = _bytes(weights.data, codes, SIZE)
-    old = tl.load(pointers).to(tl.int32)
-    digit = _third(received & 255, rank % FIVE) - 3 * _third(received & 255, rank % FIVE + 1)
-    tl.store(pointers, tl.where(whole[:, None], received, old + digit - 1).to(tl.int8), mask=there[:, None])
-    scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there & whole, other=0.0)
-    tl.store(_floats(weights.data + scales_at), scale, mask=there & whole)
+    there = whole & (mine < n) & (whole_at + (rank + 1) * SIZE <= nbytes)
+    if tl.max(there.to(tl.int32), axis=0) > 0:
+        sent = tl.multiple_of(tl.where(there, whole_at + rank * SIZE, 0), 16)
+        received = tl.load(_bytes(message, sent, SIZE), mask=there[:, None], other=0)
+        tl.store(_bytes(weights.data, codes, SIZE), received, mask=there[:, None])
+        scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there, other=0.0)
+        tl.store(_floats(weights.data + scales_at), scale, mask=there)
+    there = (mine < n) & (begin + tl.sum(_tile_bytes(count, VALUES), axis=1) <= nbytes)
+    count = tl.where(there[:, None], count, 0)
+    if tl.max(tl.max(count, axis=1), axis=0) > 0:
+        _apply_tiles(message, weights.data, (begin, codes, count), SIZE, VALUES)
+
+
+@triton.jit
+def _apply_tiles(message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+    """Apply encoded tiles with ``count`` changes to their codes."""
+    begin, codes, count = at
+    size = _tile_bytes(count, VALUES)
+    start = message + (begin[:, None] + (tl.cumsum(size, axis=1) - size))
+    tile, value = tl.arange(0, SIZE // VALUES)[None, :, None], tl.arange(0, VALUES)[None, None, :]
+    listed = tl.where(size == count, count, 0)
+    masked = (size < count)[:, :, None]
+    by = tl.zeros((TILE // SIZE, SIZE // VALUES, VALUES), tl.int32)
+    for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
+        entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
+        by += tl.where((value == entry % VALUES) & (k < listed)[:, :, None], 1 - 2 * (entry >> 7), 0)
+    if tl.max(tl.max(count - size, axis=1), axis=0) > 0:
+        bit = tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32) >> value % 8 & 1
+        rank = tl.cumsum(bit, axis=2) - bit
+        bit = tl.where(rank < count[:, :, None], bit, 0)
+        less = tl.load(start[:, :, None] + VALUES // 8 + rank // 8, mask=bit == 1, other=0).to(tl.int32)
+        by += bit * (1 - 2 * (less >> rank % 8 & 1))
+    pointers = (data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile * VALUES + value
+    new = tl.load(pointers, mask=by != 0, other=0).to(tl.int32) + by
+    tl.store(pointers, new.to(tl.int8), mask=by != 0)
