@@ -56,6 +56,18 @@ def test_a_scheme_may_have_a_rate_of_its_own() -> None:
     assert rates == [SETUP.lr, 7e-4, SETUP.lr]
 
 
+def test_muon_trains_its_matrices_at_the_schemes_rate_and_the_others_at_the_benchmarks() -> None:
+    """Without clipping, which would be of its updates, and with stock's condition; in FP32 where asked for."""
+    (scheme,) = schemes_named(["muon-changed"])
+    jobs = replace(wanted("topo"), schemes=(scheme.at(0.04), scheme), floors=0).settings()["jobs"][1:3]
+    assert [job["change"] for job in jobs] == [1e-3, 1e-3]
+    for job, rate in zip(jobs, (0.04, 0.02), strict=True):
+        config = replace(SETUP, bf16=False).of_job(job, 1)
+        assert (config["optimizer"]["params"]["muon_lr"], config["optimizer"]["params"]["lr"]) == (rate, SETUP.lr)
+        assert config["gradient_clipping"] == 0 and config["zero_optimization"]["reduce_scatter"] is False
+        assert config["bf16"] == {"enabled": False}
+
+
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:
     """A run of twenty losses, of which some are the last, and an evaluation, at the losses' level if not given."""
     losses = [level] * (20 - len(last)) + list(last)

@@ -347,9 +347,9 @@ class TopoStage3(Stock):
 
     def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
         """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
-        momentum, gradient, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
-        momentum.lerp_(gradient.to(momentum.device), 1 - beta)
-        blended = gradient.lerp(momentum.to(rows.device), beta)
+        momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
+        momentum.lerp_(blended.to(momentum.device), 1 - beta)
+        blended.lerp_(momentum.to(rows.device), beta)
         slots = {self.slots[param.ds_id]: param for param in params}
         layout, first = self.topo.layout, self.topo.layout.begins[min(slots)]
         parts = {
