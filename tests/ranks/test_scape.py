@@ -29,9 +29,9 @@ CLIP = 0.7
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "hierarchy": ({"scheme": "topo", "optimizer": "node"}, (2, 2, 2)),
     "three nodes": ({"scheme": "topo", "optimizer": "node"}, (3, 1, 2)),
-    "algorithm 2": ({"scheme": "topo"}, (2, 2, 2)),
-    "algorithm 2 over gpus": ({"scheme": "topo", "gradients": "gpu"}, (2, 2, 2)),
-    "nodes within gpus": ({"scheme": "topo", "gradients": "gpu", "optimizer": "node"}, (2, 2, 2)),
+    "algorithm 2": ({**DATA_PARALLEL, "optimizer": "world"}, (4, 1, 1)),
+    "optimizer over the world": ({"scheme": "topo", "gradients": "gpu"}, (2, 2, 2)),
+    "gradients in a gpu": ({"scheme": "topo", "gradients": "gpu", "optimizer": "node"}, (2, 2, 2)),
     "a hop in the node first": (
         {"scheme": "mics", "weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
         (2, 2, 2),
@@ -110,7 +110,7 @@ class Reference:
 
 
 class Seen(NamedTuple):
-    """After a step of a rank: optimizer rows ``[R, F]`` of what it got, its weights and momentum; their mask before."""
+    """After a step of one rank: optimizer rows ``[R, F]`` of gradients, weights and momentum; their mask before."""
 
     rows: Tensor
     weights: Tensor

@@ -513,7 +513,7 @@ class ScapeSync(MaskedSync):
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
         """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
         rows, kept = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
-        return Kept(kept.residual + FP32 * columns, 2 * rows * -(-columns // 8)) if rows > 1 else kept
+        return Kept(kept.residual + FP32 * columns, 2 * rows * -(-columns // 8)) if sync_peers(plan) > 1 else kept
 
     def kept_bytes(self, columns: int, plan: Plan) -> float:
         """Return the bytes of the own row of the next mask, and of the rounding errors of the own sums."""

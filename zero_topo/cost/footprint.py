@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Scratch
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, VARIANCE_BYTES, memory_bytes
 from zero_topo.cost.messages import publish_bytes, scatter_bytes, widest_run
 from zero_topo.cost.transformer import Model
 from zero_topo.cost.volume import Workload, gather_spec, message_bytes
@@ -94,6 +94,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
+    states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     held = memory_bytes(config, work, accumulated, states)
     columns = sum(work.shards(config.plan))
     held |= {"optimizer": 0} if flight.offload else {}

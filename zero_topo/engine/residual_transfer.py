@@ -139,7 +139,7 @@ def carry(saved: Path, universal: Path) -> Carried:
             world_size = int(state["partition_count"])
             _check_ranks(saved, ranks, world_size)
             own = state.get(STATE_KEY, {})
-            _add_residual(own, world_size, brought.owed)
+            _add_residual(own, rank, world_size, brought.owed)
             _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), brought.ages)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise ValueError(f"{path}: not as save_checkpoint wrote it ({_line(error)}); copy it anew") from None
@@ -208,8 +208,8 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
         raise ValueError(f"{saved}: {len(ranks)} *_optim_states.pt of a run of {world_size} ranks: remove the others")
 
 
-def _add_residual(state: Mapping[str, Any], ranks: int, sums: Entries) -> None:
-    """Add one rank's saved residual to ``sums``, by parameter."""
+def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries) -> None:
+    """Add one rank's saved residual to ``sums``, by parameter, and the momentum that SCAPE holds back in its row."""
     owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
     if owed is None or residual is None or not residual.numel():
         return
@@ -221,6 +221,8 @@ def _add_residual(state: Mapping[str, Any], ranks: int, sums: Entries) -> None:
             sums[name] = torch.zeros(numel)
         rows = torch.zeros(ranks, past - first)
         rows[owed["owners"]] = table[:, first:past]
+        if "momentum" in state["sync"]:
+            rows[rank] += state["sync"]["momentum"][first:past]
         sums[name] += rows.view(-1)[:numel]
 
 

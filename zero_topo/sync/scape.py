@@ -22,8 +22,8 @@ Note [Units of the gradient]
 Note [Where the momentum lives]
     In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but then every peer needs
     ``m``. Here the owner of a row keeps all of it, so the optimizer may be sharded over the world (the paper's
-    algorithm 2). The post-step all-gather of INT8 weights then sends the values that changed: those on the mask, and
-    few others, since decay changes the scale of a block. It is lossless, so ranks need no FP32 replica of the weights.
+    algorithm 2). In place of the selected weights in 16 bits, the post-step all-gather sends the changes of all INT8
+    weights in 1.7 bits each. That is lossless, so ranks need no FP32 replica of the weights to apply decay.
 """
 
 from __future__ import annotations
