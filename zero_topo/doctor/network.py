@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.topology.launchers import launcher_view
-from zero_topo.topology.probes import LauncherView
 
 LOOPBACK = "lo"
 
@@ -26,19 +26,14 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(OK, "launcher", f"{view.source}: {view.world_size} ranks on {view.nodes or 'unknown'} nodes")
 
 
-def _view(seen: Surroundings) -> LauncherView | None:
-    try:
-        return launcher_view(seen.env)
-    except ValueError:  # reported by launcher()
-        return None
-
-
 def interfaces(seen: Surroundings) -> Iterator[Finding]:
     """Check that the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
     there = seen.interfaces()
     up = [name for name, is_up in there.items() if is_up]
-    view = _view(seen)
-    several = view is not None and (view.nodes or 1) > 1
+    several = False
+    with suppress(ValueError):  # reported by launcher()
+        view = launcher_view(seen.env)
+        several = view is not None and (view.nodes or 1) > 1
     for variable, matches in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", _nccl)):
         value = seen.env.get(variable, "").strip()
         if not value:
