@@ -46,6 +46,7 @@ app = typer.Typer(
 Blocks = Annotated[Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")]
 Params = Annotated[str, typer.Option(help="Parameters of the GPT, about.")]
 Layers = Annotated[int, typer.Option(min=1, help="Its layers.")]
+InFp32 = Annotated[bool, typer.Option("--fp32", help="Train in FP32 instead of BF16.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +68,7 @@ class ClusterOptions(Outputs):
     lr: Annotated[float, typer.Option(help="Learning rate: how many codes change; a 20B model's.")] = 1e-4
     bucket: Annotated[int, typer.Option(min=1, help="DeepSpeed's reduce_bucket_size.")] = 5_000_000
     prefetch: Annotated[int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")] = 0
+    fp32: InFp32 = False
     blocks: Blocks = None
     clean: Annotated[bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")] = False
 
@@ -86,6 +88,7 @@ def cluster_command(options: ClusterOptions) -> None:
         lr=options.lr,
         bucket_numel=options.bucket,
         prefetch_numel=options.prefetch,
+        bf16=not options.fp32,
     )
     schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
@@ -156,7 +159,7 @@ class ConvergenceOptions(Outputs):
     lr: Annotated[float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")] = 2e-3
     rates: Annotated[str, typer.Option(help="Of the others instead, each at each, comma-separated.")] = ""
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x GCDs of a GPU.")] = "2x2x2"
-    fp32: Annotated[bool, typer.Option("--fp32", help="Train in FP32 instead of BF16.")] = False
+    fp32: InFp32 = False
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
     again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
