@@ -54,14 +54,10 @@ ZT_DEVICE void zt_apply_tile(const uint8_t *from, int tile, int count, uint8_t *
         }
         return;
     }
-    const uint32_t changed = zt_four_of(from, tile, lane);
-    uint32_t rank = zt_before_lane(changed, lane), more = 0, less = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (!(changed >> k & 1) || (int)rank >= count) continue;
+    uint32_t left = zt_four_of(from, tile, lane), more = 0, less = 0;
+    for (int rank = (int)zt_before_lane(left, lane); left && rank < count; left &= left - 1, rank++) {
         const uint32_t minus = zt_load<uint8_t>(from + tile / 8 + rank / 8) >> rank % 8 & 1u;
-        less |= minus << k, more |= (minus ^ 1) << k;
-        rank++;
+        more |= (left & -left) * (minus ^ 1), less |= (left & -left) * minus;
     }
     zt_step(codes, lane, more, less);
 }

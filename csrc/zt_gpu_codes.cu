@@ -155,9 +155,8 @@ ZT_DEVICE void zt_emit_whole(const zt_codes_arguments &a, zt_home home, float in
 /* The signs of a tile's changes, of which `before` are those of earlier lanes: a bit each. */
 ZT_DEVICE void zt_emit_signs(uint32_t changed, uint32_t less, uint32_t before, int lane, int count, uint8_t *to) {
     uint32_t signs = 0, own = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-        if (changed >> k & 1) signs |= (less >> k & 1) << own++;
+    for (; changed; changed &= changed - 1) signs |= (less >> (__ffs((int)changed) - 1) & 1) << own++;
+#pragma unroll 1
     for (int first = 0; first < count; first += 32) {
         const int shift = (int)before - first;
         uint32_t word = shift >= 32 || shift <= -32 ? 0 : shift >= 0 ? signs << shift : signs >> -shift;
@@ -172,11 +171,11 @@ ZT_DEVICE void zt_emit_tile(const uint8_t *steps, int tile, int count, uint8_t *
     const uint32_t changed = zt_four_of(steps, tile, lane), less = zt_four_of(steps + masked, tile, lane) & changed;
     const uint32_t before = zt_before_lane(changed, lane);
     if (zt_changes_bytes(tile, count) == count) {
-        uint32_t rank = before;
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (changed >> k & 1 && (int)rank < count)
-                zt_store<uint8_t>(to + rank++, (uint8_t)((uint32_t)(4 * lane + k) | (less >> k & 1) << 7));
+        int rank = (int)before;
+        for (uint32_t left = changed; left && rank < count; left &= left - 1, rank++) {
+            const int k = __ffs((int)left) - 1;
+            zt_store<uint8_t>(to + rank, (uint8_t)((uint32_t)(4 * lane + k) | (less >> k & 1) << 7));
+        }
     } else {
         if (lane < masked) zt_store<uint8_t>(to + lane, zt_load<uint8_t>(steps + lane));
         zt_emit_signs(changed, less, before, lane, count, to + masked);

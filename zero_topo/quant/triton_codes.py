@@ -21,6 +21,7 @@ from zero_topo.quant.triton_sparse import launch
 LEVELS = tl.constexpr(127.0)
 CHUNKED = tl.constexpr(CHUNK)
 WHOLLY = tl.constexpr(WHOLE)
+FEWER = tl.constexpr(TILE.value // 2)  # values of a program that emits or applies: so many need no spills
 RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
@@ -71,7 +72,7 @@ class _Sizes(NamedTuple):
 def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor) -> None:
     """Compute each block's new scale, the number of codes that change in each tile, and which these are."""
     if part.blocks:
-        programs, tile = triton.cdiv(part.blocks, _tile(codes)), ChangeSpec(codes.block).tile
+        programs, tile = triton.cdiv(part.blocks, TILE.value // codes.block), ChangeSpec(codes.block).tile
         arguments = _weights(codes, part), _own(masters), codes.block, tile
         launch(_assess, programs, scales, counts, steps, *arguments)
 
@@ -89,7 +90,7 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
         sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
         changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
         arguments = _weights(codes, part), _own(masters), codes.block, spec.tile
-        launch(_emit, triton.cdiv(n, _tile(codes)), changes, *arguments)
+        launch(_emit, triton.cdiv(n, FEWER.value // codes.block), changes, *arguments)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -102,7 +103,7 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
     if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
         raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
-    tiles = triton.cdiv(n, _tile(codes))
+    tiles = triton.cdiv(n, FEWER.value // codes.block)
     skipped = messages.members if messages.without_member < 0 else messages.without_member
     programs = tiles * (messages.members - (skipped < messages.members))
     if programs:
@@ -114,10 +115,6 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
 
 def _coded(number: int) -> int:
     return 4 * number + 2
-
-
-def _tile(codes: Codes) -> int:
-    return int(TILE.value) // codes.block
 
 
 def _weights(codes: Codes, part: Part) -> _Weights:
@@ -231,7 +228,7 @@ def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, V
     whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
     tiles_at = whole_at + every * SIZE
     if (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes):
-        mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+        mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
         block = tl.minimum(mine, n - 1)
         whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
         before = changes.ends + 2 * block - 2
@@ -292,7 +289,7 @@ def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr
     """Update some blocks of a member; blocks that its message does not hold stay unchanged."""
     n, nbytes, programs, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
     member = tl.program_id(0) // programs
-    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
     member += (member >= skipped).to(tl.int32)
     message = tl.multiple_of(address(messages, 0, member), 16)
     block = tl.minimum(mine, n - 1)
@@ -334,7 +331,7 @@ def _apply_tiles(message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.con
     tile, value = tl.arange(0, SIZE // VALUES)[None, :, None], tl.arange(0, VALUES)[None, None, :]
     listed = tl.where(size == count, count, 0)
     masked = (size < count)[:, :, None]
-    by = tl.zeros((TILE // SIZE, SIZE // VALUES, VALUES), tl.int32)
+    by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
     for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
         entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
         by += tl.where((value == entry % VALUES) & (k < listed)[:, :, None], 1 - 2 * (entry >> 7), 0)
