@@ -240,6 +240,28 @@ def scatter_command(options: ScatterOptions) -> None:
 
 
 @dataclass(frozen=True)
+class FormatsOptions(Outputs):
+    """Of ``benchmarks formats``."""
+
+    formats: Annotated[str, typer.Option(help="Of the scatter: int8, int4, int4-64, nf4; comma-separated.")] = (
+        "int4,nf4"
+    )
+    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each format.")] = 8
+    floors: Annotated[int, typer.Option(min=0, help="Of them with the chaos floor.")] = 3
+
+
+@app.command("formats")
+@taking(FormatsOptions)
+def formats_command(options: FormatsOptions) -> None:
+    """Train in one process, in FP32, with each format of the scatter, and show how far the losses differ."""
+    from benchmarks import formats  # imports torch
+
+    wanted = formats.FormatsBench(tuple(words_of(options.formats)), options.steps, options.seeds, options.floors)
+    measure(options, convergence_report, len(wanted.jobs()), partial(formats.run, wanted))
+
+
+@dataclass(frozen=True)
 class ScaleOptions(Outputs):
     """Of ``benchmarks scale``."""
 

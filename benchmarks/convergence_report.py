@@ -20,7 +20,7 @@ WIDTH = 116
 PICTURES = ("convergence.png",)
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
-    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: "
+    "stock after a small change of its initial weights: what is not larger than that says nothing. MB crossing: "
     "what a rank sends out of its node in a step for sync and publish."
 )
 

@@ -63,6 +63,10 @@ class FormatsBench:
     floors: int = 3
     warmup: int = 10
 
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.runs if name not in RUNS]:
+            raise ValueError(f"{', '.join(unknown)}: no format of this benchmark; choose of {', '.join(RUNS)}")
+
     def jobs(self) -> list[tuple[str, int]]:
         """Names and seeds, one seed after the other."""
         return [

@@ -118,6 +118,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),
+            BenchScheme("topo-scatter-nf4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "nf4"}}),
             # The sparse modes at densities at which a small model tells them apart; top-k without feedback is naive.
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
             *(

@@ -74,7 +74,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT] = {};
-        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, NF4>(a.messages, a.from, place, v);
+        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, NF4>(a.messages, NF4 ? a.planes : a.from, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
         zt_clear_beyond<UNITS>(v, place, a.planes.numel - place.first);
         zt_encode<UNITS, NF4>(v, place, a.planes, a.out);

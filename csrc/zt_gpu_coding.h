@@ -25,7 +25,7 @@ ZT_DEVICE zt_extremes zt_scaled(uint32_t width, float levels) {
 
 /* As zt_scaled for NF4; the scale is a byte. */
 ZT_DEVICE zt_extremes zt_scaled_nf4(uint32_t width) {
-    const uint32_t byte = zt_nf4_byte(zt_bits<uint32_t>(zt_div(zt_bits<float>(width), 127.0f)));
+    const uint32_t byte = zt_nf4_byte(zt_bits<uint32_t>(zt_div(zt_bits<float>(width), zt_in_lane(127.0f))));
     return {byte, {zt_div(1.0f, zt_bits<float>(zt_nf4_scale(byte))), byte == 255 ? 0 : ~0u}};
 }
 

@@ -243,14 +243,6 @@ inline uint32_t zt_ballot(int predicate, int line = __builtin_LINE()) {
 }
 inline void __syncthreads(int line = __builtin_LINE()) { zt_emulation_yield({ZT_BARRIER, line, 1, 0}); }
 
-/* Four bytes of the eight of two words, one for each nibble of `which`. */
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
-    const uint64_t both = (uint64_t)high << 32 | low;
-    unsigned out = 0;
-    for (int i = 0; i < 4; i++) out |= (unsigned)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return out;
-}
-
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 

@@ -172,6 +172,32 @@ ZT_DEVICE uint32_t zt_masked(uint32_t word, uint32_t mask, uint32_t flip, uint32
 #endif
 }
 
+/* A constant, on AMD's GPUs in a vector register: there are few scalar ones. */
+template <typename T> ZT_DEVICE T zt_in_lane(T constant) {
+#if defined(__HIP_DEVICE_COMPILE__)
+    asm("" : "+v"(constant));
+#endif
+    return constant;
+}
+
+/* Of the eight bytes of two words those with the numbers in the four lower nibbles of `which`, 0 to 7. */
+ZT_DEVICE uint32_t zt_bytes(uint32_t low, uint32_t high, uint32_t which) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(low, high, which);
+#else
+    uint32_t each = (which | which << 8) & 0x00ff00ffu; /* nibbles -> bytes */
+    each = (each | each << 4) & 0x0f0f0f0fu;
+#if defined(__HIP_DEVICE_COMPILE__)
+    return __builtin_amdgcn_perm(high, low, each);
+#else
+    const uint64_t both = (uint64_t)high << 32 | low;
+    uint32_t out = 0;
+    for (int shift = 0; shift < 32; shift += 8) out |= (uint32_t)(both >> (each >> shift & 7) * 8 & 255) << shift;
+    return out;
+#endif
+#endif
+}
+
 /* The word that begins at bit `shift` < 32 of two. */
 ZT_DEVICE uint32_t zt_funnel(uint32_t low, uint32_t high, int shift) {
 #if defined(__CUDA_ARCH__)

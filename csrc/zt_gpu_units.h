@@ -56,13 +56,15 @@ template <int BITS> ZT_DEVICE void zt_unpack(zt_packed<BITS> packed, float *q) {
 
 /* The levels of NF4 as integers in floats: those of four nibbles at once become the bytes of a word. */
 ZT_DEVICE void zt_unpack_nf4(zt_packed<4> packed, float *q) {
-    const uint32_t levels[4] = ZT_NF4_WORDS;
+    uint32_t levels[4] = ZT_NF4_WORDS;
     zt_packed<8> bytes;
+#pragma unroll
+    for (int i = 0; i < 4; i++) levels[i] = zt_in_lane(levels[i]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint32_t nibbles = packed.word[0] >> (16 * half), which = nibbles & 0x7777u;
-        const uint32_t low = __byte_perm(levels[0], levels[1], which), high = __byte_perm(levels[2], levels[3], which);
-        const uint32_t upper = __byte_perm(0xff00u, 0, nibbles >> 3 & 0x1111u);
+        const uint32_t low = zt_bytes(levels[0], levels[1], which), high = zt_bytes(levels[2], levels[3], which);
+        const uint32_t upper = zt_bytes(zt_in_lane(0xff00u), 0, nibbles >> 3 & 0x1111u);
         bytes.word[half] = (low & ~upper) | (high & upper);
     }
     zt_unpack<8>(bytes, q);
@@ -94,18 +96,21 @@ template <int BITS> ZT_DEVICE zt_packed<BITS> zt_pack(const float *v, zt_coder c
     return packed;
 }
 
-/* Packs the numbers of the levels nearest to a unit's values. */
-ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder) {
+/* The number of the level nearest to x: of the bounds below it. A difference's sign is added, as AMD's GPUs have too few
+ * scalar registers for so many predicates, or for the bounds. */
+ZT_DEVICE uint32_t zt_nf4_of(float x) {
     const float bounds[16] = {ZT_NF4_TREE};
+    uint32_t number = 0;
+#pragma unroll
+    for (int i = 1; i < 16; i++) number += zt_bits<uint32_t>(zt_sub(zt_in_lane(bounds[i]), x)) >> 31;
+    return number;
+}
+
+/* Packs the levels nearest to a unit's values. */
+ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder) {
     uint32_t word = 0;
 #pragma unroll
-    for (int k = ZT_UNIT; k-- > 0;) {
-        const float x = zt_mul(v[k], coder.inverse);
-        uint32_t above = 0;
-#pragma unroll
-        for (int i = 1; i < 16; i++) above += x > bounds[i];
-        word = word << 4 | above;
-    }
+    for (int k = ZT_UNIT; k-- > 0;) word = word << 4 | zt_nf4_of(zt_mul(v[k], coder.inverse));
     return {{(word ^ 0x88888888u) & coder.keep}};
 }
 

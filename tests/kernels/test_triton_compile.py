@@ -24,7 +24,7 @@ import torch
 
 from tests.launching import ROOT
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, from_sources, to_members
-from zero_topo.quant.spec import BlockSpec, Cast, Format
+from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
 pytest.importorskip("triton")
 
@@ -60,6 +60,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "quantize", lambda: triton.quantize([bf16], int8, to_members(chunks(int8)[0]))
     yield "quantize strided", lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4]))
     yield "quantize large", lambda: triton.quantize([fp32], large, to_members(chunks(large)[0]))
+    yield "quantize nf4", lambda: triton.quantize([bf16], NF4, to_members(chunks(NF4)[0]))
+    yield "reduce nf4", lambda: reduce(from_sources(chunks(NF4)), NF4, [bf16], 0.1)
     yield "dequantize", lambda: reduce(to_members(chunks(int8)[0]), int8, [fp32])
     yield (
         "reduce int8 bf16",
@@ -200,7 +202,7 @@ def main(directory: Path, target: str) -> None:
 
 
 Code = dict[str, str]
-KERNELS = 24
+KERNELS = 26
 
 
 @pytest.fixture(scope="module")

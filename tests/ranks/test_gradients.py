@@ -71,7 +71,7 @@ def test_replicated_optimizer_rows_are_bit_identical() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["topo", "zero++"])
-@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
 def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> None:
     w = world({"scheme": scheme, "quantize": {"gradients": bits, "block_size": 64}})
     wanted = mean_gradient(w, 1)
@@ -90,7 +90,7 @@ def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> Non
     numels=st.lists(st.sampled_from([1, 3, 8]) | st.integers(1, 4000), min_size=2, max_size=5),
     shape=st.sampled_from([(1, 1, 2), (2, 1, 2), (1, 2, 2)]),
     magnitudes=st.lists(st.sampled_from([1e-4, 1.0, 1e4]), min_size=5, max_size=5),
-    bits=st.sampled_from(["int4", "int8"]),
+    bits=st.sampled_from(["int4", "int8", "nf4"]),
     block_size=st.sampled_from([64, 256]),
     gradients=st.sampled_from(["node", "world"]),
 )
@@ -104,8 +104,9 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
 ) -> None:
     """A bucket gives each parameter the bits that it gets in a bucket of its own, by one hop and by two.
 
-    In INT4 an element is lost only if it is below 1/14 of the largest of its own parameter's block.
+    In INT4 and NF4 an element is lost only if it is below 1/14 of the largest of its own parameter's block.
     """
+    block_size = 64 if bits == "nf4" else block_size
     block: dict[str, object] = {
         "scheme": "topo",
         "gradients": gradients,

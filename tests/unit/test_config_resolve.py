@@ -12,6 +12,7 @@ import pytest
 from tests.plans import TREE, resolve
 from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
 from zero_topo.config.parts import QuantizeConfig
+from zero_topo.config.sync_config import QuantizedSync
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
@@ -210,3 +211,13 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
     assert config.resident_spec is None
     told = message.partition(":")[0]
     assert [told in note for note in config.notes].count(True) == 1
+
+
+def test_nf4_has_blocks_of_its_own() -> None:
+    """Of 64 values, whatever the block size of the weights; another one for sync is refused."""
+    config = resolve(scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized", "bits": "nf4"})
+    assert [str(spec) for spec in (config.weights_spec, config.gradients_spec)] == ["int8/256", "nf4/64"]
+    assert isinstance(config.sync, QuantizedSync) and str(config.sync.spec) == "nf4/64"
+    assert any("quantized, bits nf4, block_size 64" in note for note in config.notes)
+    with pytest.raises(ValueError, match='"nf4" has blocks of 64; remove'):
+        resolve(scheme="topo", sync={"mode": "quantized", "bits": "nf4", "block_size": 256})

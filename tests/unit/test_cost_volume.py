@@ -187,7 +187,8 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
     weights = draw(st.sampled_from([d for d in aligned if gradients % d == 0]))
     secondary = draw(st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0]))
     bits = st.sampled_from([None, "int8", "int4"])
-    quantize = {role: draw(bits) for role in ("weights", "secondary", "gradients")}
+    quantize = {role: draw(bits) for role in ("weights", "secondary")}
+    quantize["gradients"] = draw(bits | st.just("nf4"))
     publish = {"delta": draw(bits), "block_size": 128}
     if weights < optimizer and secondary in (None, weights) and draw(st.booleans()):
         quantize = {**dict.fromkeys(("weights", "secondary", "resident"), "int8"), "gradients": quantize["gradients"]}
@@ -201,7 +202,12 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
         quantize={**quantize, "block_size": draw(st.sampled_from([64, 256]))},
         sync=draw(
             st.sampled_from(
-                [{"reduce": "reduce_scatter"}, {"reduce": "all_reduce"}, {"mode": "quantized", "block_size": 64}]
+                [
+                    {"reduce": "reduce_scatter"},
+                    {"reduce": "all_reduce"},
+                    {"mode": "quantized", "block_size": 64},
+                    {"mode": "quantized", "bits": "nf4"},
+                ]
             )
         ),
         publish=publish,

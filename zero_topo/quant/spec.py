@@ -81,7 +81,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
-            raise ValueError(f"quantization to {self.bits} bits is not known; choose int8 or int4")
+            raise ValueError(f"quantization to {self.bits} bits is not known; choose int8, int4 or nf4")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size {self.block_size} is not supported; choose one of {list(BLOCK_SIZES)}")
         if self.nf4 and (self.bits, self.block_size) != (4, 64):
