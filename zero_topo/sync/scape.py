@@ -103,6 +103,8 @@ class Scape(Masked):
             settle_masked(again)
 
         exchange.settle = settle
+        overlap = self._chosen[run.number].logical_and(mask()[own]).sum()
+        exchange.report["overlap"] = overlap / self._count(run)  # of the next mask with this one
         return finish, exchange
 
     def _momentum(self, run: Run) -> Tensor:
@@ -198,6 +200,14 @@ class Scape(Masked):
         return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
 
     # -- state -----------------------------------------------------------------------------------------------------
+
+    def residual_table(self) -> Tensor:
+        """Return the residual with the momentum that waits at its owner, FP32 ``[P, F]``."""
+        table = super().residual_table()
+        for parameter, (first, past) in zip(self._included, self._places, strict=True):
+            begin, end = parameter.span
+            table[self.peers.index, begin:end] += self._state.momentum[first:past]
+        return table
 
     def fresh(self) -> ScapeState:
         """Return a state whose mask contains all elements, without momentum."""
