@@ -21,6 +21,7 @@ from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.sync.scape import Scape
+from zero_topo.sync.sparse import unpacked
 from zero_topo.topology.presets import emulated
 
 BETAS = (0.9, 0.95)
@@ -129,10 +130,10 @@ class Run(Trainer):
     def step(self, step: int) -> Seen:
         """A whole step."""
         mode = self.engine.gradients.mode
-        mask = mode.mask(mode._state) if isinstance(mode, Scape) else None
-        if mask is not None:
-            stride = len(mask) // self.height
-            mask = mask[mode.context.own_row % stride :: stride]
+        mask = None
+        if isinstance(mode, Scape):
+            bits, stride = mode._state.bits.wait(), mode._stride
+            mask = unpacked(bits[mode.context.own_row % stride :: stride], 0, mode._columns)
         rows = self.sync(step)
         self.update(rows * self._clipping(), lambda group: RATE)
         self.engine.end_step(skipped=False)

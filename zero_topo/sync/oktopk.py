@@ -80,11 +80,6 @@ class OkTopkState:
     bounds: Tensor
 
 
-_Chosen = tuple[Tensor, Tensor, Tensor]
-"""The result of step 3: FP32 ``[n]``, or where sums stay with their owners ``[C]``; how many of these are not zero,
-int64 ``[]``; the threshold for the next step, FP64 ``[]``."""
-
-
 class OkTopk(Sparse):
     """Reduces the largest elements of all ranks and selects the largest sums, with reused thresholds and regions."""
 
@@ -117,11 +112,14 @@ class OkTopk(Sparse):
             bounds = self._balanced(picked)
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         past, sharded = begin + len(sums), self.config.sharded
+        chosen, counts, after = self._exact(sums) if exact else self._reused(sums, world)
         if sharded:
-            reduced, count, after = self._sharded(sums, None if exact else world)
+            reduced = torch.zeros_like(sums).index_copy_(0, chosen.indices, chosen.values)
             left: Tensor | None = sums - reduced  # the owner keeps the sums that were not chosen
         else:
-            reduced, count, after = self._choose(sums, begin, None if exact else world)
+            chosen.indices.add_(begin)
+            chosen = self._records.gather(self.peers, *self._spread(chosen, counts))
+            reduced = sums.new_zeros(self.numel).index_copy_(0, chosen.indices, chosen.values)
             picked = Picked(picked.indices, torch.where(reduced[picked.indices] != 0, picked.values, 0.0))
             received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
             left = None if self.dtype == sums.dtype else torch.where(received != 0, sums - received, 0.0)
@@ -133,7 +131,7 @@ class OkTopk(Sparse):
 
         report = Report(
             density=len(picked) / self._open,
-            union=count.double() / self.numel,
+            union=chosen.values.count_nonzero().double() / self.numel,
             recomputed=float(recomputed) + float(exact),
         )
         record = Exchange(settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded)
@@ -199,14 +197,6 @@ class OkTopk(Sparse):
         zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
         return begin, added(received, zeros), _from_bits(bits)
 
-    def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
-        """Choose the largest sums, on all ranks; one host synchronization."""
-        own, counts, threshold = self._exact(sums) if world is None else self._reused(sums, world)
-        own.indices.add_(begin)
-        everything = self._records.gather(self.peers, *self._spread(own, counts))
-        reduced = sums.new_zeros(self.numel).index_copy_(0, everything.indices, everything.values)
-        return reduced, everything.values.count_nonzero(), threshold
-
     def _exact(self, sums: Tensor) -> tuple[Picked, list[int], Tensor]:
         """Choose the k largest sums; also return all ranks' counts and the threshold. One host synchronization."""
         most = min(self.k, MOST_SHARES * -(-self.k // self.peers.size))
@@ -251,12 +241,6 @@ class OkTopk(Sparse):
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
         return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
-
-    def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """Choose the largest sums, each on its owner; Note [Sharded]. One host synchronization."""
-        own, _, threshold = self._exact(sums) if world is None else self._reused(sums, world)
-        chosen = torch.zeros_like(sums).index_copy_(0, own.indices, own.values)
-        return chosen, own.values.count_nonzero(), threshold
 
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""

@@ -147,10 +147,6 @@ class Scape(Masked):
         """Return the rows of a gradient shard that the table has."""
         return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
 
-    def mask(self, state: ScapeState) -> Tensor:
-        """Wait for the mask of the next step, and return it, bool ``[N / G, C]``; collective inside a node."""
-        return unpacked(state.bits.wait(), 0, self._columns)
-
     def before_update(self, begin: int, width: int) -> None:
         """Move the momentum off the mask out of AdamS, run by run."""
         own, first = divmod(self.context.own_row, self._stride)
