@@ -52,6 +52,10 @@ class Picked:
         """Return the elements at ``chosen``, ascending positions in this selection."""
         return Picked(self.indices[chosen], self.values[chosen])
 
+    def non_zero(self, count: int) -> Picked:
+        """Return the elements that are not zero, of which there are ``count``."""
+        return self if count == len(self) else self.where(positions(self.values != 0, count))
+
     def subtract_from(self, x: Tensor) -> None:
         """Subtract the elements from a vector in place."""
         x.index_add_(0, self.indices, self.values, alpha=-1)

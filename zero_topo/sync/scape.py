@@ -71,8 +71,9 @@ class Scape(Masked):
         # Rows of an optimizer shard are every such row of the gradient shard.
         self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)
-        # By run, this rank's own row of the next mask, bool ``[m]``, until `commit` sends or drops it.
-        self._chosen: dict[int, Tensor] = {}
+        # By run, this rank's own row of the next mask, bool ``[m]``, and its elements; until `decided` sends it, or the
+        # next step replaces it.
+        self._chosen: dict[int, tuple[Tensor, int]] = {}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for any optimizer but AdamS."""
@@ -103,8 +104,8 @@ class Scape(Masked):
             settle_masked(again)
 
         exchange.settle = settle
-        overlap = self._chosen[run.number].logical_and(mask()[own]).sum()
-        exchange.report["overlap"] = overlap / self._count(run)  # of the next mask with this one
+        chosen, count = self._chosen[run.number]
+        exchange.report["overlap"] = chosen.logical_and(mask()[own]).sum() / count  # of the next mask with this one
         return finish, exchange
 
     def _momentum(self, run: Run) -> Tensor:
@@ -112,18 +113,14 @@ class Scape(Masked):
         momentum = self._state.momentum[run.low : run.low + run.width]
         return torch.zeros_like(momentum) if run.number in self._reopened else momentum
 
-    def _choose(self, score: Tensor, run: Run) -> Tensor:
-        """Select a run's part of the own row of the next mask, bool ``[m]``."""
+    def _choose(self, score: Tensor, run: Run) -> tuple[Tensor, int]:
+        """Select a run's part of the own row of the next mask, bool ``[m]``; also return its number of elements."""
         density = self.config.density_at(self.steps + 1)
         if self.config.select == "parameter":
-            return largest_of_each(score, *self.shares(density, 1, run)[0])
+            parts, count = self.shares(density, 1, run)
+            return largest_of_each(score, *parts), count
         chosen = largest(score, share(density, run.width)).indices
-        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True)
-
-    def _count(self, run: Run) -> int:
-        """Return the number of elements that :meth:`_choose` selects."""
-        density = self.config.density_at(self.steps + 1)
-        return self.shares(density, 1, run)[1] if self.config.select == "parameter" else share(density, run.width)
+        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), len(chosen)
 
     def _factor(self, moment: Moment) -> float:
         """Return ``b / (1 - b)``, by which the momentum is multiplied in units of the gradient."""
@@ -172,22 +169,18 @@ class Scape(Masked):
         """Wait for the mask that is being sent; collective inside a node."""
         self._state.bits.wait()
 
-    def commit(self, skipped: bool) -> None:
-        """Apply the step; unless it was skipped, begin to gather the next mask."""
-        super().commit(skipped)
-        self._chosen.clear()
-
     def decided(self, exchanges: Sequence[Exchange]) -> ScapeState:
         """Begin to gather the next mask, and clear the momentum that was sent."""
-        if not self._chosen:
+        if self.since_start < 0:
             return super().decided(exchanges)
+        parts, self._chosen = self._chosen, {}
         own = self.context.own_row
         mask = unpacked(self._state.bits.wait()[own : own + 1], 0, self._columns)[0]
         momentum = self._state.momentum.masked_fill_(mask, 0)
-        chosen = ops.pack(torch.cat([part for _, part in sorted(self._chosen.items())]))
+        chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        return ScapeState(bits, tuple(self._count(run) if run.width else 0 for run in self.runs.values()), momentum)
+        return ScapeState(bits, tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values()), momentum)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""

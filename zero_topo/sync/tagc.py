@@ -94,6 +94,7 @@ class Tagc(Sparse):
         """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
         state: int = self._state
         picked = self._largest(total, run)
+        picked = picked.non_zero(self.to_host(picked.values.count_nonzero())[0])
         index = self._index(picked, run.width)
         densest = max(index.counts) / run.width
         ratio = self.config.safe_ratio(densest, run.width)
