@@ -6,6 +6,7 @@ The references have all workers in one process and no communication. `docs/paper
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.harness import run_threads
+from tests.launching import ROOT
 from tests.ranks.test_scape import DECAY, RATE, scape_world
 from tests.ranks.test_scape import Reference as ScapeAlgorithm
 from tests.ranks.test_scape import train as train_scape
@@ -180,3 +182,10 @@ def test_scape_after_thirty_steps_is_the_algorithm(setting: str, clip: float) ->
         rows = [w.config.plan.position(owner) for owner in w.config.plan.rows(rank, w.config.plan.optimizer)]
         for replica in reference.replicas:
             torch.testing.assert_close(steps[-1].weights.double(), replica[rows], atol=1e-6, rtol=1e-6)
+
+
+def test_the_page_judges_every_mechanism() -> None:
+    """As the same, better, or different, and how."""
+    tables = (ROOT / "docs/papers.md").read_text().split("| mechanism | here |\n|---|---|\n")[1:]
+    rows = [row for table in tables for row in table.split("\n\n")[0].splitlines()]
+    assert len(rows) > 40 and all(re.search(r" \| (same|better|differs: )", row) for row in rows)

@@ -21,6 +21,7 @@ from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.sync.scape import Scape
+from zero_topo.sync.sparse import unpacked
 from zero_topo.topology.presets import emulated
 
 BETAS = (0.9, 0.95)
@@ -129,10 +130,10 @@ class Run(Trainer):
     def step(self, step: int) -> Seen:
         """A whole step."""
         mode = self.engine.gradients.mode
-        mask = mode.mask(mode._state) if isinstance(mode, Scape) else None
-        if mask is not None:
-            stride = len(mask) // self.height
-            mask = mask[mode.context.own_row % stride :: stride]
+        mask = None
+        if isinstance(mode, Scape):
+            bits, stride = mode._state.bits.wait(), mode._stride
+            mask = unpacked(bits[mode.context.own_row % stride :: stride], 0, mode._columns)
         rows = self.sync(step)
         self.update(rows * self._clipping(), lambda group: RATE)
         self.engine.end_step(skipped=False)
@@ -247,9 +248,7 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             seen = trainer.step(step)
             lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
             own = seen.momentum[trainer.engine.layout.row(plan.optimizer)]
-            owners = [*plan.group(rank, lo, hi), rank]
-            waiting = mode.save(mode._state)["momentum"].clone()
-            found.append((own, seen.rows, list(zip(owners, [*mode.residual_table(), waiting], strict=True))))
+            found.append((own, seen.rows, list(zip(plan.group(rank, lo, hi), mode.residual_table(), strict=True))))
         return found
 
     results = run_threads(w.size, rank_main)

@@ -339,15 +339,25 @@ def test_gtopk_sends_k_picks_at_each_level() -> None:
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 8, 16])
 def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
-    """On the steps that reuse thresholds, at most 6 k (P - 1) / P words on average; TopkA's 2 k (P - 1) grow with P."""
+    """At most 6 k (P - 1) / P words from the busiest rank on the steps that reuse thresholds, and 9 on the others.
+
+    TopkA's 2 k (P - 1) grow with P.
+    """
     density, steps = 0.01, 6
     k = share(density, NUMEL)
     settings: dict[str, Any] = {"density": density, "tau": 64, "tau_prime": 4}
-    results = run(sparse_world(DATA_PARALLEL, peers, "oktopk", (NUMEL,), **settings), steps)
-    bound = 6 * k * (peers - 1) / peers * WORD
-    for step in range(4, steps):
-        if step % 4:
-            assert sum(found[step].sent for found in results) / peers <= bound + 4 * counts(peers)
+    w = sparse_world(DATA_PARALLEL, peers, "oktopk", (NUMEL,), **settings)
+    uneven = torch.rand(NUMEL, generator=torch.Generator().manual_seed(7)) ** 4
+
+    def moving(rank: int, step: int) -> list[Tensor]:
+        """Gradients whose largest elements move on through the regions."""
+        return [w.grads(rank, step)[0] * uneven.sort().values.roll(step * NUMEL // 60)]
+
+    word = k * (peers - 1) / peers * WORD
+    for step, found in enumerate(zip(*run(w, steps, moving), strict=True)):
+        sent = [one.sent - 4 * counts(peers) for one in found]
+        # The first step also gathers P - 1 bounds of regions, which are small beside k in a model.
+        assert not step or max(sent) <= (6 if step >= 4 and step % 4 else 9) * word
     naive = run(sparse_world(DATA_PARALLEL, peers, "topk_a", (NUMEL,), density=density), 1)
     assert naive[0][0].sent >= 2 * k * (peers - 1) * WORD
 

@@ -424,13 +424,11 @@ class OkTopkSync(PickingSync):
         return super().kept_bytes(columns, plan) + (FP32 * columns if self.sharded else 0)
 
     def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the peak of selecting, of summing, and of a row of sums with the elements selected from the sums."""
+        """Return the peak of summing, and of a row with magnitudes to select from or with all chosen sums."""
         peers, row = sync_peers(plan), 4 * columns
         n, k = peers * columns, self.density * peers * columns
-        summing = row + SORTING_BYTES * k + (4 * n if self.whole else 0)
-        chosen: float = 4 * row if self.sharded else row + 8 * n + (PICK_BYTES + 4) * min(peers * k, n)
-        own = row if self.sharded or not self.whole else 0
-        return PICK_BYTES * k + max(own + 8 * n, summing, chosen)
+        summing = SORTING_BYTES * k + (4 * n if self.whole else 0)
+        return PICK_BYTES * k + row + max(8 * n, summing)
 
 
 class RadiusSync(MaskedSync):

@@ -4,27 +4,29 @@
 1. Each rank selects the elements of its gradient plus residual that reach a local threshold.
 2. The elements are divided into one region per rank, so that selected elements are spread evenly. They go to the owners
    of their regions, who add them up.
-3. Sums that reach a global threshold go to all ranks, after ranks with over four times the mean have passed their
-   surplus on.
+3. Sums that reach a global threshold go to all ranks, after ranks with over 5/4 of the mean have passed their surplus
+   on. The paper does so from four times the mean on; here no rank then sends over 6 k (P - 1) / P words, as the paper
+   proves, unless one rank has half of all sums.
 4. A rank removes from its residual the elements that it sent and whose sums were chosen.
 
 Note [Thresholds]
-    An exact local threshold needs a selection, an exact global one a gather of all sums. Both are computed every
+    An exact local threshold needs a selection. For an exact global one, owners gather their largest magnitudes, up to
+    four times their share of k: if one has more of the k largest, more than k are chosen. Both are computed every
     ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change fast, every step
     computes them. After a reuse a threshold is multiplied by the fourth root of its count over k, as if counts fell
     with its fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k largest of
     those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
-    over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, which bounds the words sent by
-    5 k (P - 1) / P: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global threshold, k
-    are chosen among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of it, if the
-    sums contain more than selected elements).
+    over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, so the mean of the ranks sends
+    at most 5 k (P - 1) / P words: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global
+    threshold, k are chosen among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of
+    it, if the sums contain more than selected elements).
 
 Note [Sharded]
     If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions are the rows. Step 3
-    then sends only counts, and, when the threshold is computed, each owner's largest magnitudes, up to four times its
-    share of k. The sender cannot know which of its elements the owner selected. It therefore clears them all from its
-    residual, and the owner keeps the unselected sums in its own. A rank selects the share ``density`` of the other
-    ranks' rows. It does not send its own row: all of it, with its residual, is in the sums.
+    then sends only counts, and magnitudes when the threshold is computed. The sender cannot know which of its elements
+    the owner selected. It therefore clears them all from its residual, and the owner keeps the unselected sums in its
+    own. A rank selects the share ``density`` of the other ranks' rows. It does not send its own row: all of it, with
+    its residual, is in the sums.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from struct import pack, unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.quant import ops
@@ -50,11 +53,11 @@ from zero_topo.sync.picks import (
     kth_largest,
     largest,
     largest_of_rows,
-    positions,
 )
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
 
-CROWDED = 4
+CROWDED = 1.25  # times the mean: a rank that has more chosen sums passes its surplus on
+MOST_SHARES = 4  # times its share of k: the most magnitudes from which an exact threshold is computed
 FALL = 4  # counts are assumed to fall with this power of a threshold
 MOST_MOVED = 2.0  # the largest factor by which a threshold changes in a step
 MOST_TAKEN = 8  # times k: if more elements pass, the k largest are selected in place, which needs less memory
@@ -75,11 +78,6 @@ class OkTopkState:
     local: float
     world: Tensor
     bounds: Tensor
-
-
-_Chosen = tuple[Tensor, Tensor, Tensor]
-"""The result of step 3: FP32 ``[n]``, or where sums stay with their owners ``[C]``; how many of these are not zero,
-int64 ``[]``; the threshold for the next step, FP64 ``[]``."""
 
 
 class OkTopk(Sparse):
@@ -114,11 +112,14 @@ class OkTopk(Sparse):
             bounds = self._balanced(picked)
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         past, sharded = begin + len(sums), self.config.sharded
+        chosen, counts, after = self._exact(sums) if exact else self._reused(sums, world)
         if sharded:
-            reduced, count, after = self._sharded(sums, None if exact else world)
+            reduced = torch.zeros_like(sums).index_copy_(0, chosen.indices, chosen.values)
             left: Tensor | None = sums - reduced  # the owner keeps the sums that were not chosen
         else:
-            reduced, count, after = self._choose(sums, begin, None if exact else world)
+            chosen.indices.add_(begin)
+            chosen = self._records.gather(self.peers, *self._spread(chosen, counts))
+            reduced = sums.new_zeros(self.numel).index_copy_(0, chosen.indices, chosen.values)
             picked = Picked(picked.indices, torch.where(reduced[picked.indices] != 0, picked.values, 0.0))
             received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
             left = None if self.dtype == sums.dtype else torch.where(received != 0, sums - received, 0.0)
@@ -130,7 +131,7 @@ class OkTopk(Sparse):
 
         report = Report(
             density=len(picked) / self._open,
-            union=count.double() / self.numel,
+            union=chosen.values.count_nonzero().double() / self.numel,
             recomputed=float(recomputed) + float(exact),
         )
         record = Exchange(settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded)
@@ -194,23 +195,17 @@ class OkTopk(Sparse):
         if not self.config.sharded:
             received.indices.sub_(begin)
         zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
-        return begin, added(received, zeros), unpack("d", pack("q", bits))[0]
+        return begin, added(received, zeros), _from_bits(bits)
 
-    def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
-        """Choose the largest sums, on all ranks, by a threshold or exactly; one host synchronization."""
-        if world is None:
-            counts = self.to_host(self.peers.gather(sums.count_nonzero()))
-            indices = positions(sums != 0, counts[self.peers.index])
-            values = sums[indices]
-            everything = self._records.gather(self.peers, Picked(indices.add_(begin), values), counts)
-            threshold = kth_largest(everything.values, self.k)
-            everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
-        else:
-            own, counts, threshold = self._reused(sums, world)
-            own.indices.add_(begin)
-            everything = self._records.gather(self.peers, *self._spread(own, counts))
-        reduced = sums.new_zeros(self.numel).index_copy_(0, everything.indices, everything.values)
-        return reduced, everything.values.count_nonzero(), threshold
+    def _exact(self, sums: Tensor) -> tuple[Picked, list[int], Tensor]:
+        """Choose the k largest sums; also return all ranks' counts and the threshold. One host synchronization."""
+        most = min(self.k, MOST_SHARES * -(-self.k // self.peers.size))
+        magnitudes = largest(sums, most).values.abs()
+        magnitudes = pad(magnitudes, (0, most - len(magnitudes)))
+        threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k)
+        reaching = self.peers.gather(count_reaching(sums, threshold))
+        *counts, bits = self.to_host(reaching, threshold.view(torch.int64))
+        return above(sums, _from_bits(bits), counts[self.peers.index]), counts, threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
         """Choose the sums that reach the old threshold, adjusted in number as in Note [Thresholds].
@@ -247,18 +242,6 @@ class OkTopk(Sparse):
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
         return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
 
-    def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """Choose the largest sums, each on its owner; Note [Sharded]. At most one host synchronization."""
-        if world is None:
-            most = min(self.k, CROWDED * -(-self.k // self.peers.size))
-            magnitudes = largest(sums, most).values.abs()
-            threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k)
-            mask = (sums.abs() < threshold).logical_not_()
-        else:
-            own, _, threshold = self._reused(sums, world)
-            mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
-        return torch.where(mask, sums, 0.0), mask.sum(), threshold
-
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""
         device, size = self.context.device, self.peers.size
@@ -282,6 +265,11 @@ class OkTopk(Sparse):
 def _moved(share: float) -> float:
     """Return the factor for a threshold whose count was ``share`` times k."""
     return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
+
+
+def _from_bits(bits: int) -> float:
+    """Return the FP64 number with the bits of an integer."""
+    return float(unpack("d", pack("q", bits))[0])
 
 
 class OkTopkByRow(Sparse):

@@ -126,6 +126,9 @@ class Radius(Masked):
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
+        old = self.mask(self._state)[self.peers.index]
+        for _, report in self._reports:  # of the new mask with the old one
+            report["overlap"] = old.logical_and(choice.mask).sum() / sum(choice.kept)
         self._state = replace(self._state, kept=tuple(choice.kept), bits=self.peers.gather(ops.pack(choice.mask)))
 
     # -- state -----------------------------------------------------------------------------------------------------

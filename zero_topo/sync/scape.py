@@ -71,8 +71,9 @@ class Scape(Masked):
         # Rows of an optimizer shard are every such row of the gradient shard.
         self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)
-        # By run, this rank's own row of the next mask, bool ``[m]``, until `commit` sends or drops it.
-        self._chosen: dict[int, Tensor] = {}
+        # By run, this rank's own row of the next mask, bool ``[m]``, and its elements; until `decided` sends it, or the
+        # next step replaces it.
+        self._chosen: dict[int, tuple[Tensor, int]] = {}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for any optimizer but AdamS."""
@@ -103,6 +104,8 @@ class Scape(Masked):
             settle_masked(again)
 
         exchange.settle = settle
+        chosen, count = self._chosen[run.number]
+        exchange.report["overlap"] = chosen.logical_and(mask()[own]).sum() / count  # of the next mask with this one
         return finish, exchange
 
     def _momentum(self, run: Run) -> Tensor:
@@ -110,18 +113,14 @@ class Scape(Masked):
         momentum = self._state.momentum[run.low : run.low + run.width]
         return torch.zeros_like(momentum) if run.number in self._reopened else momentum
 
-    def _choose(self, score: Tensor, run: Run) -> Tensor:
-        """Select a run's part of the own row of the next mask, bool ``[m]``."""
+    def _choose(self, score: Tensor, run: Run) -> tuple[Tensor, int]:
+        """Select a run's part of the own row of the next mask, bool ``[m]``; also return its number of elements."""
         density = self.config.density_at(self.steps + 1)
         if self.config.select == "parameter":
-            return largest_of_each(score, *self.shares(density, 1, run)[0])
+            parts, count = self.shares(density, 1, run)
+            return largest_of_each(score, *parts), count
         chosen = largest(score, share(density, run.width)).indices
-        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True)
-
-    def _count(self, run: Run) -> int:
-        """Return the number of elements that :meth:`_choose` selects."""
-        density = self.config.density_at(self.steps + 1)
-        return self.shares(density, 1, run)[1] if self.config.select == "parameter" else share(density, run.width)
+        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), len(chosen)
 
     def _factor(self, moment: Moment) -> float:
         """Return ``b / (1 - b)``, by which the momentum is multiplied in units of the gradient."""
@@ -144,10 +143,6 @@ class Scape(Masked):
     def _of_table(self, rows: Tensor) -> Tensor:
         """Return the rows of a gradient shard that the table has."""
         return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
-
-    def mask(self, state: ScapeState) -> Tensor:
-        """Wait for the mask of the next step, and return it, bool ``[N / G, C]``; collective inside a node."""
-        return unpacked(state.bits.wait(), 0, self._columns)
 
     def before_update(self, begin: int, width: int) -> None:
         """Move the momentum off the mask out of AdamS, run by run."""
@@ -174,22 +169,18 @@ class Scape(Masked):
         """Wait for the mask that is being sent; collective inside a node."""
         self._state.bits.wait()
 
-    def commit(self, skipped: bool) -> None:
-        """Apply the step; unless it was skipped, begin to gather the next mask."""
-        super().commit(skipped)
-        self._chosen.clear()
-
     def decided(self, exchanges: Sequence[Exchange]) -> ScapeState:
         """Begin to gather the next mask, and clear the momentum that was sent."""
-        if not self._chosen:
+        if self.since_start < 0:
             return super().decided(exchanges)
+        parts, self._chosen = self._chosen, {}
         own = self.context.own_row
         mask = unpacked(self._state.bits.wait()[own : own + 1], 0, self._columns)[0]
         momentum = self._state.momentum.masked_fill_(mask, 0)
-        chosen = ops.pack(torch.cat([part for _, part in sorted(self._chosen.items())]))
+        chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        return ScapeState(bits, tuple(self._count(run) if run.width else 0 for run in self.runs.values()), momentum)
+        return ScapeState(bits, tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values()), momentum)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
@@ -198,6 +189,14 @@ class Scape(Masked):
         return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
 
     # -- state -----------------------------------------------------------------------------------------------------
+
+    def residual_table(self) -> Tensor:
+        """Return the residual with the momentum that waits at its owner, FP32 ``[P, F]``."""
+        table = super().residual_table()
+        for parameter, (first, past) in zip(self._included, self._places, strict=True):
+            begin, end = parameter.span
+            table[self.peers.index, begin:end] += self._state.momentum[first:past]
+        return table
 
     def fresh(self) -> ScapeState:
         """Return a state whose mask contains all elements, without momentum."""
