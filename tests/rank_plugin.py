@@ -11,11 +11,13 @@ A directory of launcher tests switches it on with `from tests.rank_plugin import
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
 import os
 import re
+import signal
 import tempfile
 import traceback
 from collections.abc import Generator, Iterator
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import ON_GPU
-from tests.verdict import Outcome, Outcomes, Seat, Verdict
+from tests.verdict import Outcome, Outcomes, Verdict
 
 __all__ = [
     "a_clean_start",
@@ -51,14 +53,14 @@ GRACE_VARIABLE = "ZERO_TOPO_LAUNCH_GRACE"
 DIRECTORY_VARIABLE = "ZERO_TOPO_LAUNCH_DIR"
 
 _VERDICT = pytest.StashKey[Verdict]()
-_TERMINAL = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses to run outside a launch; makes hypothesis draw the same examples on every rank."""
     if "RANK" not in os.environ:
         raise pytest.UsageError("these tests run on every rank of a launch: `make test-launcher K=<part of a name>`")
-    config.stash[_TERMINAL] = os.dup(2)  # capturing is suspended here: this is the rank's log
+    log = os.fdopen(os.dup(2), "w")  # capturing is suspended here: this is the rank's log
+    faulthandler.register(signal.SIGTERM, log, chain=True)  # where a rank is that the launcher ends
     hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("ranks")
 
@@ -72,15 +74,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.environ.update({"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"})
     backend = "nccl" if ON_GPU else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(minutes=10))
-    log = os.fdopen(session.config.stash[_TERMINAL], "w")
     grace_s = float(os.environ.get(GRACE_VARIABLE, "20"))
-    session.config.stash[_VERDICT] = Verdict(Seat.from_environment(), grace_s, log, _report_stuck)
+    session.config.stash[_VERDICT] = Verdict(grace_s)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """After the summary: leaves together with the other ranks."""
     if verdict := config.stash.get(_VERDICT, None):
-        verdict.farewell()
+        verdict.farewell(2.0 if verdict.broken else 10.0)
         if not verdict.broken:
             dist.destroy_process_group()
 
@@ -174,22 +175,17 @@ def _report(record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def _report_stuck(test: str, why: str) -> None:
-    _report({"event": "phase", "test": test, "phase": "call", "outcome": "failed", "seconds": 0.0, "text": why})
-
-
 def _together(item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
     """Runs one phase of a test, then agrees with the other ranks on how it ended."""
     verdict = item.config.stash[_VERDICT]
     error: BaseException | None = None
     result = None
-    with verdict.inside(item.nodeid):
-        try:
-            result = yield
-        except (KeyboardInterrupt, pytest.exit.Exception):
-            raise
-        except BaseException as caught:
-            error = caught
+    try:
+        result = yield
+    except (KeyboardInterrupt, pytest.exit.Exception):
+        raise
+    except BaseException as caught:
+        error = caught
     outcomes = verdict.agree(_outcome(error))
     if verdict.broken:
         item.session.shouldstop = "a rank is stuck, the process group cannot be used any more"

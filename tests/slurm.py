@@ -206,19 +206,8 @@ class Cluster:
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
     """The job's number, after `zero-topo launch slurm --submit` with more words."""
-    command = [
-        sys.executable,
-        "-m",
-        "zero_topo.cli",
-        "launch",
-        "slurm",
-        "--submit",
-        "--account",
-        "a",
-        "--time",
-        "1:00:00",
-        *words,
-    ]
+    submit = ["-m", "zero_topo.cli", "launch", "slurm", "--submit", "--account", "a", "--time", "1:00:00"]
+    command = [sys.executable, *submit, *words]
     done = subprocess.run(
         command, env={**cluster.env, **env}, cwd=cluster.folder, capture_output=True, text=True, timeout=60
     )

@@ -7,21 +7,17 @@ Skipped where no cluster can be built: it needs root, `ip` and `tc`.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.emulated_cluster import commands, network
+from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.counters import between
-from benchmarks.emulated_cluster.network import NAMESPACES, EmulatedNetwork
+from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import LEVELS, MBIT, LinkRates, Spec
 from tests.launching import ROOT
 
@@ -92,36 +88,6 @@ def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, l
     assert traffic.drops == 0
 
 
-def test_clusters_stand_side_by_side_and_leave_nothing(cluster: EmulatedNetwork) -> None:
-    """A second cluster has names of its own; when it is left, by an error too, its namespaces are gone."""
-    with pytest.raises(ZeroDivisionError), EmulatedNetwork(SPEC) as other:
-        assert other.prefix != cluster.prefix
-        names = commands.spaces(SPEC, other.prefix)
-        assert all((NAMESPACES / name).exists() for name in names)
-        raise ZeroDivisionError
-    assert not [name for name in names if (NAMESPACES / name).exists()]
-    assert cluster.space(0).exists()
-
-
-CRASHES = """
-import os
-from benchmarks.emulated_cluster.network import EmulatedNetwork
-from benchmarks.emulated_cluster.spec import LinkRates, Spec
-with EmulatedNetwork(Spec("tiny", 2, 1, 1, LinkRates(1, 1, 1))) as built:
-    print(built.prefix, flush=True)
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_clean_removes_what_a_crash_left(cluster: EmulatedNetwork, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--clean` finds the namespaces of a killed run, and leaves those of living ones."""
-    prefix = subprocess.run([sys.executable, "-c", CRASHES], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    assert len(list(NAMESPACES.glob(f"{prefix}-*"))) == 3
-    assert main(["cluster", "--clean"]) == 0
-    assert "network namespaces of crashed runs" in capsys.readouterr().out
-    assert not list(NAMESPACES.glob(f"{prefix}-*")) and cluster.space(0).exists()
-
-
 # Two nodes of one GPU of two dies. Links are fast, so that the test is.
 TRAINING = Spec("pairs", 2, 1, 2, LinkRates(800, 800, 400))
 WORDS = ["--micro-batches", "2", "--steps", "2", "--params", "265e3", "--layers", "1"]
@@ -133,11 +99,6 @@ def bench(folder: Path) -> list[str]:
     path.write_text(json.dumps(TRAINING.to_json()))
     files = ["--record", str(folder / "record.json"), "--plots", str(folder)]
     return [sys.executable, "-m", "benchmarks", "cluster", "--spec", str(path), *WORDS, *files]
-
-
-def ours(pid: int) -> list[str]:
-    """Namespaces of a process's clusters."""
-    return [path.name for path in NAMESPACES.glob(f"ztopo-{pid}-*")]
 
 
 @pytest.mark.long
@@ -161,28 +122,3 @@ def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
 
 
 PROTOCOL = 20_000  # barriers, norms, acknowledgements: what hundreds of small messages cost in a step
-
-
-def heed_interrupts() -> None:
-    """What a shell starts in the background, these tests perhaps, ignores SIGINT, and so do all its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.long
-def test_an_interrupted_benchmark_takes_its_network_down(tmp_path: Path) -> None:
-    """Ctrl-C in the middle ends the ranks, removes the namespaces, and gives the shell's status for it."""
-    process = subprocess.Popen(
-        [*bench(tmp_path), "--schemes", "topo"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=heed_interrupts,
-    )
-    deadline = time.monotonic() + 60
-    while len(ours(process.pid)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1.5)  # the ranks' parent is importing
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err.decode()
-    assert not out and not ours(process.pid)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.launching import LaunchSettings, launch
+from tests.launching import LaunchSettings
 from tests.suite import SuiteRun, run_suite
 
 CONFTEST = "from tests.rank_plugin import *\n"
@@ -53,7 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SuiteRun:
     (path / "pytest.ini").write_text("[pytest]\n")
     (path / "conftest.py").write_text(CONFTEST)
     (path / "test_failing.py").write_text(TESTS)
-    settings = LaunchSettings(path / "logs", world_size=3, timeout_s=120, env={"ZERO_TOPO_LAUNCH_GRACE": "2"})
+    env = {"ZERO_TOPO_LAUNCH_GRACE": "2"}
+    settings = LaunchSettings(path / "logs", world_size=3, timeout_s=240, env=env, forked=("pytest", "deepspeed"))
     return run_suite([str(path), f"--rootdir={path}"], settings)
 
 
@@ -76,36 +75,10 @@ def test_ranks_must_skip_together(run: SuiteRun) -> None:
 
 
 def test_ranks_left_in_a_collective_end_the_launch(run: SuiteRun) -> None:
-    """Nobody waits for a collective that cannot end: the stuck ranks say where they are, and the launch stops."""
-    left = next(test for test in run.tests if test.name.endswith("test_leaves_the_others_in_a_collective"))
-    assert left.outcome == "failed"
-    assert "the others wait for me" in left.text
-    assert "dist.barrier()" in left.text
-    assert "is stuck in" in run.launch.log(2)
-    assert [name.rpartition("::")[2] for name in run.unfinished] == ["test_never_reached"]
+    """Nobody waits for a collective that cannot end: the launch stops, and the stuck ranks print where they are."""
+    names = ["test_leaves_the_others_in_a_collective", "test_never_reached"]
+    assert [name.rpartition("::")[2] for name in run.unfinished] == names
+    assert "the others wait for me" in run.launch.log(1)
+    assert all("in test_leaves_the_others_in_a_collective" in run.launch.log(rank) for rank in (0, 2))
     assert run.launch.returncode != 0
     assert not run.launch.timed_out
-
-
-def test_launch_is_killed_at_its_time_limit_with_stacks(tmp_path: Path) -> None:
-    """A program that hangs costs its time limit and leaves every rank's stack in its log."""
-    script = tmp_path / "hang.py"
-    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(300)\n")
-    for limit in (3, 60):  # the second only where a busy machine needs more than the first to start Python
-        settings = LaunchSettings(tmp_path / f"logs{limit}", world_size=2, timeout_s=limit, forked=["time"])
-        done = launch([str(script)], settings)
-        if len(done.logs()) == 2 and all("up" in log for log in done.logs()):
-            break
-    assert done.timed_out
-    assert done.seconds < limit + 20
-    assert done.returncode != 0
-    assert len(done.logs()) == 2
-    assert all("up" in log and "hang.py" in log and "line 3" in log for log in done.logs()), done.tails()
-
-
-def test_exit_code_of_a_failing_rank_reaches_the_caller(tmp_path: Path) -> None:
-    """What the rank exits with is what the launch reports."""
-    script = tmp_path / "fail.py"
-    script.write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
-    done = launch([str(script)], LaunchSettings(tmp_path / "logs", world_size=2, timeout_s=60))
-    assert (done.returncode, done.timed_out) == (7, False)

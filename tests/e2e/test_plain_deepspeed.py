@@ -31,13 +31,10 @@ def test_one_launch_has_the_hook_and_one_has_not(runs: tuple[dict[str, Any], dic
     assert [found["hook"] for found in runs] == [False, True]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_and_weights_are_the_same_bits(
-    runs: tuple[dict[str, Any], dict[str, Any]], stage: int, dtype: str
-) -> None:
+def test_losses_and_weights_are_the_same_bits(runs: tuple[dict[str, Any], dict[str, Any]], stage: int) -> None:
     """Five steps of two micro-batches with clipping."""
-    (losses, weights), (hooked_losses, hooked_weights) = (found["runs"][f"ZeRO-{stage} {dtype}"] for found in runs)
+    (losses, weights), (hooked_losses, hooked_weights) = (found["runs"][stage] for found in runs)
     assert len(losses) == 10 and len(set(map(float, losses))) > 5
     assert all(map(torch.equal, losses, hooked_losses))
     assert len(weights) == 6 and all(map(torch.equal, weights, hooked_weights))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -47,33 +48,14 @@ class Pipe(nn.Module):
         return nn.Sequential(Net())
 
 
-class Mpu:
+def mpu() -> SimpleNamespace:
     """Megatron's sizes and groups without model parallelism."""
-
-    def get_model_parallel_world_size(self) -> int:
-        """Ranks that share a layer."""
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank among them."""
-        return 0
-
-    def get_model_parallel_group(self) -> Any:
-        """A group of this rank alone."""
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        return groups[dist.get_rank()]
-
-    def get_data_parallel_world_size(self) -> int:
-        """All ranks."""
-        return dist.get_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-    def get_data_parallel_group(self) -> Any:
-        """All ranks."""
-        return dist.group.WORLD
+    ranks = range(dist.get_world_size())
+    alone = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
+    found = {"model_parallel_world_size": 1, "model_parallel_rank": 0, "model_parallel_group": alone}
+    found |= {"data_parallel_world_size": len(ranks), "data_parallel_rank": dist.get_rank()}
+    found["data_parallel_group"] = dist.group.WORLD
+    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in found.items()})
 
 
 def optimizer_of(model: nn.Module, args: Args) -> torch.optim.Optimizer:
@@ -101,6 +83,6 @@ def setup(args: Args, pipe: type[Pipe] = Pipe) -> tuple[Any, nn.Module]:
         lr_scheduler=schedule,
         dist_init_required=False,
         model_parameters=None,
-        mpu=Mpu(),
+        mpu=mpu(),
     )
     return engine, model

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.marks import late
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
@@ -169,7 +170,7 @@ OPERATIONS: tuple[Callable[[DeepSpeed, Any], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("name", ["codes", "q4", "topo", "zero++ quantized", "hsdp"])
+@pytest.mark.parametrize("name", ["codes", "q4", "topo", late("zero++ quantized"), late("hsdp")])
 def test_whatever_follows_a_step(name: str) -> None:
     """Each public operation at once after a step, while publish is under way."""
     stock = {name: MagicMock() for name in ("offload_states", "reload_states", "checkpoint_event_prologue")}

@@ -81,7 +81,7 @@ def publish(engine: Stage3) -> None:
         (scatter, BLOCKS["topo"], (9, 66)),
         (sync, TOPO, (12, 167)),
         (sync, BLOCKS["q4"], (12, 168)),
-        (sync, SHARDED, (15, 306)),
+        (sync, SHARDED, (15, 333)),
         (publish, TOPO, (12, 177)),
         (publish, BLOCKS["topo"], (11, 135)),
         (publish, BLOCKS["q4"], (11, 155)),

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from benchmarks.convergence import CHANGE, Convergence, compare, joined
 from benchmarks.recording import save
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
-from tests.launching import ROOT
-from zero_topo.examples.train_gpt import warm_up_and_cosine
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
@@ -85,12 +81,6 @@ def test_differences_are_paired_by_seed() -> None:
     assert topo["evaluation"]["difference"]["worst"] == pytest.approx(0.02)
 
 
-def test_the_worst_difference_keeps_its_sign() -> None:
-    """A scheme that is far better in one run is as suspicious as one that is far worse."""
-    curves = {"stock": dict.fromkeys((0, 1), curve(1.0)), "topo": {0: curve(0.9), 1: curve(1.05)}}
-    assert compare(curves)[1]["last"]["difference"]["worst"] == pytest.approx(-0.1)
-
-
 def made(curves: dict[str, dict[int, dict[str, Any]]], when: str = "now") -> dict[str, Any]:
     """A record of some runs."""
     losses = {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()}
@@ -122,33 +112,6 @@ def test_seeds_are_added_to_a_record() -> None:
     assert len(joined(content, made({name: {3: curve(1.0)} for name in ("stock", "topo")}))["before"]) == 2
 
 
-def test_only_seeds_that_lack_are_trained() -> None:
-    """To a record of the same trainings; to another's none can be added."""
-    before = made({name: {0: curve(1.0)} for name in ("stock", "chaos", "topo")})
-    more = replace(wanted("topo", seeds=(0, 1, 2)), before=before, floors=2)
-    assert [(job["scheme"], job["seed"]) for job in more.left()] == [
-        ("stock", 1), ("chaos", 1), ("topo", 1), ("stock", 2), ("topo", 2)
-    ]  # fmt: skip
-    assert more.ticks() == 20 * 5
-    cut = made({"stock": {0: curve(1.0), 1: curve(9.0)}, "chaos": {0: curve(1.0)}, "topo": {0: curve(1.0)}})
-    again = replace(wanted("topo", seeds=(0, 1)), before=cut, floors=1)
-    assert [(job["scheme"], job["seed"]) for job in again.left()] == [("stock", 1), ("topo", 1)], "the whole seed anew"
-    mended = joined(cut, made({"stock": {1: curve(2.0)}, "topo": {1: curve(3.0)}}))
-    assert mended["curves"]["stock"]["1"] == curve(2.0)["losses"]
-    assert mended["results"][2]["last"]["difference"]["by_seed"] == {"0": 0.0, "1": 0.5}
-    with pytest.raises(ValueError, match="other trainings, its schemes differ"):
-        replace(wanted("paper"), before=before)
-    with pytest.raises(ValueError, match="other trainings, its steps differ"):
-        replace(wanted("topo"), before=before, steps=30)
-    with pytest.raises(ValueError, match="has all 1 seeds"):
-        replace(wanted("topo", seeds=(0,)), before=before)
-    anew = replace(wanted("topo", seeds=(0,)), before=before, again=("topo",))
-    assert [job["scheme"] for job in anew.left()] == ["stock", "topo"], "not the floor"
-    for kept, scheme in ((before, "paper"), (None, "topo")):
-        with pytest.raises(ValueError, match=f"--again {scheme}: only what --schemes names and --more keeps"):
-            replace(wanted("topo", seeds=(0,)), before=kept, again=(scheme,))
-
-
 def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
     """The chaos run starts within a few 1e-6 of stock, by the same change on every rank; no change is no change."""
     models = [build_model(SETUP, 3) for _ in range(3)]
@@ -158,12 +121,6 @@ def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
     assert torch.equal(*changed)
     assert 0 < (changed[0] - plain).abs().max() < 10 * CHANGE
     assert torch.equal(plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()]))
-
-
-def test_the_schedule_warms_up_and_ends_at_a_tenth() -> None:
-    """Linear to one, then a cosine."""
-    factor = partial(warm_up_and_cosine, 100, 10)
-    assert [factor(0), factor(9), factor(10), factor(100)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
 
 
 def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,11 +136,3 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
     assert [path.stat().st_size > 10_000 for path in save(convergence_report.draw(content), tmp_path)] == [True]
-
-
-def test_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also what was measured before a column of the table existed."""
-    content = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())
-    convergence_report.show(content)
-    shown = capsys.readouterr().out
-    assert all(row["scheme"] in shown for row in content["results"])

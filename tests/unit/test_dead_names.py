@@ -83,18 +83,3 @@ def test_public_names_have_a_caller_outside_tests() -> None:
     package = {source.name: source.tree for source in sources("zero_topo")}
     callers = [source.tree for source in sources("op_builder", "benchmarks")]
     assert not dead_names(package, callers)
-
-
-def test_the_rule_catches_what_it_forbids() -> None:
-    """In a made-up file it finds what nothing, or only itself, calls, and nothing else."""
-    tree = ast.parse(
-        "__all__ = ['alone']\n"
-        "from elsewhere import alone\n"
-        "def alone(n): return alone(n - 1)\n"
-        "def called(): return Kept().method\n"
-        "class Kept:\n    def method(self): return called\n    def dead(self): return self.dead\n"
-        "@app.command()\ndef command(): ...\n"
-        "PROGRAM = 'made.up:started'\n"
-        "def started(): ...\n"
-    )
-    assert dead_names({"made_up.py": tree}) == ["made_up.py: alone", "made_up.py: Kept.dead"]
