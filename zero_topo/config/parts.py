@@ -46,7 +46,8 @@ class QuantizeConfig(StrictModel):
     gradients: GradientBits | None = Field(
         None,
         description='Gradients in the scatter; null sends them unquantized. "nf4" has 4 bits in a codebook and blocks '
-        'of 64 with scales of one byte: about a third of the error of "int4" in blocks of 256, at the same bytes.',
+        'of 64 with scales of one byte: about half of the squared error of "int4" in blocks of 256, or less, at the '
+        "same bytes.",
     )
     resident: Literal["int8"] | None = Field(
         None,
