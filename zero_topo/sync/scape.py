@@ -98,24 +98,21 @@ class Scape(Masked):
         mask = lambda: self._of_table(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
         finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
         settle_masked = exchange.settle
+        on_mask = lambda: self._own_row(run.low, run.low + run.width)  # noqa: E731
 
         def settle(again: Tensor) -> None:
-            again.view(self.peers.size, -1)[own] += self._momentum(run).masked_fill(
-                self._own(bits, run).logical_not(), 0
-            )
+            again.view(self.peers.size, -1)[own] += self._momentum(run).masked_fill(on_mask().logical_not(), 0)
             settle_masked(again)
 
         exchange.settle = settle
         chosen, count = self._chosen[run.number]
-        exchange.report["overlap"] = (
-            chosen.logical_and(self._own(bits, run)).sum() / count
-        )  # of the next mask with this one
+        exchange.report["overlap"] = chosen.logical_and(on_mask()).sum() / count  # of the next mask with this one
         return finish, exchange
 
-    def _own(self, bits: Tensor, run: Run) -> Tensor:
-        """Return the own row of a run's mask, bool ``[m]``."""
+    def _own_row(self, begin: int, end: int) -> Tensor:
+        """Return some columns of the own row of this step's mask, bool ``[end - begin]``."""
         own = self.context.own_row
-        return unpacked(bits[own : own + 1], run.low, run.low + run.width)[0]
+        return unpacked(self._state.bits.wait()[own : own + 1], begin, end)[0]
 
     def _momentum(self, run: Run) -> Tensor:
         """Return the part of ``r`` of a run; zeros if this step has sent it before the run was reopened."""
@@ -183,10 +180,7 @@ class Scape(Masked):
         if self.since_start < 0:
             return super().decided(exchanges)
         parts, self._chosen = self._chosen, {}
-        momentum = self._state.momentum
-        bits = self._state.bits.wait()
-        for run in self.runs.values():
-            momentum[run.low : run.low + run.width].masked_fill_(self._own(bits, run), 0)
+        momentum = self._state.momentum.masked_fill_(self._own_row(0, self._columns), 0)
         chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
