@@ -98,15 +98,21 @@ class Scape(Masked):
         mask = lambda: self._of_table(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
         finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
         settle_masked = exchange.settle
+        on_mask = lambda: self._own_row(run.low, run.low + run.width)  # noqa: E731
 
         def settle(again: Tensor) -> None:
-            again.view(self.peers.size, -1)[own] += self._momentum(run).masked_fill(mask()[own].logical_not(), 0)
+            again.view(self.peers.size, -1)[own] += self._momentum(run).masked_fill(on_mask().logical_not(), 0)
             settle_masked(again)
 
         exchange.settle = settle
         chosen, count = self._chosen[run.number]
-        exchange.report["overlap"] = chosen.logical_and(mask()[own]).sum() / count  # of the next mask with this one
+        exchange.report["overlap"] = chosen.logical_and(on_mask()).sum() / count  # of the next mask with this one
         return finish, exchange
+
+    def _own_row(self, begin: int, end: int) -> Tensor:
+        """Return some columns of the own row of this step's mask, bool ``[end - begin]``."""
+        own = self.context.own_row
+        return unpacked(self._state.bits.wait()[own : own + 1], begin, end)[0]
 
     def _momentum(self, run: Run) -> Tensor:
         """Return the part of ``r`` of a run; zeros if this step has sent it before the run was reopened."""
@@ -174,9 +180,7 @@ class Scape(Masked):
         if self.since_start < 0:
             return super().decided(exchanges)
         parts, self._chosen = self._chosen, {}
-        own = self.context.own_row
-        mask = unpacked(self._state.bits.wait()[own : own + 1], 0, self._columns)[0]
-        momentum = self._state.momentum.masked_fill_(mask, 0)
+        momentum = self._state.momentum.masked_fill_(self._own_row(0, self._columns), 0)
         chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
