@@ -61,7 +61,7 @@ WRONG = {
     f"plan --model gpt-5 {FRONTIER}": "neither a file nor a known name",
     f"plan --model FOLDER/text.json {FRONTIER}": "neither JSON nor YAML",
     f"plan --model gpt2 --params 1B {FRONTIER}": "has a shape of its own",
-    f"plan --params 1B --set deepspeed-config=nope.json {FRONTIER}": "DeepSpeed config "nope.json": no such file",
+    f"plan --params 1B --set deepspeed-config=nope.json {FRONTIER}": 'DeepSpeed config "nope.json": no such file',
     f"plan --params 1B --set rates=nope.json {FRONTIER}": "--set rates would not count",
     f"plan --params 1B --set lossy {FRONTIER}": "--set lossy: write KEY=VALUE",
     f"plan --params 1B --set resrve=0.1 {FRONTIER}": "did you mean 'reserve'",

@@ -523,6 +523,10 @@ class ScapeSync(MaskedSync):
         exchange = columns + super().made_bytes(columns, plan, overwritten)
         return max(FP32 * sync_peers(plan) * columns + selecting, exchange)
 
+    def settling_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of every masked mode, or of the own row's momentum under its mask."""
+        return max((FP32 + 1) * columns, super().settling_bytes(columns, plan))
+
 
 class TernarySync(SparseSync):
     """Send the largest elements of every block, each as a sign, and one scale for the block."""

@@ -57,11 +57,12 @@ class TopkA(Sparse):
         picked = self.pick(total).rounded(self.dtype)
         numel, records = len(total), Records(self.dtype, len(total))
         report = Report(density=picked.values.count_nonzero().double() / numel)
-        received = self.peers.gather_later(records.encode(picked))
+        message = self.peers.gather_later(records.encode(picked))
+        received = message.then(lambda found: records.decode(found.flatten(0, 1)))
+        del message  # its buffer is freed once it is decoded
 
         def finish() -> Tensor:
-            zeros = partial(picked.values.new_zeros, numel)
-            reduced = added(records.decode(received.wait().flatten(0, 1)), zeros)
+            reduced = added(received.wait(), partial(picked.values.new_zeros, numel))
             report["union"] = reduced.count_nonzero().double() / numel
             return reduced
 
