@@ -272,7 +272,7 @@ def test_trees_of_different_nodes_are_not_merged() -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"count": 0}, "number of devices is 0"),
+        ({"count": 0}, "number of devices: must be a whole number of at least 1, got 0"),
         ({"count": 2, "numa": (0,)}, "1 numa for 2 devices"),
         ({"count": 2, "links": {(0, 2): DeviceLink("PIX")}}, r"link of devices \(0, 2\)"),
         ({"count": 2, "links": {(1, 0): DeviceLink("PIX")}}, r"link of devices \(1, 0\)"),
