@@ -51,6 +51,7 @@ SMALLER = {
     # of an option that is given twice, the last one counts
     "python -m benchmarks faults": "--rounds 1",
     "python -m benchmarks soak": "--steps 160 --every 4",
+    "python -m benchmarks formats": "--steps 10 --seeds 1 --floors 0",
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
 ROOTS = ("python -m benchmarks cluster", "python -m benchmarks faults")
