@@ -138,6 +138,7 @@ def fragment_sentences() -> list[str]:
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
+        "formats": partial(convergence_rows, "formats"),
         "scatter": scatter_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),
