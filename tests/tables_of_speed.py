@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -51,11 +52,11 @@ def codes_rows() -> list[str]:
     return rows
 
 
-def sparse_cluster_rows() -> list[str]:
-    """The table of sparse sync on the emulated cluster, from the record committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-sparse")["settings"]["jobs"]}
+def sparse_cluster_rows(of: str, slowest: str) -> list[str]:
+    """The table of sparse sync on the emulated cluster, from a record committed."""
+    optimizers = {job["scheme"]: job["optimizer"] for job in record(of)["settings"]["jobs"]}
     rows: dict[str, list[str]] = {}
-    for (name, _), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
+    for (name, _), (result, faster) in _cluster(of, slowest).items():
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
         rows.setdefault(name, [f"`{name}`", optimizers[name], sent]).extend([f"{_median(result):.2f} s", faster])
     return [row(cells) for cells in rows.values()]
@@ -180,7 +181,8 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster": cluster_rows,
         "cluster, short": cluster_rows_in_short,
         "cluster, codes": codes_rows,
-        "cluster, sparse": sparse_cluster_rows,
+        "cluster, sparse": partial(sparse_cluster_rows, "cluster-t8-sparse", "topo"),
+        "cluster, lists": partial(sparse_cluster_rows, "cluster-t8-lists", "zero++"),
         "cluster, muon": muon_rows,
         "quantizers": quantizer_rows,
         "scale": scale_rows,
