@@ -38,7 +38,7 @@ class Convergence:
         warmup: steps until the full learning rate.
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, GCDs of a GPU.
-        floors: the first so many seeds also train the chaos floor.
+        floors: number of seeds that also train the chaos floor.
         before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not trained again.
         again: schemes to train again, with stock, at every rate: for one whose code has changed.
 

@@ -2,8 +2,8 @@
 """What a step must move over each link of a cluster, by the cost formulas, and the time below which no step can be.
 
 Note [Loads]
-    The cost formulas say what a rank sends per phase and domain; the process group of that phase and domain says to
-    whom, in equal parts. A link carries what the ranks behind it send to all other ranks. Units of one level are
+    The cost formulas give what a rank sends per phase and domain. It sends equal parts to the other ranks of that phase
+    and domain's process group. A link's load is what the ranks behind it send to all other ranks. Units of one level are
     loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next unit,
     so all links of the tree carry the same.
 

@@ -4,7 +4,7 @@
 All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
 each rank's gradients reach the owners of its node. Model, data and optimizer are those of ``benchmarks convergence``,
 which trains with the whole engine and takes far longer. ``chaos`` is a run whose initial weights are changed: a
-smaller difference from stock shows nothing.
+smaller difference from ``stock``, whose gradients are exact, shows nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FormatsBench:
         runs: names of ``RUNS``; stock is trained in any case.
         steps: optimizer steps of each run.
         seeds: of weights and data, one run each.
-        floors: the first so many seeds also train ``chaos``.
+        floors: number of seeds that also train ``chaos``.
         warmup: steps until the full learning rate.
     """
 

@@ -156,13 +156,13 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks))
     change = ops.assess_changes(now, codes, part)
     message = ops.encode_changes(now, codes, part, change, sizes.nbytes(part.blocks, *change.ends[-1].tolist()))
-    kind = spec.bits, spec.block_size
+    kind, masks = (spec.bits, spec.block_size), x.numel() // 4  # two bits for each value
     return [
-        Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel(), *kind),
+        Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel() + masks, *kind),
         Op(
             "emit",
             lambda: ops.encode_changes(now, codes, part, change, len(message)),
-            6 * x.numel() + len(message),
+            2 * x.numel() + masks + len(message),
             *kind,
         ),
         Op(

@@ -65,11 +65,11 @@ def slurm(options: SlurmOptions) -> None:
         return
     check_files([(path, "", HEADER)], options.force)
     path.write_text(text, encoding="utf-8")
-    told = f"{options.ranks} ranks on {options.nodes} nodes of {target.name}"
+    job = f"{options.ranks} ranks on {options.nodes} nodes of {target.name}"
     if options.submit:
-        print(f"job {submit(path)}: {told} ({path})")
+        print(f"job {submit(path)}: {job} ({path})")
     else:
-        print(f"{path}: {told}; submit it with: sbatch {shlex.quote(str(path))}")
+        print(f"{path}: {job}; submit it with: sbatch {shlex.quote(str(path))}")
 
 
 @launch.command()

@@ -103,11 +103,11 @@ def migrate(options: MigrateOptions) -> None:
         costs = _beside(prices, loco_bytes(active, prices[AFTER].request.work, prices[AFTER].config.topology))
     if options.output is not None:
         options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
-    told = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
+    changes = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
     if options.as_json:
-        print_json({"config": found.config, "translated": list(found.lines), "differences": told, "costs": costs})
+        print_json({"config": found.config, "translated": list(found.lines), "differences": changes, "costs": costs})
         return
-    for line in (*found.lines, *told):
+    for line in (*found.lines, *changes):
         print(f"- {line}")
     print()
     if prices is None or costs is None:

@@ -266,13 +266,11 @@ SEQUENCES = (
 
 MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
 REFUSED = json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))
+"""The arguments of :func:`refuse_value`, for each refused key."""
 CHECKS: tuple[Check, ...] = (
     *MISPLACEMENTS,
     _stage,
-    *(
-        partial(refuse_value, **row)
-        for row in json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))
-    ),
+    *(partial(refuse_value, **row) for row in REFUSED),
     _partial_offload,
     _optimizer_of_the_mode,
     _sequences_in_a_mesh,

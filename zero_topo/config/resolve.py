@@ -133,7 +133,9 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     obstacle = None if resident is None else _resident_obstacle(quantize, plan, config.publish)
     if obstacle is not None:
         if "resident" in config.quantize.model_fields_set:
-            raise ValueError(f'{ROOT}.quantize.resident = "int8" does not go with {"".join(obstacle)}')
+            raise ValueError(
+                f'{ROOT}.quantize.resident = "int8" does not go with {": ".join(obstacle)}, or set "resident" to null'
+            )
         resident = None
     plan = plan if resident is None else replace(plan, secondary=None)
     resolved = ResolvedConfig(
@@ -154,7 +156,7 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
 
 
 def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> tuple[str, str] | None:
-    """Return the first setting that excludes ``quantize.resident``, and why and what to do instead; None if none does.
+    """Return the first setting that excludes ``quantize.resident``, and why with the remedy; None if none does.
 
     INT8 weights are possible if all gathers send them and publish sends their changes.
     """
@@ -173,9 +175,7 @@ def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishCon
         (publish.dtype is None, "publish.dtype", publish.dtype, f"{changes}; drop it"),
         (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates; lower it"),
     )
-    broken = (rule for rule in rules if not rule[0])
-    found = ((f"{key} = {as_json(value)}", f': {why}, or set "resident" to null') for _, key, value, why in broken)
-    return next(found, None)
+    return next(((f"{key} = {as_json(value)}", why) for holds, key, value, why in rules if not holds), None)
 
 
 def _places(config: ZeroTopoConfig, scheme: Scheme) -> Places:

@@ -148,6 +148,7 @@ class Transformer(Model):
         head_size: elements of a head; 0 means ``hidden / heads``.
         qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen 2).
         qk_norm: whether heads' queries and keys are normalized (Qwen 3).
+
     Raises:
         ValueError: if a size is not positive or heads do not divide.
     """
