@@ -62,6 +62,7 @@ class ClusterOptions(Outputs):
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4,codes-q4,zero2-q4"
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
     steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 3
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them: Adam's first updates are the largest.")] = 1
     params: Params = "20e6"
     layers: Layers = 4
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16
@@ -92,7 +93,7 @@ def cluster_command(options: ClusterOptions) -> None:
     )
     schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
-    wanted = cluster.ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
+    wanted = cluster.ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps, options.warmup)
     network.require()
     content = measure(options, cluster_report, wanted.ticks(), partial(cluster.run, wanted))
     spoiled = cluster.dropped(content["results"])

@@ -2,8 +2,8 @@
 """``python -m benchmarks cluster``: optimizer steps of every scheme on an emulated cluster, counted by the kernel.
 
 1. build the network, start the ranks once;
-2. for every scheme and number of micro-batches: warm up, wait until no byte moves, read the counters, take the steps,
-   wait and read again;
+2. for every scheme and number of micro-batches: warm up on fast links, wait until no byte moves, read the counters,
+   take the steps, wait and read again;
 3. compare the bytes and the times with those of the cost formulas and the links' rates.
 """
 
@@ -37,7 +37,7 @@ class ClusterBench:
         micro_batches: per optimizer step; each scheme is measured with each.
         setup: model and DeepSpeed config.
         steps: measured optimizer steps.
-        warmup: steps before them.
+        warmup: steps before them, all but the last on fast links: Adam's first updates change more of the weights.
 
     Raises:
         ValueError: for a scheme that the config refuses, or numbers that are too small.

@@ -156,7 +156,9 @@ def measure_all(settings: dict[str, Any], control: Control) -> None:
 
 def compute_seconds(bench: Bench) -> float:
     """Forward and backward pass of one micro-batch without any communication, all ranks at once."""
-    model = build_model(bench.setup, 0).bfloat16()
+    model = build_model(bench.setup, 0)
+    if bench.setup.bf16:
+        model.bfloat16()
     seconds = []
     for step in range(1 + COMPUTE_REPEATS):
         ((tokens, targets),) = bench.micro_batches(step, 1, 0)
@@ -172,16 +174,18 @@ def compute_seconds(bench: Bench) -> float:
 def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
     """One scheme with one number of micro-batches; the same result on every rank.
 
-    While the engine is built, which broadcasts the model, the links are fast. Steps follow each other without a
+    While the engine is built, which broadcasts the model, and in all but the last step of the warm-up, the links are
+    fast. Steps follow each other without a
     barrier, as in real training, and a step ends when the last rank has ended it (clocks of processes on one host
     agree). What one step leaves under way (publish) is paid for by the next, so the first one is not timed.
     """
     config = bench.setup.of_job(job, job["micro_batches"])
     bench.stand_still("build")
     with engine_of(build_model(bench.setup, 0), config) as engine, ring_under_deepspeed(job["ring"]):
-        bench.stand_still("built")
-        for step in range(bench.warmup):
+        for step in range(bench.warmup - 1):
             bench.train_step(engine, step)
+        bench.stand_still("built")
+        bench.train_step(engine, bench.warmup - 1)
         bench.stand_still("begin")
         own = _measured_steps(bench, engine)
         bench.stand_still("end")

@@ -583,12 +583,13 @@ class TernarySync(SparseSync):
         """Return the larger of encoding the padded blocks, and of decoding what is received and delivering the sums."""
         peers, blocks = sync_peers(plan), -(-columns // TERNARY_BLOCK)
         encoding = (peers - 1) * blocks * (self.picks * (26 + 4 * self.low_bits) + self.block_bits)
-        sums = (FP32 * peers * TERNARY_BLOCK * blocks if replicated(plan) else 0) + overwritten
+        row = FP32 * TERNARY_BLOCK + (8 + FP32) * self.picks  # of the sums, with their indices
+        sums = (row * peers * blocks if replicated(plan) else 0) + overwritten
         padded = FP32 * peers * TERNARY_BLOCK * blocks
         summing = self.kept_bytes(columns, plan) + max(self.settling_bytes(columns, plan), sums)
         return max(FP32 * peers * columns + padded + encoding, summing)
 
     def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of packets of all other peers, unpacked, and of the values at their places."""
+        """Return the bytes of packets of all other peers, unpacked, and of the values with their indices."""
         blocks = (sync_peers(plan) - 1) * -(-columns // TERNARY_BLOCK)
-        return blocks * (FP32 * TERNARY_BLOCK + 1.125 * self.block_bits + 28 * self.picks)
+        return blocks * (1.125 * self.block_bits + self.picks * (16 + max(24, 5 * self.low_bits)))

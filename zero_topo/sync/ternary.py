@@ -17,7 +17,8 @@ the scales. No length depends on the data, so no host synchronization is needed.
 
 Note [Voids]
     A block may have fewer non-zero elements than the number to select. The remaining entries repeat a position and its
-    sign, which is harmless: the receiver writes one value twice.
+    sign, and the receiver counts them as 0. They repeat the first element, or 0 if the block has no element that is
+    not zero: a position beyond the end of the row is never sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.config.sparse_config import TernarySync
 from zero_topo.quant import ops
 from zero_topo.sync.base import build_mode
-from zero_topo.sync.picks import added_rows
+from zero_topo.sync.picks import Picked, added
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse
 
 
@@ -51,6 +52,8 @@ class Ternary(Sparse):
         mine, others = rows.new_zeros(blocks, BLOCK), rows.new_zeros(size - 1, blocks * BLOCK)
         mine.view(-1)[:width] = rows[own]
         others[:own, :width], others[own:, :width] = rows[:own], rows[own + 1 :]
+        begins = torch.arange(size, device=total.device)[:, None] * width
+        begins = begins + torch.arange(0, width, BLOCK, device=total.device)  # of each block in a table of all rows
         sent, count = self._send_largest(others.view(-1, BLOCK), size - 1)
         received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))  # nobody reads the own entry
         report = Report(density=count.double() / (len(total) - width))
@@ -58,18 +61,18 @@ class Ternary(Sparse):
         def finish() -> Tensor:
             messages = received.wait()
             messages = torch.cat([messages[:own], messages[own + 1 :]])
-            mine.view(-1).add_(added_rows(self._decoded(messages, blocks, now)))
+            picked = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
+            mine.view(-1)[:width] += added(picked, lambda: mine.new_zeros(width))
             sums_sent, _ = self._send_largest(mine, 1)
-            sums = self._decoded(self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent, blocks, now)
-            reduced = sums[:, :width].reshape(-1).contiguous()
+            gathered = self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent
+            sums = self._decoded(gathered, now, begins[: len(gathered)])
+            reduced = mine.new_zeros(len(gathered) * width).index_add_(0, sums.indices, sums.values)
             report["union"] = reduced.count_nonzero().double() / len(reduced)
             return reduced
 
         def settle(again: Tensor) -> None:
-            values, left = self._decoded(sent, blocks, now), again.view(size, width)
-            left[:own] -= values[:own, :width]
-            left[own + 1 :] -= values[own:, :width]
-            left[own] = mine.view(-1)[:width]
+            self._decoded(sent, now, torch.cat([begins[:own], begins[own + 1 :]])).subtract_from(again)
+            again.view(size, width)[own] = mine.view(-1)[:width]
 
         return finish, Exchange(settle, report, settles_own_row=True)
 
@@ -83,7 +86,7 @@ class Ternary(Sparse):
         count = sizes.count_nonzero(dim=1)[:, None]
         scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
         void = sizes == 0
-        first = index.masked_fill(void, BLOCK - 1).amin(dim=1, keepdim=True)
+        first = index.masked_fill(void, BLOCK).amin(dim=1, keepdim=True) % BLOCK
         index = torch.where(void, first, index).cummax(dim=1).values  # a void repeats the position before it
         picked = blocks.gather(1, index)
         signs = picked < 0
@@ -101,22 +104,27 @@ class Ternary(Sparse):
         bits = ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
-    def _decoded(self, messages: Tensor, of_row: int, config: TernarySync) -> Tensor:
-        """Decode the packets of some rows, each of ``of_row`` blocks, to values, FP32 ``[rows, of_row * 4096]``."""
-        size, device = len(messages), messages.device
-        blocks, picks = size * of_row, config.picks
+    def _decoded(self, messages: Tensor, config: TernarySync, begins: Tensor) -> Picked:
+        """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block begins.
+
+        Voids are 0 (Note [Voids]), so a packet has each element once, and its values may be added.
+        """
+        (size, of_row), picks, device = begins.shape, config.picks, messages.device
         bits, scales = messages.tensor_split([-(-of_row * config.block_bits // 8)], dim=1)
         flags = ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
         parts = (config.high_bits, picks * config.low_bits, picks)
         padding = flags.shape[1] - of_row * config.block_bits
         high, lows, signs, _ = flags.split([*(of_row * part for part in parts), padding], dim=1)
+        blocks = size * of_row
         ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
         places = torch.arange(config.low_bits, dtype=torch.int16, device=device)
-        index = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2)
-        index += (ones - torch.arange(picks, device=device)) << config.low_bits
+        low = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
+        index = ((ones - torch.arange(picks, device=device)) << config.low_bits) + low
         scale = scales.clone(memory_format=torch.contiguous_format).view(self.dtype).float().view(blocks, 1)
         values = _signed(signs.reshape(blocks, picks), scale)
-        return torch.zeros(blocks, BLOCK, device=device).scatter_(1, index, values).view(size, -1)
+        values[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
+        index += begins.reshape(blocks, 1)
+        return Picked(index.view(-1), values.view(-1))
 
 
 def _signed(signs: Tensor, scale: Tensor) -> Tensor:
