@@ -244,7 +244,7 @@ def scatter_command(options: ScatterOptions) -> None:
 class FormatsOptions(Outputs):
     """Of ``benchmarks formats``."""
 
-    formats: Annotated[str, typer.Option(help="Of the scatter: int8, int4, int4-64, nf4; comma-separated.")] = (
+    formats: Annotated[str, typer.Option(help="Of gradients: int8, int4, int4-64, nf4; or paper: weights too.")] = (
         "int4,nf4"
     )
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
@@ -255,7 +255,7 @@ class FormatsOptions(Outputs):
 @app.command("formats")
 @taking(FormatsOptions)
 def formats_command(options: FormatsOptions) -> None:
-    """Train in one process, in FP32, with each format of the scatter, and show how far the losses differ."""
+    """Train in one process, in FP32, with each format of what ranks send, and show how far the losses differ."""
     from benchmarks import formats  # imports torch
 
     wanted = formats.FormatsBench(tuple(words_of(options.formats)), options.steps, options.seeds, options.floors)

@@ -1,15 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks formats``: the loss of a training whose scatter alone is quantized, in one format or another.
+"""``python -m benchmarks formats``: the loss of a training of which only what ranks send is quantized, by format.
 
 All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
-each rank's gradients reach the owners of its node. Model, data and optimizer are those of ``benchmarks convergence``,
+each rank's gradients reach the owners of its node, and in ``paper`` also that of the weights, which the two GCDs of a
+GPU send each other. Model, data and optimizer are those of ``benchmarks convergence``,
 which trains with the whole engine and takes far longer. ``chaos`` is a run whose initial weights are changed: a
 smaller difference from ``stock``, whose gradients are exact, shows nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -32,17 +34,18 @@ from zero_topo.quant.operands import View, at_blocks
 from zero_topo.quant.operators import select
 from zero_topo.quant.spec import NF4, BlockSpec
 
-RANKS, OF_NODE, EVALUATION_BATCHES = 8, 4, 8
+RANKS, OF_NODE, OF_GPU, EVALUATION_BATCHES = 8, 4, 2, 8
 SETUP = TrainingSetup(2, 128, 64, 4, lr=2e-3)
-RUNS: dict[str, tuple[BlockSpec | None, float]] = {
-    STOCK: (None, 0.0),
-    CHAOS: (None, 1e-3),
-    "int8": (BlockSpec(8), 0.0),
-    "int4": (BlockSpec(4), 0.0),
-    "int4-64": (BlockSpec(4, 64), 0.0),
-    "nf4": (NF4, 0.0),
+RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
+    STOCK: (None, None, 0.0),
+    CHAOS: (None, None, 1e-3),
+    "int8": (BlockSpec(8), None, 0.0),
+    "int4": (BlockSpec(4), None, 0.0),
+    "int4-64": (BlockSpec(4, 64), None, 0.0),
+    "nf4": (NF4, None, 0.0),
+    "paper": (BlockSpec(4), BlockSpec(8), 0.0),
 }
-"""The format of the scatter, and the standard deviation of a change of the initial weights."""
+"""The formats of gradients and of weights, and the standard deviation of a change of the initial weights."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
             yield record("formats", settings, {"results": compare(curves), "curves": found})
 
 
-def train(spec: BlockSpec | None, change: float, bench: FormatsBench, seed: int) -> dict[str, Any]:
+def train(spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int) -> dict[str, Any]:
     """One run: the mean loss of each step, and the evaluation loss at the end."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context))
@@ -106,18 +109,19 @@ def train(spec: BlockSpec | None, change: float, bench: FormatsBench, seed: int)
         if spec is None:  # one batch has the same mean
             data = [(torch.cat(tokens), torch.cat(targets)) for tokens, targets in [zip(*data, strict=True)]]
         total, loss_sum = [torch.zeros_like(param) for param in params], 0.0
-        for tokens, targets in data:
-            loss = model(tokens, targets)
-            grads = torch.autograd.grad(loss, params)
-            total = list(grads) if spec is None else scattered(grads, total, spec)
-            loss_sum += float(loss.detach())
+        with as_gathered(params, of_weights):
+            for tokens, targets in data:
+                loss = model(tokens, targets)
+                grads = torch.autograd.grad(loss, params)
+                total = list(grads) if spec is None else scattered(grads, total, spec)
+                loss_sum += float(loss.detach())
         for param, grad in zip(params, total, strict=True):
             param.grad = grad.div_(len(data))
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         adam.step()
         rates.step()
         losses.append(loss_sum / len(data))
-    with torch.no_grad():
+    with torch.no_grad(), as_gathered(params, of_weights):
         held = [
             float(model(*batch(corpus.evaluation, shape, EVALUATION_SEED, k, rank)))
             for k in range(EVALUATION_BATCHES)
@@ -128,11 +132,25 @@ def train(spec: BlockSpec | None, change: float, bench: FormatsBench, seed: int)
 
 def scattered(grads: Sequence[Tensor], total: list[Tensor], spec: BlockSpec) -> list[Tensor]:
     """Add one rank's gradients to the totals, as the owners of its node receive them: each parameter begins a block."""
-    read, written = (at_blocks(_shards(tensors), spec.block_size) for tensors in (grads, total))
+    read, written = (at_blocks(_shards(tensors, OF_NODE), spec.block_size) for tensors in (grads, total))
     ops.dequantize(ops.quantize(read, spec), spec, written, accumulate=True)
     return total
 
 
-def _shards(tensors: Sequence[Tensor]) -> list[View]:
+@contextmanager
+def as_gathered(params: Sequence[Tensor], spec: BlockSpec | None) -> Iterator[None]:
+    """Within, the weights are those that the GCDs of a GPU gather from each other; afterwards the exact ones again."""
+    exact = [] if spec is None else [param.detach().clone() for param in params]
+    if spec is not None:
+        with torch.no_grad():
+            read, written = (at_blocks(_shards(tensors, OF_GPU), spec.block_size) for tensors in (exact, params))
+            ops.dequantize(ops.quantize(read, spec), spec, written)
+    yield
+    with torch.no_grad():
+        for param, values in zip(params, exact, strict=False):
+            param.copy_(values)
+
+
+def _shards(tensors: Sequence[Tensor], ranks: int) -> list[View]:
     plan = Plan(OF_NODE, 1, None, OF_NODE, OF_NODE)
-    return [shard_view(tensor.contiguous().view(-1), plan, OF_NODE) for tensor in tensors]
+    return [shard_view(tensor.detach().contiguous().view(-1), plan, ranks) for tensor in tensors]
