@@ -93,7 +93,9 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
             yield record("formats", settings, {"results": compare(curves), "curves": found})
 
 
-def train(spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int) -> dict[str, Any]:
+def train(
+    spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int
+) -> dict[str, Any]:
     """One run: the mean loss of each step, and the evaluation loss at the end."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context))
