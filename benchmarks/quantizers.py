@@ -25,7 +25,7 @@ from benchmarks.records import GrowingRecord, Spread, Tick, record
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Codes, Masters, Part
 from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
-from zero_topo.quant.spec import BlockSpec, ChangeSpec
+from zero_topo.quant.spec import NF4, BlockSpec, ChangeSpec
 from zero_topo.units import GB
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
@@ -41,7 +41,7 @@ class Settings:
         threads: numbers of torch threads.
         dtypes: of the unquantized values.
         block_sizes: of the wire format.
-        bits: of the wire format.
+        bits: of the wire format; NF4, whose blocks have one size, goes with 4.
         device: "cpu" or "cuda".
     """
 
@@ -63,7 +63,12 @@ class Settings:
             raise ValueError(
                 f"a buffer of {self.nbytes} bytes is too small to measure; give at least {SOURCES * ROW * 4}"
             )
-        [BlockSpec(bits, block) for bits in self.bits for block in self.block_sizes]  # refuses unknown ones
+        self.formats()  # refuses unknown ones
+
+    def formats(self) -> list[BlockSpec]:
+        """Wire formats to measure."""
+        plain = [BlockSpec(bits, block) for bits in self.bits for block in self.block_sizes]
+        return [*plain, NF4] if 4 in self.bits else plain
 
     def rounds(self) -> list[tuple[str, int]]:
         """Each dtype with each number of threads, of which a GPU needs one."""
@@ -72,7 +77,7 @@ class Settings:
 
     def ticks(self) -> int:
         """Formats that :func:`run` announces, one tick each."""
-        return len(self.rounds()) * len(self.bits) * len(self.block_sizes)
+        return len(self.rounds()) * len(self.formats())
 
     def to_json(self) -> dict[str, Any]:
         """In JSON types."""
@@ -103,7 +108,7 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         use(backends[0], device)
         x = _values(settings.nbytes, DTYPES[dtype], device)
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
-        for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
+        for spec in settings.formats():
             own = [*_ops(spec, x), *(_code_ops(spec, x) if spec.bits == 8 and dtype == "fp32" else ())]
             kernels = [(name, replace(op, prepare=partial(use, name, device))) for name in backends for op in own]
             kernels += [(peer, op) for peer, op in alien if (op.bits, op.block_size) == (spec.bits, spec.block_size)]

@@ -91,6 +91,22 @@ def larger_rows() -> list[str]:
     return [row([cells[column] for column in (0, 1, 2, 4, 6, 8)]) for cells in _trainings("sparse-20m")]
 
 
+def muon_rows() -> list[str]:
+    """The table of Muon, from the record committed: each scheme against `muon` with the same seed."""
+    content = record("muon-4")
+    jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
+    results = {result["scheme"]: result for result in content["results"] if result["scheme"] != "chaos"}
+    rows = []
+    for name, result in results.items():
+        cells = [f"`{name}`", jobs[name]["optimizer"], f"{result['evaluation']['loss']:.3f}"]
+        for measure in ("last", "evaluation"):
+            own, dense = (of[measure]["difference"]["by_seed"] for of in (result, results["muon"]))
+            shares = [100 * ((1 + own[seed]) / (1 + dense[seed]) - 1) for seed in own]  # both are shares of stock's loss
+            cells += [f"{statistics.mean(shares):+.2f}%", f"{max(shares, key=abs):+.2f}%"]
+        rows.append(row(cells))
+    return rows
+
+
 def _trainings(name: str) -> list[list[str]]:
     """Of each scheme of a record of losses, but for stock itself, the cells of its row."""
     content = record(name)
@@ -149,6 +165,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "sparse, feedback": partial(training_rows, "sparse-feedback"),
         "sparse, rates": rates_rows,
         "sparse, aged": aged_rows,
+        "muon": muon_rows,
     }
 )
 """By the name in the page's comment: the rows that the record gives."""

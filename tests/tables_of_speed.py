@@ -13,6 +13,7 @@ from tests.documents import record, row
 from zero_topo.cli.inputs import machine
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes
+from zero_topo.quant.spec import NF4
 from zero_topo.units import format_bytes
 
 BUSY = 8  # processes that compute: what a step takes then says nothing
@@ -93,9 +94,9 @@ def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str
     return {key: (result, f"{median[slowest, key[1]] / median[key]:.2f}") for key, result in found.items()}
 
 
-def quantizer_rows() -> list[str]:
-    """The table of the kernels' speed, from the record committed."""
-    results = record("quantizers-cpu")["results"]
+def quantizer_rows(name: str) -> list[str]:
+    """The table of the kernels' speed, from a record committed."""
+    results = record(name)["results"]
     single = [row for row in results if row["threads"] == 1]
 
     def cell(row: dict[str, Any]) -> str:
@@ -111,7 +112,8 @@ def quantizer_rows() -> list[str]:
             others = [row for row in found if row["backend"] not in ("native", "reference")]
             cells += [cell(own), f"{cell(others[0])} {others[0]['backend']}" if others else "-"]
         dtype, bits, block = kind
-        rows.append(f"| {dtype.upper()} to INT{bits}, {block} | {' | '.join(cells)} |")
+        form = "NF4" if (bits, block) == (NF4.bits, NF4.block_size) else f"INT{bits}"
+        rows.append(f"| {dtype.upper()} to {form}, {block} | {' | '.join(cells)} |")
     return rows
 
 
@@ -184,7 +186,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, sparse": partial(sparse_cluster_rows, "cluster-t8-sparse", "topo"),
         "cluster, lists": partial(sparse_cluster_rows, "cluster-t8-lists", "zero++"),
         "cluster, muon": muon_rows,
-        "quantizers": quantizer_rows,
+        "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "scale": scale_rows,
     }
 )
