@@ -92,7 +92,7 @@ def larger_rows() -> list[str]:
 
 
 def muon_rows() -> list[str]:
-    """The table of Muon, from the record committed: each scheme against `muon` with the same seed."""
+    """The table of Muon, from the record committed: each scheme against `muon` with the same seed; both are of stock."""
     content = record("muon-4")
     jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
     results = {result["scheme"]: result for result in content["results"] if result["scheme"] != "chaos"}
@@ -101,7 +101,7 @@ def muon_rows() -> list[str]:
         cells = [f"`{name}`", jobs[name]["optimizer"], f"{result['evaluation']['loss']:.3f}"]
         for measure in ("last", "evaluation"):
             own, dense = (of[measure]["difference"]["by_seed"] for of in (result, results["muon"]))
-            shares = [100 * ((1 + own[seed]) / (1 + dense[seed]) - 1) for seed in own]  # both are shares of stock's loss
+            shares = [100 * ((1 + own[seed]) / (1 + dense[seed]) - 1) for seed in own]
             cells += [f"{statistics.mean(shares):+.2f}%", f"{max(shares, key=abs):+.2f}%"]
         rows.append(row(cells))
     return rows
