@@ -92,7 +92,7 @@ def larger_rows() -> list[str]:
 
 
 def muon_rows() -> list[str]:
-    """The table of Muon, from the record committed: each scheme against `muon` with the same seed; both are of stock."""
+    """The table of Muon, from the record committed: each scheme against `muon` with the same seed."""
     content = record("muon-4")
     jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
     results = {result["scheme"]: result for result in content["results"] if result["scheme"] != "chaos"}
