@@ -49,9 +49,9 @@ class Ternary(Sparse):
         """Send signs to the owners of their rows, who add them to their own row and send the sums as signs again."""
         size, own, width = self.peers.size, self.peers.index, run.width
         rows, blocks, now = total.view(size, width), -(-width // BLOCK), self.now
-        mine, others = rows.new_zeros(blocks, BLOCK), rows.new_zeros(size - 1, blocks * BLOCK)
-        mine.view(-1)[:width] = rows[own]
-        others[:own, :width], others[own:, :width] = rows[:own], rows[own + 1 :]
+        mine, others = rows.new_empty(1, blocks * BLOCK), rows.new_empty(size - 1, blocks * BLOCK)
+        mine[:, :width], others[:own, :width], others[own:, :width] = rows[own], rows[:own], rows[own + 1 :]
+        mine[:, width:], others[:, width:] = 0, 0
         begins = torch.arange(size, device=total.device)[:, None] * width
         begins = begins + torch.arange(0, width, BLOCK, device=total.device)  # of each block in a table of all rows
         sent, count = self._send_largest(others.view(-1, BLOCK), size - 1)
@@ -62,8 +62,8 @@ class Ternary(Sparse):
             messages = received.wait()
             messages = torch.cat([messages[:own], messages[own + 1 :]])
             picked = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
-            mine.view(-1)[:width] += added(picked, lambda: mine.new_zeros(width))
-            sums_sent, _ = self._send_largest(mine, 1)
+            mine[0, :width] += added(picked, lambda: mine.new_zeros(width))
+            sums_sent, _ = self._send_largest(mine.view(-1, BLOCK), 1)
             gathered = self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent
             sums = self._decoded(gathered, now, begins[: len(gathered)])
             reduced = mine.new_zeros(len(gathered) * width).index_add_(0, sums.indices, sums.values)
@@ -72,7 +72,7 @@ class Ternary(Sparse):
 
         def settle(again: Tensor) -> None:
             self._decoded(sent, now, torch.cat([begins[:own], begins[own + 1 :]])).subtract_from(again)
-            again.view(size, width)[own] = mine.view(-1)[:width]
+            again.view(size, width)[own] = mine[0, :width]
 
         return finish, Exchange(settle, report, settles_own_row=True)
 
