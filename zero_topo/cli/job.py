@@ -13,9 +13,8 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
-from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.muon import method_of
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Job
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
@@ -196,9 +195,9 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         attention=options.attention,
         fused_loss=options.fused_loss,
         overlap=options.overlap,
-        muon=method_of(loaded),
+        **deepspeed_settings(loaded),
     )
-    request = Request(topology, job, flight=InFlight.read(loaded))
+    request = Request(topology, job)
     if options.reserve is not None:
         request = replace(request, reserve=options.reserve)
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))

@@ -18,7 +18,7 @@ from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_ta
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
@@ -98,10 +98,9 @@ def _request(options: PlanOptions) -> Request:
     usual = 0.0 if options.states_only else RESERVE
     return replace(
         request,
-        job=replace(request.job, muon=method_of(loaded)),
+        job=replace(request.job, **deepspeed_settings(loaded)),
         reserve=usual if options.reserve is None else options.reserve,
         sparse=options.sparse,
-        flight=InFlight.read(loaded),
         states_only=options.states_only,
     )
 

@@ -110,13 +110,13 @@ class PipelinePrice(Price):
     @cached_property
     def memory(self) -> dict[str, int]:
         """Return the memory of a rank of the first stage in bytes, by role."""
-        plan, job, flight = self.config, self.request.job, self.request.flight
+        plan, job = self.config, self.request.job
         each = job.model.params // (plan.stages * plan.tensor)
         return {
             "weights": each * job.itemsize,
             "gradients": each * job.itemsize,
-            "optimizer": 0 if flight.offload else each * ADAM_BYTES // plan.replicas,
-            "bucket": min(flight.bucket, each) * job.itemsize,
+            "optimizer": 0 if job.offload else each * ADAM_BYTES // plan.replicas,
+            "bucket": min(job.bucket, each) * job.itemsize,
             "activations": activation_bytes(job, job.itemsize, plan.tensor),
         }
 

@@ -117,6 +117,11 @@ class Job:
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
         overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
         muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
+        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see ``footprint.py``.
+        bucket: elements of a gradient bucket (``reduce_bucket_size``).
+        sub_group: elements that the optimizer updates at a time (``sub_group_size``).
+        offload: whether ``offload_optimizer`` names the CPU.
+        loss_scaled: whether ``fp16`` is enabled.
 
     Raises:
         ValueError: if a number is out of range.
@@ -134,6 +139,11 @@ class Job:
     stock: bool = False
     overlap: float | None = None
     muon: str | None = None
+    live: int = 10**9
+    bucket: int = 5 * 10**8
+    sub_group: int = 10**9
+    offload: bool = False
+    loss_scaled: bool = False
 
     def __post_init__(self) -> None:
         for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
