@@ -101,7 +101,7 @@ def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
     job = Job(load_model("gpt2"), 1, 1, **deepspeed_settings({"fp16": {"enabled": True}}))
     request = Request(FRONTIER, job)
-    held = request.holds(config)
+    held = request.price(config).memory
     assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
     plain = replace(request, job=replace(job, **deepspeed_settings({"bf16": {"enabled": True}})))
-    assert plain.holds(config) == {k: v for k, v in held.items() if k != "residual"}
+    assert plain.price(config).memory == {k: v for k, v in held.items() if k != "residual"}

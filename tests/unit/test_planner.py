@@ -21,9 +21,15 @@ from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic,
 from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
 from zero_topo.cost.explain import RISKS, explain, recommend
 from zero_topo.cost.fit import planned
-from zero_topo.cost.footprint import activation_bytes, deepspeed_settings, gathered_bytes, moments, predict_memory
+from zero_topo.cost.footprint import (
+    activation_bytes,
+    deepspeed_settings,
+    gathered_bytes,
+    moments,
+    predict_memory,
+    publish_bytes,
+)
 from zero_topo.cost.memory import memory_bytes
-from zero_topo.cost.messages import publish_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_plans
 from zero_topo.cost.step import Job, Step

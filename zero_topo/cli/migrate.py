@@ -169,7 +169,7 @@ def _costs(
 
 def _beside(prices: Mapping[str, Price], loco: int) -> dict[str, Any]:
     """The costs in JSON types; ``loco`` bytes are what LoCo keeps before."""
-    memory = {row: dict(price.memory) for row, price in prices.items()}
+    memory = {row: price.memory for row, price in prices.items()}
     after = prices[AFTER]
     return {
         "topology": after.config.topology.to_json(),

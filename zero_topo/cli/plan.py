@@ -199,7 +199,7 @@ def _draw(options: PlanOptions, path: Path) -> None:
     check_files([(path, ".png", MEMORY)], options.force)
     request = _request(options)
     job, machine = request.job, request.topology
-    held = {name: request.holds(config) for name, config in _schemes(options, machine).items()}
+    held = {name: request.price(config).memory for name, config in _schemes(options, machine).items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
     notes = job_line(job, [machine.world_size], [job.micro_batches])
     write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
@@ -292,7 +292,7 @@ def _ranking_json(
             "seconds": pipeline.seconds,
             "range": to_json(pipeline.range),
             "sent_by_domain": pipeline.sent_by_domain,
-            "memory": dict(pipeline.memory),
+            "memory": pipeline.memory,
         }
     return {
         "topology": request.topology.to_json(),
@@ -312,7 +312,7 @@ def _ranking_json(
         "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
         "pipeline": other,
         "refused": [
-            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
+            {"name": plan.candidate.name, "memory": plan.memory, "needs": plan.held} for plan in ranking.refused
         ],
     }
 
@@ -326,7 +326,7 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
         "sent_by_domain": plan.sent_by_domain,
-        "memory": dict(plan.memory),
+        "memory": plan.memory,
         "block": {**machine, **plan.candidate.settings},
     }
 

@@ -75,21 +75,9 @@ class Request:
     frozen: tuple[int, ...] = ()
     whole: tuple[bool, ...] = ()
 
-    def holds(self, config: ResolvedConfig) -> dict[str, int]:
-        """Return the bytes of a rank by role under a plan."""
-        if self.job.stock:  # stock hpZ stores its copy in 16 bits
-            config = replace(config, secondary_spec=None)
-        if self.states_only:
-            return memory_bytes(config, self.work, self.work.itemsize)
-        return predict_memory(config, self.work, self.job)
-
     def price(self, config: ResolvedConfig) -> Price:
         """Return the cost of a plan: its step time, the bytes it sends, and the memory of a rank."""
         return Price(config, self)
-
-    def fits(self, config: ResolvedConfig) -> bool:
-        """Return whether a plan fits into a rank's memory; True if that memory is not known."""
-        return self.price(config).fits
 
     @cached_property
     def machine(self) -> Topology:
@@ -147,14 +135,25 @@ class Price:
     predict = staticmethod(predict_step)
 
     @cached_property
-    def memory(self) -> Mapping[str, int]:
+    def memory(self) -> dict[str, int]:
         """Return the memory of a rank in bytes, by role."""
-        return self.request.holds(self.config)
+        config, request = self.config, self.request
+        if request.job.stock:  # stock hpZ stores its copy in 16 bits
+            config = replace(config, secondary_spec=None)
+        if request.states_only:
+            return memory_bytes(config, request.work, request.work.itemsize)
+        return predict_memory(config, request.work, request.job)
 
     @property
     def held(self) -> int:
         """Return the total memory of a rank in bytes."""
         return sum(self.memory.values())
+
+    @property
+    def most(self) -> str:
+        """Return for which role most of the memory is, and its bytes, as the end of a sentence."""
+        role = max(self.memory, key=self.memory.__getitem__)
+        return f"most of it for {role} ({format_bytes(self.memory[role])})"
 
     @property
     def fits(self) -> bool:
@@ -209,11 +208,8 @@ class Priced(Price):
 
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
-        role = max(self.memory, key=self.memory.__getitem__)
-        return (
-            f"{self.candidate.name} does not fit: it needs {format_bytes(self.held)} of {format_bytes(limit)}, "
-            f"most of it for {role} ({format_bytes(self.memory[role])})"
-        )
+        needs = f"{format_bytes(self.held)} of {format_bytes(limit)}"
+        return f"{self.candidate.name} does not fit: it needs {needs}, {self.most}"
 
 
 @dataclass(frozen=True)
@@ -356,14 +352,14 @@ def _way_out(leanest: Priced, request: Request) -> str:
         "offload the optimizer to the host (offload_optimizer)": replace(job, offload=True),
     }
     leaner = {what: changed for what, changed in leaner.items() if changed != job}
-    found = [what for what, changed in leaner.items() if replace(request, job=changed).fits(_on(leanest, request))]
+    found = [what for what, changed in leaner.items() if _on(leanest, replace(request, job=changed)).fits]
     if (enough := _enough_nodes(leanest, request)) is not None:
         found.append(f"use {enough:,} nodes")
     if found:
         return f"what would do, each by itself: {'; '.join(found)}"
     job = replace(job, checkpointing=True, attention="flash", micro_batch=1, offload=True)
     all_of_it = replace(request, job=job)
-    enough = topology.nodes if all_of_it.fits(_on(leanest, all_of_it)) else _enough_nodes(leanest, all_of_it)
+    enough = topology.nodes if _on(leanest, all_of_it).fits else _enough_nodes(leanest, all_of_it)
     if enough is None:
         return f"even {topology.nodes * 2**MOST_DOUBLINGS:,} nodes would not do; shorten the sequence (--seq)"
     return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
@@ -373,11 +369,12 @@ def _enough_nodes(plan: Priced, request: Request) -> int | None:
     """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is none."""
     counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
     larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
-    return next((changed.topology.nodes for changed in larger if changed.fits(_on(plan, changed))), None)
+    return next((changed.topology.nodes for changed in larger if _on(plan, changed).fits), None)
 
 
-def _on(plan: Priced, request: Request) -> ResolvedConfig:
-    return resolve_config(plan.candidate.chosen, request.machine)
+def _on(plan: Priced, request: Request) -> Price:
+    """Return the cost of a plan under another request."""
+    return request.price(resolve_config(plan.candidate.chosen, request.machine))
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:
@@ -394,7 +391,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
 
     def fits(params: int) -> bool:
         model = scaled(params, sequence=request.job.model.sequence)
-        return replace(request, job=replace(request.job, model=model)).fits(config)
+        return replace(request, job=replace(request.job, model=model)).price(config).fits
 
     low = LEAST_PARAMS
     if not fits(low):

@@ -36,7 +36,7 @@ def stats(engine: Any) -> Stats:
     micro_batches = engine.gradient_accumulation_steps()
     peak, on_device = peak_memory()
     if trains and not optimizer.predicted_memory:
-        optimizer.predicted_memory = request_of(engine, topo.config.topology).holds(topo.config)
+        optimizer.predicted_memory = request_of(engine, topo.config.topology).price(topo.config).memory
     return Stats(
         config=topo.config,
         steps=topo.meter.steps,
