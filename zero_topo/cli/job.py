@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +23,7 @@ from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import load_machine
 
 ITEMSIZE = 2  # 16-bit training
-NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+NO_CONFIG: Mapping[str, Any] = {}
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
 Machine = Annotated[

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
@@ -178,9 +177,12 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int | float) and value > 1
 
 
-TESTS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {"on": _on, "off": lambda value: not _on(value), "set": lambda value: value is not None, "above one": _above_one}
-)
+TESTS: Mapping[str, Callable[[Any], bool]] = {
+    "on": _on,
+    "off": lambda value: not _on(value),
+    "set": lambda value: value is not None,
+    "above one": _above_one,
+}
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -21,7 +20,7 @@ from zero_topo.strict import StrictModel
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 BlockSize = Literal[64, 128, 256, 512, 1024, 2048]
-ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 
 

@@ -58,7 +58,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
@@ -457,7 +456,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
         found["matrices"] = Packet("matrices", 0.0, _hops(Network(config.topology, rates), exchange)).seconds
-    return Step(MappingProxyType(found), job.flops)
+    return Step(found, job.flops)
 
 
 def _passes(

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.strict import cut, read_text, within_limits
@@ -25,8 +24,8 @@ from zero_topo.strict import cut, read_text, within_limits
 MOST_BYTES = 256 << 10  # PyYAML is slow to import
 EXTRA = "deepspeed_extra_args"
 
-DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    json.loads(resources.files(__package__).joinpath("deepspeed_defaults.json").read_text(encoding="utf-8"))
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = json.loads(
+    resources.files(__package__).joinpath("deepspeed_defaults.json").read_text(encoding="utf-8")
 )
 """NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from zero_topo.topology.devices import DeviceTree
 
-VISIBLE: Mapping[str, str] = MappingProxyType({"amd-smi": "ROCR_VISIBLE_DEVICES", "rocm-smi": "ROCR_VISIBLE_DEVICES"})
+VISIBLE: Mapping[str, str] = {"amd-smi": "ROCR_VISIBLE_DEVICES", "rocm-smi": "ROCR_VISIBLE_DEVICES"}
 """Tool -> the variable that makes devices visible; CUDA's for all others."""
 
 
