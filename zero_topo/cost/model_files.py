@@ -12,16 +12,14 @@ whose defaults are those of the classes, are built by transformers; see ``module
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from zero_topo.cost.module_tree import build, read_modules
 from zero_topo.cost.transformer import SEQUENCE, Model, Transformer
-from zero_topo.strict import cut, did_you_mean, read_text, within_limits
+from zero_topo.strict import cut, did_you_mean, packaged, read_text, within_limits
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
@@ -34,9 +32,7 @@ ATTENTIONS = ("global", "local", "flash")
 GATED = ("geglu", "reglu", "bilinear", "swiglu", "glu")
 """GPT-NeoX's activations whose feed-forward has three matrices."""
 
-MODELS: Mapping[str, Mapping[str, Any]] = json.loads(
-    resources.files(__package__).joinpath("models.json").read_text(encoding="utf-8")
-)
+MODELS: Mapping[str, Mapping[str, Any]] = packaged(__package__, "models.json")
 GPT2: Mapping[str, str] = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
