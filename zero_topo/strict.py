@@ -34,6 +34,11 @@ def as_json(value: object) -> str:
     return cut(json.dumps(value, default=repr), SHOWN_CHARACTERS)
 
 
+def words_of(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
     """The known name that looks most like a word, in any case; None if none is as similar as ``cutoff`` (0 to 1)."""
     names, low = {name.lower(): name for name in known}, str(word).lower()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.candidates import fewest_ranks
-from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json
+from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
 
@@ -85,11 +85,6 @@ def counts(text: str, what: str, most: int) -> list[int]:
     if not found:
         raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
     return found
-
-
-def words_of(text: str) -> list[str]:
-    """The words of a list with commas between them."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:

@@ -16,7 +16,7 @@ import typer
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import (
     ZeroTopoConfig,
@@ -107,8 +107,7 @@ def migrate(options: MigrateOptions) -> None:
     if options.as_json:
         print_json({"config": found.config, "translated": list(found.lines), "differences": changes, "costs": costs})
         return
-    for line in (*found.lines, *changes):
-        print(f"- {line}")
+    print_notes([*found.lines, *changes])
     print()
     if prices is None or costs is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")

@@ -13,7 +13,7 @@ import typer
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
@@ -160,11 +160,9 @@ def schemes(options: PlanOptions) -> None:
     show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, work.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
-    for note in need_model(options).notes if options.model else ():
-        print(f"- {note}")
+    print_notes(need_model(options).notes if options.model else ())
     if len(configs) == 1:
-        for note in next(iter(configs.values())).notes:
-            print(f"- {note}")
+        print_notes(next(iter(configs.values())).notes)
 
 
 def _states(options: PlanOptions) -> Request:
@@ -276,8 +274,7 @@ def recommendation(options: PlanOptions) -> None:
     title = f"{shape} on {found.world_size} ranks of {found.name}"
     show(ranking_table(ranking.timed[:SHOWN_PLANS], title, pipeline))
     print(f"{DEGREES}\n")
-    for line in (setting(ranking.request.job), *reasons):
-        print(f"- {line}")
+    print_notes([setting(ranking.request.job), *reasons])
     print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
 
 

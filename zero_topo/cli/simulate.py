@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, words_of
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import show
-from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.muon import method_of
@@ -28,7 +28,7 @@ from zero_topo.cost.step import Range, rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
-from zero_topo.strict import did_you_mean, to_json
+from zero_topo.strict import did_you_mean, to_json, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates, Ring
@@ -217,8 +217,7 @@ def _entry(name: str) -> ZeroTopoConfig | None:
         content = load_deepspeed_config(plain)
         return ZeroTopoConfig.parse(content.get("zero_topo", content))
     if degrees := DEGREES.fullmatch(plain):
-        roles = ("weights", "secondary", "gradients", "optimizer")
-        pairs = zip(roles, degrees.groups(), strict=True)
+        pairs = zip(ROLES, degrees.groups(), strict=True)
         return ZeroTopoConfig.parse({role: int(degree) for role, degree in pairs if degree != "-"})
     if plain not in SCHEMES:
         near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
@@ -282,8 +281,7 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         if not price.fits and key[2] == last[2]:
             limit = format_bytes(price.request.limit or 0)
             print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
-    for note in content["notes"]:
-        print(f"- {note}")
+    print_notes(content["notes"])
     if content["assumed"]:
         print(f"- assumed, not measured, for {content['machine']}: {', '.join(content['assumed'])}")
 

@@ -19,7 +19,16 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.config import (
+    AUTO,
+    ROLES,
+    SCHEMES,
+    DenseSync,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    is_automatic,
+    resolve_config,
+)
 from zero_topo.plan import divisors
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology
@@ -174,12 +183,7 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
             continue
         for optimizer in _optimizers(topology, gradients):
             for bits, secondary in _secondaries(topology, weights):
-                degrees_of = {
-                    "weights": weights,
-                    "secondary": secondary,
-                    "gradients": gradients,
-                    "optimizer": optimizer,
-                }
+                degrees_of = dict(zip(ROLES, (weights, secondary, gradients, optimizer), strict=True))
                 given = {role: degree for role, degree in degrees_of.items() if degree is not None}
                 block: dict[str, Any] = {role: _place(topology, degree) for role, degree in given.items()}
                 if not bits:
