@@ -12,8 +12,7 @@ from tests.commands import Run
 from zero_topo.cli.topology import this_machine
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.captures import Asked, read_captures
-from zero_topo.topology.render import render_tree
-from zero_topo.topology.render_devices import recommended_order
+from zero_topo.topology.render import recommended_order, render_tree
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 

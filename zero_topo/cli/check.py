@@ -53,7 +53,6 @@ class CheckOptions(JobOptions):
     """Of ``check``."""
 
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')] = ""
-    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False
 
 
 class Cost(Document):

@@ -73,6 +73,7 @@ class JobOptions:
     machine: Machine = "auto"
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
     ranks: Ranks = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
     layers: Annotated[Count | None, Rare("number of layers")] = None
     hidden: Annotated[Count | None, Rare("hidden size")] = None
     checkpointing: Annotated[bool | None, Rare("false keeps activations instead of recomputing them")] = None

@@ -60,7 +60,6 @@ class MigrateOptions(JobOptions):
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
 
 
 class CostsBeside(Document):

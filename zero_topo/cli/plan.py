@@ -22,7 +22,7 @@ from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
-from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
+from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
@@ -54,7 +54,6 @@ class PlanOptions(JobOptions):
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -95,11 +94,10 @@ def _request(options: PlanOptions) -> Request:
             raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
     loaded = load_deepspeed_config(options.deepspeed_config or {})
     request = request_of(options, machine_of(options), need_model(options))
-    usual = 0.0 if options.states_only else RESERVE
     return replace(
         request,
         job=replace(request.job, **deepspeed_settings(loaded)),
-        reserve=usual if options.reserve is None else options.reserve,
+        reserve=0.0 if options.states_only and options.reserve is None else request.reserve,
         sparse=options.sparse,
         states_only=options.states_only,
     )

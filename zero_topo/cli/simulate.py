@@ -60,7 +60,6 @@ class Options(JobOptions):
             "unmodified DeepSpeed sends it, pipeline or pipeline-STAGESxTENSOR with ZeRO-1.",
         ),
     ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
     ] = None

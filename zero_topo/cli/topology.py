@@ -23,8 +23,7 @@ from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_ca
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import MOST_RANKS
-from zero_topo.topology.render import render_tree
-from zero_topo.topology.render_devices import render_devices
+from zero_topo.topology.render import render_devices, render_tree
 
 DOCUMENT = Topology
 WRONG_INPUT = 2
