@@ -97,7 +97,7 @@ def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme
     found = shown(folder, [HTML], f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}")
     for look in found.values():
         assert look["wide"] <= look["window"] and look["letters"] > 2000, look
-        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result.title, look
+        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result["title"], look
         black, white = "rgb(0, 0, 0)", "rgb(255, 255, 255)"
         assert (look["colours"] == [black, white]) == (scheme == "light"), look
         assert (look["colours"][0] == white) == (scheme == "dark"), look

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from tests.commands import Run
 from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.cli.schema import document
-from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
-from zero_topo.observe.report import RankBytes, build_report
+from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.observe.tree import COLOURS
@@ -34,23 +32,26 @@ RESULT: dict[str, Any] = {
 PACE = {"tokens_per_s": 2048.0, "tflops": 61.2, "mfu": 0.32}
 
 
-@dataclass(frozen=True)
-class FakeStats:
-    """What `zero_topo.stats` gives, as far as the report reads it."""
-
-    config: ResolvedConfig
-    work: Workload
-    micro_batches: int
-    accumulation_itemsize: int = 2
-    optimizer_itemsize: int = 12
-    phase_seconds: Mapping[str, float] = field(default_factory=lambda: {"gather_forward": 0.25})
-    sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
-    on_device: bool = True
-    predicted_memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 3_000_000, "messages": 500_000})
-
-
 CONFIG = resolve(emulated(2, 2, 2), scheme="topo", quantize={"resident": None})
-RUN = FakeStats(CONFIG, Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
+RUN = Stats(
+    config=CONFIG,
+    steps=3,
+    micro_batches=2,
+    step_bytes={},
+    total_bytes={},
+    memory={},
+    work=Workload.uniform([100_003, 50, 7], micro_batches=2),
+    accumulation_itemsize=2,
+    optimizer_itemsize=12,
+    calls={},
+    phase_seconds={"gather_forward": 0.25},
+    sync_report={"density_asked": 0.01, "union": 0.03},
+    phase_spans=(),
+    peak_memory=0,
+    on_device=True,
+    predicted_memory={"weights": 3_000_000, "messages": 500_000},
+    pace={},
+)
 """A run of the scheme topo with parameters that do not divide evenly."""
 EXACT = RankBytes(
     step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2), 4_250_000
