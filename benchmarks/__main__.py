@@ -32,8 +32,9 @@ from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.recording import FAILED, Outputs, measure
 from benchmarks.training_setup import TrainingSetup, width_for
 from zero_topo.cli.app import run as run_command
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count, words_of
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.options import taking
+from zero_topo.strict import words_of
 
 app = typer.Typer(
     help="Measure what this repository claims.",

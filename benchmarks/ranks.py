@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.room import check_room
-from zero_topo.doctor.files import shortage
+from zero_topo.doctor.files import warn_of_shortage
 
 _FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 MEMORY = " (out of memory? `dmesg` says)"
@@ -96,8 +96,7 @@ class Ranks:
 
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
         check_room(len(places), 0)
-        for line in shortage():
-            print(line, file=sys.stderr)
+        warn_of_shortage()
         self._world = {"program": program, "settings": settings, "places": [asdict(place) for place in places]}
         self._folder = tempfile.TemporaryDirectory(prefix="zero-topo-bench-")
 

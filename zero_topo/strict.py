@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache, wraps
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -31,6 +32,11 @@ def cut(text: str, most: int = LINE_CHARACTERS) -> str:
 def as_json(value: object) -> str:
     """The value as a user would write it in JSON, cut to a readable length."""
     return cut(json.dumps(value, default=repr), SHOWN_CHARACTERS)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
@@ -81,6 +87,11 @@ def parse_json(text: str, what: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{what}: not valid JSON: {cut(str(error))}") from None
     return within_limits(value, what)
+
+
+def packaged(package: str, name: str) -> Any:
+    """The content of a JSON file that lies in a package, which may be zipped."""
+    return json.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def within_limits(value: Any, what: str) -> Any:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +91,13 @@ def test_a_cut_table_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
     """At both widths, light and dark, all parts open; a title full of tags and a long word change nothing."""
-    result = replace(RESULT, title=f"{HOSTILE} {'x' * 300}", settings={"data": HOSTILE, "long": "y" * 500})
-    build_report(folder, result, RUN, [EXACT] * 8)
+    result = RESULT | {"title": f"{HOSTILE} {'x' * 300}", "settings": {"data": HOSTILE, "long": "y" * 500}}
+    build_report(folder, RUN, [EXACT] * 8, **result)
     # Blink's numbers of prefers-color-scheme
     found = shown(folder, [HTML], f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}")
     for look in found.values():
         assert look["wide"] <= look["window"] and look["letters"] > 2000, look
-        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result.title, look
+        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result["title"], look
         black, white = "rgb(0, 0, 0)", "rgb(255, 255, 255)"
         assert (look["colours"] == [black, white]) == (scheme == "light"), look
         assert (look["colours"][0] == white) == (scheme == "dark"), look

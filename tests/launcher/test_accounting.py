@@ -18,7 +18,7 @@ from tests.marks import late
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
 from zero_topo.cost.volume import step_bytes
 from zero_topo.hook.seam import Stock
-from zero_topo.hook.stats import Stats
+from zero_topo.observe.report import Stats
 
 pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp

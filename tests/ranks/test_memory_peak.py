@@ -16,7 +16,7 @@ from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.footprint import InFlight, predict_memory
+from zero_topo.cost.footprint import predict_memory
 from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
@@ -73,8 +73,7 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
 def predicted(config: ResolvedConfig, bucket: int) -> int:
     """The formula's sum for the smallest micro-batch there is, less its activations."""
     work = Workload.uniform(MODEL.numels())
-    job, flight = Job(MODEL, 1, 1, prefetch=0), InFlight(live=0, bucket=bucket)
-    held = predict_memory(config, work, job, flight)
+    held = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
     return sum(held.values()) - held.get("activations", 0)
 
 

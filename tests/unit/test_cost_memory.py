@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.paper import paper_memory_table
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
-from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.memory import memory_bytes, padding_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
@@ -99,8 +99,9 @@ def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, nume
 def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
-    request = Request(FRONTIER, Job(load_model("gpt2"), 1, 1), flight=InFlight.read({"fp16": {"enabled": True}}))
-    held = request.holds(config)
+    job = Job(load_model("gpt2"), 1, 1, **deepspeed_settings({"fp16": {"enabled": True}}))
+    request = Request(FRONTIER, job)
+    held = request.price(config).memory
     assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
-    plain = replace(request, flight=InFlight.read({"bf16": {"enabled": True}}))
-    assert plain.holds(config) == {k: v for k, v in held.items() if k != "residual"}
+    plain = replace(request, job=replace(job, **deepspeed_settings({"bf16": {"enabled": True}})))
+    assert plain.price(config).memory == {k: v for k, v in held.items() if k != "residual"}

@@ -59,7 +59,7 @@ def test_the_default_holds_70_billion_on_four_dgx_where_topo_holds_more_than_the
     """In one line: what, why, which other is near, and what fewer bits would gain in seconds and as a factor."""
     wanted = on(DGX, 70)
     chosen = planned(parse(), wanted)
-    assert wanted.limit is not None and wanted.fits(chosen)
+    assert wanted.limit is not None and wanted.price(chosen).fits
     assert chosen.plan.weights > 1 and sends_in_full(chosen)
     (line,) = [note for note in chosen.notes if note.startswith("scheme auto")]
     ranking = rank_plans(parse(), wanted)
@@ -109,7 +109,7 @@ def test_frozen_weights_take_memory_and_no_gradients() -> None:
     node = load_preset("dgx-h100", 8)
     frozen = request_of(engine(*[-(10**9)] * 70, 10**8), node)
     found = planned(parse(), frozen)
-    shards = frozen.holds(found)
+    shards = frozen.price(found).memory
     assert shards["frozen"] == 70 * 10**9 * 2 // found.plan.weights and shards["optimizer"] == 10**8 * 12 // 8
     with pytest.raises(ValueError, match=r"none of .* plans fits"):
         planned(parse(), request_of(engine(*[10**9] * 70), node))

@@ -188,12 +188,16 @@ def test_buffers_of_jobs_are_one_line_to_paste(tmp_path: Path) -> None:
     assert [path.name for path in shm.iterdir()] == ["deepspeed_allreduce_buffer_0_127.0.0.1_29502_0"]
 
 
-def test_ranks_are_warned_before_they_fill_a_short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_warned_before_they_fill_a_short_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing is looked at where there is room; where there is none, a line says so."""
-    assert files.shortage() == [] or shutil.disk_usage("/dev/shm").free < files.ENOUGH
+    files.warn_of_shortage()
+    assert not capsys.readouterr().err or shutil.disk_usage("/dev/shm").free < files.ENOUGH
     monkeypatch.setattr(files, "ENOUGH", 1 << 60)
-    lines = files.shortage()
-    assert lines[0].startswith("zero_topo: /dev/shm: ") and " free; " in lines[0]
+    files.warn_of_shortage()
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith("zero_topo: /dev/shm: ") and " free; " in line
 
 
 def used(root: Path, name: str) -> None:

@@ -28,6 +28,12 @@ def test_the_example_is_short() -> None:
     assert len((ROOT / "zero_topo/examples/train_gpt.py").read_text().splitlines()) <= 200
 
 
+def test_a_line_of_progress_is_due_now_and_then() -> None:
+    """After the first step, the last and some between."""
+    due = [step for step in range(1, 101) if train_gpt.is_due(step, 0, 100)]
+    assert 5 <= len(due) <= 20 and (due[0], due[-1]) == (1, 100)
+
+
 def test_standard_library_leaves_out_tests_and_packages(tmp_path: Path) -> None:
     """Only the library's own sources count, in an order that does not depend on the file system."""
     kept = ["abc.py", "json/decoder.py", "os.py"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.launching import ROOT
 from tests.steps import deal, step, task
-from zero_topo.cli.measure import meeting_point
+from zero_topo.cli.topology import meeting_point
 from zero_topo.launch.env import PORT, rank_environment
 from zero_topo.topology.captures import Asked
 from zero_topo.topology.discover import discover

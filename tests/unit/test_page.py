@@ -54,7 +54,7 @@ def pictures(page: Page) -> list[str]:
 
 def test_every_number_is_the_runs(folder: Path) -> None:
     """What is written on the page stands in the tables, which come from report.json, or in report.json itself."""
-    report = build_report(folder, replace(RESULT, title="A model of 7 layers"), RUN, [EXACT] * 8)
+    report = build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": "A model of 7 layers"}))
     page = Page(folder / "report.html")
     known = set(NUMBER.findall(printed(folder) + json.dumps(report) + " step 3 "))
     written = NUMBER.findall(page.text.replace(HOST, ""))
@@ -73,7 +73,7 @@ def test_every_number_is_the_runs(folder: Path) -> None:
 
 def test_pictures_show_what_the_log_holds(folder: Path) -> None:
     """Other losses, spans, bytes or memory are other pictures, and no other picture changes."""
-    build_report(folder, RESULT, RUN, [EXACT] * 8)
+    build_report(folder, RUN, [EXACT] * 8, **RESULT)
     usual, log = pictures(Page(folder / "report.html")), (folder / "metrics.jsonl").read_text()
     more = {key: 2 * nbytes for key, nbytes in EXACT.sent.items()}
     held = {role: 2 * nbytes for role, nbytes in EXACT.memory.items()}
@@ -85,14 +85,14 @@ def test_pictures_show_what_the_log_holds(folder: Path) -> None:
     }
     for place, (lines, rank) in cases.items():
         (folder / "metrics.jsonl").write_text(lines)
-        build_report(folder, RESULT, RUN, [rank] * 8)
+        build_report(folder, RUN, [rank] * 8, **RESULT)
         found = pictures(Page(folder / "report.html"))
         assert [at for at in range(5) if found[at] != usual[at]] == [place]
 
 
 def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
     """No script, no address outside of it, and a policy that forbids both; a title with tags is shown, not obeyed."""
-    build_report(folder, replace(RESULT, title=HOSTILE, settings={"data": HOSTILE}), RUN, [EXACT] * 8)
+    build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": HOSTILE, "settings": {"data": HOSTILE}}))
     page = Page(folder / "report.html")
     assert "script" not in page.tags and not [source for source in page.sources if not source.startswith("data:image")]
     assert page.text.count("<script>alert(1)</script>") == 3  # title, heading, arguments
@@ -123,7 +123,7 @@ def test_a_strangers_files_are_one_line_or_a_page(
     path: tuple[str | int, ...], value: object, folder: Path, run: Run
 ) -> None:
     """A report that has other types than ours is refused, naming the place; none of it gets into the page unread."""
-    report, log = build_report(folder, RESULT, RUN, [EXACT] * 8), folder / "metrics.jsonl"
+    report, log = build_report(folder, RUN, [EXACT] * 8, **RESULT), folder / "metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     *way, last = path
     part: Any = lines if isinstance(path[0], int) else report
@@ -143,7 +143,7 @@ def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
     (folder / bad).mkdir()
     machine = folder / bad / "machine.json"
     machine.write_text(json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1}))
-    build_report(folder, replace(RESULT, title=bad), RUN, [replace(EXACT, memory={bad: 1})])
+    build_report(folder, RUN, [replace(EXACT, memory={bad: 1})], **(RESULT | {"title": bad}))
     for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
         _, out, err = run(*words)
         said = out + err
@@ -152,7 +152,7 @@ def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
 
 def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) -> None:
     """Written at the end of the run, and by the command any time later, elsewhere too; no date, no random name."""
-    build_report(folder, RESULT, RUN, [EXACT] * 8)
+    build_report(folder, RUN, [EXACT] * 8, **RESULT)
     first = (folder / "report.html").read_bytes()
     (folder / "report.html").unlink()
     status, out, _ = run("report", str(folder))
@@ -164,7 +164,7 @@ def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) 
 
 def test_somebodys_page_is_not_written_over(folder: Path, run: Run) -> None:
     """A file of that name that is no report stays, until --force; --json alone writes none."""
-    build_report(folder, RESULT, None, [])
+    build_report(folder, None, [], **RESULT)
     mine = folder / "report.html"
     mine.write_text("my page about zero_topo")
     status, _, said = run("report", str(folder))
@@ -175,7 +175,7 @@ def test_somebodys_page_is_not_written_over(folder: Path, run: Run) -> None:
 
 def test_a_run_of_stock_zero3_or_of_before_has_a_page(folder: Path, run: Run) -> None:
     """Its loss, the sentence that says why there is no more, and its config; no versions where none were kept."""
-    report = build_report(folder, RESULT, None, [])
+    report = build_report(folder, None, [], **RESULT)
     page = Page(folder / "report.html")
     assert "stock ZeRO-3" in page.text and len(pictures(page)) == 1
     del report["versions"]
@@ -185,7 +185,7 @@ def test_a_run_of_stock_zero3_or_of_before_has_a_page(folder: Path, run: Run) ->
 
 def test_reports_hold_no_key_to_an_account(folder: Path) -> None:
     """Comet's key is in the DeepSpeed config; a report is passed on."""
-    build_report(folder, RESULT, RUN, [EXACT])
+    build_report(folder, RUN, [EXACT], **RESULT)
     for name in ("report.json", "report.html"):
         assert "mine" not in (folder / name).read_text() and "hidden" in (folder / name).read_text()
 
@@ -194,7 +194,7 @@ def test_a_folder_that_may_not_be_written_to_still_prints(
     folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else's run: the tables, then which option writes elsewhere."""
-    build_report(folder, RESULT, RUN, [EXACT] * 8)
+    build_report(folder, RUN, [EXACT] * 8, **RESULT)
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

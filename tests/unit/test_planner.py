@@ -21,9 +21,15 @@ from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic,
 from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
 from zero_topo.cost.explain import RISKS, explain, recommend
 from zero_topo.cost.fit import planned
-from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
+from zero_topo.cost.footprint import (
+    activation_bytes,
+    deepspeed_settings,
+    gathered_bytes,
+    moments,
+    predict_memory,
+    publish_bytes,
+)
 from zero_topo.cost.memory import memory_bytes
-from zero_topo.cost.messages import publish_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_plans
 from zero_topo.cost.step import Job, Step
@@ -108,9 +114,9 @@ def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
 def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() -> None:
     config = resolve(FRONTIER, scheme="zero3")
     small, large = load_model("gpt2"), load_model("llama-3-405b")
-    assert gathered_bytes(config, small, 2)[0] == 2 * small.params + 2 * (50257 + 1024) * 768
+    assert gathered_bytes(config, Job(small, 1, 1), 2)[0] == 2 * small.params + 2 * (50257 + 1024) * 768
     layer = sum(large.modules()[1])
-    complete, coming = gathered_bytes(config, large, 2)
+    complete, coming = gathered_bytes(config, Job(large, 1, 1), 2)
     assert complete == 2 * (2 * layer) + 2 * layer
     assert coming == 2 * (2 * layer) + 2 * layer * (1 + 48) // 384  # the rank's own message, and one of each node
 
@@ -123,17 +129,21 @@ def asked(**zero: Any) -> dict[str, Any]:
 def test_deepspeeds_own_settings_count() -> None:
     """Buckets and live parameters as they are set; offloaded states and their gradients are not on the device."""
     config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
-    flight = InFlight.read(asked(reduce_bucket_size=5e7, stage3_max_live_parameters=0, sub_group_size=1000))
-    assert flight == InFlight(live=0, bucket=50_000_000, sub_group=1000)
-    held, usual = (predict_memory(config, work, Job(NEOX, 1, 1), which) for which in (flight, DEFAULTS))
+
+    def job(**zero: Any) -> Job:
+        return Job(NEOX, 1, 1, **deepspeed_settings(asked(**zero)))
+
+    small = job(reduce_bucket_size=5e7, stage3_max_live_parameters=0, sub_group_size=1000)
+    assert small == Job(NEOX, 1, 1, live=0, bucket=50_000_000, sub_group=1000)
+    held, usual = (predict_memory(config, work, which) for which in (small, Job(NEOX, 1, 1)))
     assert (held["bucket"], usual["bucket"]) == (100_000_000, 1_000_000_000)
-    assert moments(config, work, Job(NEOX, 1, 1), flight)[3]["step"] == 4000 and held["gathered"] < usual["gathered"]
-    offload = InFlight.read(asked(offload_optimizer={"device": "cpu"}))
-    assert predict_memory(config, work, Job(NEOX, 1, 1), offload) == usual | {"optimizer": 0}
-    assert not moments(config, work, Job(NEOX, 1, 1), offload)[3]["step"]
-    assert InFlight.read(asked(reduce_bucket_size="auto", offload_optimizer=None)) == DEFAULTS
+    assert moments(config, work, small)[3]["step"] == 4000 and held["gathered"] < usual["gathered"]
+    offload = job(offload_optimizer={"device": "cpu"})
+    assert predict_memory(config, work, offload) == usual | {"optimizer": 0}
+    assert not moments(config, work, offload)[3]["step"]
+    assert job(reduce_bucket_size="auto", offload_optimizer=None) == Job(NEOX, 1, 1)
     with pytest.raises(ValueError, match=r"zero_optimization\.reduce_bucket_size is 'x'; it must be a number"):
-        InFlight.read(asked(reduce_bucket_size="x"))
+        job(reduce_bucket_size="x")
 
 
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
@@ -334,7 +344,7 @@ def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
     assert why.startswith("scheme auto: ") and "\n" not in why
 
 
-def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
+def engine(*numels: int, job: Job = Job(NEOX, 1, 1)) -> Any:  # noqa: B008 (frozen)
     """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own.
 
     Of a frozen one there are -n.
@@ -349,11 +359,11 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
         module=module,
         train_micro_batch_size_per_gpu=lambda: 2,
         gradient_accumulation_steps=lambda: 4,
-        zero_max_live_parameters=lambda: flight.live,
-        zero_reduce_bucket_size=lambda: flight.bucket,
-        zero_sub_group_size=lambda: flight.sub_group,
-        zero_cpu_offload=lambda: flight.offload,
-        fp16_enabled=lambda: flight.loss_scaled,
+        zero_max_live_parameters=lambda: job.live,
+        zero_reduce_bucket_size=lambda: job.bucket,
+        zero_sub_group_size=lambda: job.sub_group,
+        zero_cpu_offload=lambda: job.offload,
+        fp16_enabled=lambda: job.loss_scaled,
         optimizer_name=lambda: "adamw",
         optimizer_params=dict,
     )
@@ -365,7 +375,7 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     assert first == second
     assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
     assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
-    roomy = planned(ASKED, request_of(engine(*numels, flight=InFlight(live=0, bucket=10**6)), FRONTIER))
+    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), FRONTIER))
     needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
     assert all(needs) and needs[0] != needs[1]
     assert before_a_model(ASKED, TREE).plan.world_size == 8
@@ -388,11 +398,11 @@ def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
     wanted, ways = complaint(32 * 10**9, 1)
     assert ways.startswith("each by itself: recompute activations (checkpointing); offload the optimizer to the host")
     assert ways.endswith("; use 4 nodes") and "flash" not in ways
-    offloaded = replace(wanted, flight=replace(DEFAULTS, offload=True))
+    offloaded = replace(wanted, job=replace(wanted.job, offload=True))
     larger = replace(wanted, topology=load_preset("frontier", 32))
     for changed in (replace(wanted, job=replace(wanted.job, checkpointing=True)), offloaded, larger):
         assert timed(ASKED, changed, by_weights).timed
     wanted, ways = complaint(60 * 10**9, 4)
     assert ways.startswith("all together on 2 nodes: recompute")
-    job = replace(wanted.job, checkpointing=True, micro_batch=1)
+    job = replace(wanted.job, checkpointing=True, micro_batch=1, offload=True)
     assert timed(ASKED, replace(offloaded, job=job), by_weights).timed

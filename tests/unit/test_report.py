@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,43 @@ from tests.commands import Run
 from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.cli.schema import document
-from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
-from zero_topo.observe.progress import Progress
-from zero_topo.observe.report import RankBytes, build_report
-from zero_topo.observe.report import Run as Ran
+from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.observe.tree import COLOURS
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
 
-RESULT = Ran("A model", 8, {"data": Path("x")}, {"bf16": {}, "comet": {"api_key": "mine"}})
+RESULT: dict[str, Any] = {
+    "title": "A model",
+    "world_size": 8,
+    "settings": {"data": Path("x")},
+    "deepspeed": {"bf16": {}, "comet": {"api_key": "mine"}},
+}
 PACE = {"tokens_per_s": 2048.0, "tflops": 61.2, "mfu": 0.32}
 
 
-@dataclass(frozen=True)
-class FakeStats:
-    """What `zero_topo.stats` gives, as far as the report reads it."""
-
-    config: ResolvedConfig
-    work: Workload
-    micro_batches: int
-    accumulation_itemsize: int = 2
-    optimizer_itemsize: int = 12
-    phase_seconds: Mapping[str, float] = field(default_factory=lambda: {"gather_forward": 0.25})
-    sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
-    on_device: bool = True
-    predicted_memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 3_000_000, "messages": 500_000})
-
-
 CONFIG = resolve(emulated(2, 2, 2), scheme="topo", quantize={"resident": None})
-RUN = FakeStats(CONFIG, Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
+RUN = Stats(
+    config=CONFIG,
+    steps=3,
+    micro_batches=2,
+    step_bytes={},
+    total_bytes={},
+    memory={},
+    work=Workload.uniform([100_003, 50, 7], micro_batches=2),
+    accumulation_itemsize=2,
+    optimizer_itemsize=12,
+    calls={},
+    phase_seconds={"gather_forward": 0.25},
+    sync_report={"density_asked": 0.01, "union": 0.03},
+    phase_spans=(),
+    peak_memory=0,
+    on_device=True,
+    predicted_memory={"weights": 3_000_000, "messages": 500_000},
+    pace={},
+)
 """A run of the scheme topo with parameters that do not divide evenly."""
 EXACT = RankBytes(
     step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2), 4_250_000
@@ -77,7 +81,7 @@ def printed(folder: Path) -> str:
 
 def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
     """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same machine and model."""
-    report = build_report(folder, RESULT, RUN, [EXACT] * 8)
+    report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
     zero3 = resolve(RUN.config.topology, scheme="zero3")
     rows = {(row["phase"], row["domain"]): row for row in report["zero_topo"]["sent"]}
     own, stock = step_bytes(RUN.config, RUN.work), step_bytes(zero3, RUN.work)
@@ -94,13 +98,13 @@ def test_report_shows_ranks_that_differ(folder: Path) -> None:
     """A rank that sent more than the others is seen in the table, not averaged away."""
     key = ("scatter", "node")
     bad = replace(EXACT, sent={**EXACT.sent, key: EXACT.sent[key] + 5_000_000})
-    build_report(folder, RESULT, RUN, [*[EXACT] * 7, bad])
+    build_report(folder, RUN, [*[EXACT] * 7, bad], **RESULT)
     assert f"{format_bytes(EXACT.sent[key])} .. {format_bytes(bad.sent[key])}" in printed(folder)
 
 
 def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
     """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and losses."""
-    report = build_report(folder, RESULT, RUN, [EXACT] * 8)
+    report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
     (folder / "metrics.jsonl").unlink()
     text = printed(folder)
     assert max(len(line) for line in text.splitlines() if "  " in line) <= 80  # of the tables
@@ -114,7 +118,7 @@ def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
 
 def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
     """A run without the block has losses and a plot, no bytes, and a sentence that says why, in the command's words."""
-    report = build_report(folder, RESULT, None, [])
+    report = build_report(folder, None, [], **RESULT)
     status, out, _ = run("report", str(folder))
     assert (status, report["zero_topo"]) == (0, None) and "A model" in out and "stock ZeRO-3" in out
     assert json.loads(run("report", str(folder), "--json")[1]) == report
@@ -125,13 +129,13 @@ def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("stats", [RUN, None])
 def test_report_json_is_what_its_schema_describes(stats: Any, folder: Path, run: Run) -> None:
-    build_report(folder, RESULT, stats, [EXACT] * 8 if stats else [])
+    build_report(folder, stats, [EXACT] * 8 if stats else [], **RESULT)
     document("report").validate_json(run("report", str(folder), "--json")[1])
 
 
 def test_report_draws_its_plots(folder: Path) -> None:
     """Both pictures are PNG files with something in them."""
-    build_report(folder, RESULT, RUN, [EXACT])
+    build_report(folder, RUN, [EXACT], **RESULT)
     for name in ("loss.png", "bytes.png"):
         data = (folder / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5_000
@@ -167,26 +171,14 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) -> None:
     """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the engine says."""
-    report = build_report(folder, RESULT, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT])
+    report = build_report(folder, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT], **RESULT)
     rows = {row["role"]: row["formula"] for row in report["zero_topo"]["memory"]}
     assert rows == memory_bytes(RUN.config, RUN.work, 4, 8)
 
 
-def test_progress_writes_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first step, the last and some between, with the speed; other ranks write nothing."""
-    progress, quiet = Progress(100), Progress(1, quiet=True)
-    for step in range(1, 101):
-        progress.advance(step, 3.0, PACE)
-    quiet.advance(1, 3.0, PACE)
-    lines = capsys.readouterr().out.splitlines()
-    assert 5 <= len(lines) <= 20
-    assert lines[0].startswith("step   1/100") and lines[-1].startswith("step 100/100")
-    assert "2,048 tokens/s, 61.2 TFLOP/s" in lines[0]
-
-
 def test_a_report_of_one_rank_says_so(folder: Path) -> None:
     """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the process."""
-    build_report(folder, RESULT, replace(RUN, on_device=False), [EXACT])
+    build_report(folder, replace(RUN, on_device=False), [EXACT], **RESULT)
     text = printed(folder)
     assert "Sent by one rank per" in text and "Memory of one rank" in text and "each rank per" not in text
     assert "Peak memory: 4.25 MB of the process" in text
@@ -194,7 +186,7 @@ def test_a_report_of_one_rank_says_so(folder: Path) -> None:
 
 def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
     """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no losses."""
-    report = build_report(tmp_path / "new", RESULT, RUN, [EXACT] * 8)
+    report = build_report(tmp_path / "new", RUN, [EXACT] * 8, **RESULT)
     assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (0, None, None, {})
     assert "loss" not in printed(tmp_path / "new").replace("loss.png", "")
     document("report").validate_python(report)
@@ -203,7 +195,7 @@ def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
 def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has the package without extras: it leaves report.json, of which `zero-topo report` makes the page."""
     monkeypatch.setattr("zero_topo.observe.report.find_spec", lambda _: None)
-    build_report(folder, RESULT, RUN, [EXACT] * 8)
+    build_report(folder, RUN, [EXACT] * 8, **RESULT)
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
 
 

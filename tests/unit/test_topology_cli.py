@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from zero_topo.cli.described import this_machine
+from zero_topo.cli.topology import this_machine
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.captures import Asked, read_captures
-from zero_topo.topology.render import render_tree
-from zero_topo.topology.render_devices import recommended_order
+from zero_topo.topology.render import recommended_order, render_tree
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 
@@ -91,10 +90,10 @@ def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
         calls.append(1)
         return Asked(tree, ("amd-smi skipped: broken",))
 
-    found = this_machine(None, ask)
-    assert found.topology.ranks_per_gpu == 2 and found.devices is tree
-    assert found.warnings == ("amd-smi skipped: broken",) and len(calls) == 1
-    assert this_machine(8, ask).topology.ranks_per_gpu == 2 and len(calls) == 2
+    found, asked = this_machine(None, ask)
+    assert found.ranks_per_gpu == 2 and asked.tree is tree
+    assert asked.notes == ("amd-smi skipped: broken",) and len(calls) == 1
+    assert this_machine(8, ask)[0].ranks_per_gpu == 2 and len(calls) == 2
 
 
 def test_a_machine_without_tools_is_drawn_as_before(run: Run) -> None:

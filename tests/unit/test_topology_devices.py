@@ -92,13 +92,13 @@ def test_dies_of_an_mi300x_are_one_device_each() -> None:
 def test_zeros_everywhere_mean_that_bandwidths_are_unknown() -> None:
     """Drivers without bandwidths print 0-0 for every pair; that is no proof of lone dies."""
     pairs = {(a, b): "0-0" for a in range(4) for b in range(a + 1, 4)}
-    fabric = xgmi.read_fabric(4, pairs, dict.fromkeys(pairs, "XGMI"))
-    assert fabric.packages is None and set(fabric.links.values()) == {DeviceLink("XGMI")}
+    tree = xgmi.amd_tree("amd-smi", 4, pairs, dict.fromkeys(pairs, "XGMI"))
+    assert tree.packages is None and set(tree.links.values()) == {DeviceLink("XGMI")}
 
 
 def test_four_links_to_several_peers_are_no_package() -> None:
     pairs = {(a, b): "50000-200000" for a in range(4) for b in range(a + 1, 4)}
-    assert xgmi.read_fabric(4, pairs, {}).packages == (0, 1, 2, 3)
+    assert xgmi.amd_tree("amd-smi", 4, pairs, {}).packages == (0, 1, 2, 3)
 
 
 def test_the_old_form_of_amd_smi_knows_pcie() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
-EXTRAS: Mapping[str, str] = MappingProxyType({"typer": "cli", "rich": "cli", "matplotlib": "plot"})
+EXTRAS: Mapping[str, str] = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}
 """Package that a command may need -> the extra of zero_topo that installs it."""
 
 

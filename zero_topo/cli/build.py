@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.inputs import words_of
+from zero_topo.strict import words_of
 
 MISSING = 1
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.plan import Ranked, plan_json
 from zero_topo.cli.tables import DEGREES, degrees, places_table, show
 from zero_topo.config import (
@@ -53,7 +53,6 @@ class CheckOptions(JobOptions):
     """Of ``check``."""
 
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')] = ""
-    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False
 
 
 class Cost(Document):
@@ -211,8 +210,7 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 
 
 def _say(notes: tuple[str, ...]) -> None:
-    for note in filter(None, (*notes, unasked())):
-        print(f"- {note}")
+    print_notes(filter(None, (*notes, unasked())))
     print("ok")
 
 

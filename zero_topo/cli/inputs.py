@@ -8,12 +8,11 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.candidates import fewest_ranks
-from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json
+from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
 
@@ -21,7 +20,7 @@ LIKE_PARAMS = "20e9, 20B or 350M"
 MOST, MOST_MICRO_BATCHES = 10**24, 1024
 """A count, and what is simulated one by one."""
 _COUNT = re.compile(r"(?P<number>\d{1,99}(?:\.\d{0,99})?(?:[eE]\+?\d{1,3})?)(?P<suffix>[kKmMbBtT]?)", re.ASCII)
-_SUFFIXES: Mapping[str, int] = MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12})
+_SUFFIXES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) -> int:
@@ -86,11 +85,6 @@ def counts(text: str, what: str, most: int) -> list[int]:
     if not found:
         raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
     return found
-
-
-def words_of(text: str) -> list[str]:
-    """The words of a list with commas between them."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +12,8 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
-from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.muon import method_of
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Job
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
@@ -25,7 +23,7 @@ from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import load_machine
 
 ITEMSIZE = 2  # 16-bit training
-NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+NO_CONFIG: Mapping[str, Any] = {}
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
 Machine = Annotated[
@@ -75,6 +73,7 @@ class JobOptions:
     machine: Machine = "auto"
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
     ranks: Ranks = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
     layers: Annotated[Count | None, Rare("number of layers")] = None
     hidden: Annotated[Count | None, Rare("hidden size")] = None
     checkpointing: Annotated[bool | None, Rare("false keeps activations instead of recomputing them")] = None
@@ -196,9 +195,9 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         attention=options.attention,
         fused_loss=options.fused_loss,
         overlap=options.overlap,
-        muon=method_of(loaded),
+        **deepspeed_settings(loaded),
     )
-    request = Request(topology, job, flight=InFlight.read(loaded))
+    request = Request(topology, job)
     if options.reserve is not None:
         request = replace(request, reserve=options.reserve)
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))

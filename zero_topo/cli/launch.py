@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import Force, offering, taking
+from zero_topo.cli.options import taking
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import load_launch_machine, machine_names
-from zero_topo.launch.slurm import HEADER, Port, SlurmJob, script, submit
+from zero_topo.launch.machines import load_launch_machine
+from zero_topo.launch.slurm import HEADER, MachineName, Port, SlurmJob, script, submit
 from zero_topo.observe.files import check_files
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
@@ -25,32 +23,10 @@ launch = typer.Typer(
     no_args_is_help=True,
 )
 
-MachineName = Annotated[
-    str,
-    typer.Option(
-        autocompletion=offering(machine_names),
-        metavar="NAME|FILE",
-        help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file.",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class SlurmOptions(SlurmJob):
-    """The options of ``launch slurm``."""
-
-    machine: MachineName = "generic"
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
-    ] = None
-    force: Force = False
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False
-
 
 @launch.command()
-@taking(SlurmOptions)
-def slurm(options: SlurmOptions) -> None:
+@taking(SlurmJob)
+def slurm(options: SlurmJob) -> None:
     """Write a Slurm batch script, or submit it."""
     if options.submit and options.dry_run:
         raise ValueError("--submit and --dry-run contradict each other; give one of the two")

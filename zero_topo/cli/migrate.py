@@ -16,7 +16,7 @@ import typer
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import (
     ZeroTopoConfig,
@@ -60,7 +60,6 @@ class MigrateOptions(JobOptions):
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
 
 
 class CostsBeside(Document):
@@ -107,8 +106,7 @@ def migrate(options: MigrateOptions) -> None:
     if options.as_json:
         print_json({"config": found.config, "translated": list(found.lines), "differences": changes, "costs": costs})
         return
-    for line in (*found.lines, *changes):
-        print(f"- {line}")
+    print_notes([*found.lines, *changes])
     print()
     if prices is None or costs is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
@@ -169,7 +167,7 @@ def _costs(
 
 def _beside(prices: Mapping[str, Price], loco: int) -> dict[str, Any]:
     """The costs in JSON types; ``loco`` bytes are what LoCo keeps before."""
-    memory = {row: dict(price.memory) for row, price in prices.items()}
+    memory = {row: price.memory for row, price in prices.items()}
     after = prices[AFTER]
     return {
         "topology": after.config.topology.to_json(),

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zero_topo.config import SCHEMES, SPARSE_MODES
 from zero_topo.cost.model_files import MODELS
-from zero_topo.strict import cut, describe, did_you_mean
+from zero_topo.strict import cut, describe, did_you_mean, words_of
 from zero_topo.topology.presets import preset_names
 
 SET = "settings"
@@ -126,7 +126,7 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
         raise ValueError(f"--set {cut(text)}: write KEY=VALUE{did_you_mean(key, rare)} (keys: {', '.join(rare)})")
     kind = rare[name][0]
     if kind == tuple[str, ...]:
-        return name, tuple(word.strip() for word in value.split(",") if word.strip())
+        return name, tuple(words_of(value))
     try:
         return name, TypeAdapter(kind).validate_strings(value.strip())
     except ValidationError as error:

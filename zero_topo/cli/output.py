@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
@@ -70,6 +70,12 @@ def _real_stdout() -> Iterator[TextIO]:
             yield documents
         finally:
             os.dup2(documents.fileno(), STDOUT)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each note on a line of its own."""
+    for note in notes:
+        print(f"- {note}")
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -13,16 +13,16 @@ import typer
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
-from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
+from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
@@ -54,7 +54,6 @@ class PlanOptions(JobOptions):
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -95,13 +94,11 @@ def _request(options: PlanOptions) -> Request:
             raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
     loaded = load_deepspeed_config(options.deepspeed_config or {})
     request = request_of(options, machine_of(options), need_model(options))
-    usual = 0.0 if options.states_only else RESERVE
     return replace(
         request,
-        job=replace(request.job, muon=method_of(loaded)),
-        reserve=usual if options.reserve is None else options.reserve,
+        job=replace(request.job, **deepspeed_settings(loaded)),
+        reserve=0.0 if options.states_only and options.reserve is None else request.reserve,
         sparse=options.sparse,
-        flight=InFlight.read(loaded),
         states_only=options.states_only,
     )
 
@@ -161,11 +158,9 @@ def schemes(options: PlanOptions) -> None:
     show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, work.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
-    for note in need_model(options).notes if options.model else ():
-        print(f"- {note}")
+    print_notes(need_model(options).notes if options.model else ())
     if len(configs) == 1:
-        for note in next(iter(configs.values())).notes:
-            print(f"- {note}")
+        print_notes(next(iter(configs.values())).notes)
 
 
 def _states(options: PlanOptions) -> Request:
@@ -200,7 +195,7 @@ def _draw(options: PlanOptions, path: Path) -> None:
     check_files([(path, ".png", MEMORY)], options.force)
     request = _request(options)
     job, machine = request.job, request.topology
-    held = {name: request.holds(config) for name, config in _schemes(options, machine).items()}
+    held = {name: request.price(config).memory for name, config in _schemes(options, machine).items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
     notes = job_line(job, [machine.world_size], [job.micro_batches])
     write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
@@ -277,8 +272,7 @@ def recommendation(options: PlanOptions) -> None:
     title = f"{shape} on {found.world_size} ranks of {found.name}"
     show(ranking_table(ranking.timed[:SHOWN_PLANS], title, pipeline))
     print(f"{DEGREES}\n")
-    for line in (setting(ranking.request.job), *reasons):
-        print(f"- {line}")
+    print_notes([setting(ranking.request.job), *reasons])
     print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
 
 
@@ -293,7 +287,7 @@ def _ranking_json(
             "seconds": pipeline.seconds,
             "range": to_json(pipeline.range),
             "sent_by_domain": pipeline.sent_by_domain,
-            "memory": dict(pipeline.memory),
+            "memory": pipeline.memory,
         }
     return {
         "topology": request.topology.to_json(),
@@ -313,7 +307,7 @@ def _ranking_json(
         "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
         "pipeline": other,
         "refused": [
-            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
+            {"name": plan.candidate.name, "memory": plan.memory, "needs": plan.held} for plan in ranking.refused
         ],
     }
 
@@ -327,7 +321,7 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
         "sent_by_domain": plan.sent_by_domain,
-        "memory": dict(plan.memory),
+        "memory": plan.memory,
         "block": {**machine, **plan.candidate.settings},
     }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from zero_topo.cli.fitting import Collectives, fit
-from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, words_of
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json
+from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import show
-from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
@@ -27,11 +28,11 @@ from zero_topo.cost.step import Range, rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
-from zero_topo.strict import did_you_mean, to_json
+from zero_topo.strict import did_you_mean, to_json, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
-from zero_topo.topology.rates import Rates
-from zero_topo.units import format_bytes
+from zero_topo.topology.rates import Rates, Ring
+from zero_topo.units import format_bytes, format_rate, format_seconds
 
 RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
 STOCK = "stock"
@@ -59,7 +60,6 @@ class Options(JobOptions):
             "unmodified DeepSpeed sends it, pipeline or pipeline-STAGESxTENSOR with ZeRO-1.",
         ),
     ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
     ] = None
@@ -101,6 +101,17 @@ class Simulated(Document):
     results: list[Point]
 
 
+class _Rings(Document):
+    rings: dict[str, dict[str, Ring]]
+
+
+class Collectives(Document):
+    """``simulate --calibrate``."""
+
+    rates: _Rings
+    measurements: int
+
+
 DOCUMENT = Simulated | Collectives
 
 
@@ -110,7 +121,7 @@ def simulate(options: Options) -> None:
     if options.calibrate:
         fitted = ("calibrate", "as_json")
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        fit(options.calibrate, options.as_json)
+        _fit(options.calibrate, options.as_json)
         return
     check_files([(options.plot, ".png", SCALING)], options.force)
     named = options.model or options.params or options.layers
@@ -205,8 +216,7 @@ def _entry(name: str) -> ZeroTopoConfig | None:
         content = load_deepspeed_config(plain)
         return ZeroTopoConfig.parse(content.get("zero_topo", content))
     if degrees := DEGREES.fullmatch(plain):
-        roles = ("weights", "secondary", "gradients", "optimizer")
-        pairs = zip(roles, degrees.groups(), strict=True)
+        pairs = zip(ROLES, degrees.groups(), strict=True)
         return ZeroTopoConfig.parse({role: int(degree) for role, degree in pairs if degree != "-"})
     if plain not in SCHEMES:
         near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
@@ -215,6 +225,34 @@ def _entry(name: str) -> ZeroTopoConfig | None:
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
     return ZeroTopoConfig.parse({"scheme": plain})
+
+
+def _fit(files: Sequence[Path], as_json: bool) -> None:
+    """Fit rings to outputs of rccl-tests or nccl-tests, and print them with their errors.
+
+    Raises:
+        ValueError: if a file is no such output.
+    """
+    if records := [path for path in files if path.suffix == ".json"]:
+        raise ValueError(
+            f"{records[0]} is no output of rccl-tests; a record of the emulated cluster is fitted in a "
+            f"checkout: python -m benchmarks fit {records[0]}"
+        )
+    timed = [row for path in files for row in read_tests(path)]
+    rings = fit_rings(timed)
+    written = {"rings": {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}}
+    if as_json:
+        print_json({"rates": written, "measurements": len(timed)})
+        return
+    table = figures_table(["", "", "bandwidth", "step", "small", "its step", "error"], "Rings, as measured")
+    for name, of in rings.items():
+        for domain, ring in of.items():
+            few = (format_seconds(ring.small_step), f"{ring.small:,} B") if ring.small_step else ("-", "-")
+            cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
+            table.add_row(name, domain, *cells)
+    show(table)
+    print(f"From {len(timed)} measurements. For --set rates=FILE of plan, simulate and check:")
+    print(json.dumps(written, indent=2))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
@@ -242,8 +280,7 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         if not price.fits and key[2] == last[2]:
             limit = format_bytes(price.request.limit or 0)
             print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
-    for note in content["notes"]:
-        print(f"- {note}")
+    print_notes(content["notes"])
     if content["assumed"]:
         print(f"- assumed, not measured, for {content['machine']}: {', '.join(content['assumed'])}")
 

@@ -30,17 +30,13 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
     """Scheme by role: the domain, its number of ranks if not all, and the bits in which it is sent or stored."""
     table = figures_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
-        specs = {
-            "weights": config.weights_spec,
-            "secondary": config.secondary_spec,
-            "gradients": config.gradients_spec,
-        }
         cells = []
         for role, degree in config.plan.degrees().items():
             if degree is None:
                 cells.append("-")
                 continue
-            spec, stored = specs.get(role), config.resident_spec is not None and role == "weights"
+            spec = getattr(config, f"{role}_spec", None)
+            stored = config.resident_spec is not None and role == "weights"
             bits = f" {spec.name}" if spec is not None and (degree > 1 or stored) else ""
             bits += " stored" if stored else ""
             domain = config.topology.domain(degree)

@@ -1,23 +1,33 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered or as described."""
+"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered, as described, or as measured."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zero_topo.cli.described import described, this_machine
-from zero_topo.cli.inputs import read_count
+from zero_topo.cli.inputs import machine, read_count
 from zero_topo.cli.job import Ranks
 from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
-from zero_topo.topology import Topology
+from zero_topo.launch.env import rank_environment
+from zero_topo.observe.console import bar
+from zero_topo.strict import parse_json, read_text
+from zero_topo.topology import Topology, preset_names, resolve_topology
+from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
+from zero_topo.topology.devices import DeviceTree
+from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import MOST_RANKS
-from zero_topo.topology.render import render_tree
-from zero_topo.topology.render_devices import render_devices
+from zero_topo.topology.render import render_devices, render_tree
 
 DOCUMENT = Topology
+WRONG_INPUT = 2
+HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
     "--shownodesbw, or nvidia-smi topo -m; may be repeated; of several tools the most reliable is used."
@@ -36,15 +46,169 @@ def topology(
 ) -> None:
     """Show the machine: by default that of this job, from its launcher and this node's device tools."""
     if measure:
-        from zero_topo.cli.measure import measure_command
-
         return measure_command(source, as_json)
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
-    found = described(source, count) if source else this_machine(count)
+    found, asked = described(source, count) if source else this_machine(count)
     if as_json:
-        return print_json(found.topology.to_json())
-    print(render_tree(found.topology))
-    if found.devices is not None:
-        print(f"\n{render_devices(found.devices)}")
-    for warning in found.warnings:
+        return print_json(found.to_json())
+    print(render_tree(found))
+    if asked.tree is not None:
+        print(f"\n{render_devices(asked.tree)}")
+    for warning in asked.notes:
         print(f"warning: {warning}")
+
+
+# -- as discovered or described --------------------------------------------------------------------------------------
+
+
+def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology, Asked]:
+    """Detect the machine of this job, or outside of a job this node, and its devices; each tool runs at most once.
+
+    Args:
+        world_size: ranks, or None to ask the launcher.
+        ask: asks the device tools.
+
+    Raises:
+        ValueError: if launchers, tools and the number of ranks contradict each other.
+    """
+    asked = ask()
+    if asked.tree is not None and world_size is None and launcher_view(os.environ) is None:
+        return asked.tree.topology(), asked
+    return resolve_topology("auto", os.environ, world_size, lambda: asked), Asked(asked.tree)
+
+
+def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology, Asked]:
+    """Return the machine that the sources describe together, one node's devices, and warnings; no tool is run.
+
+    A stated machine (a topology's JSON, a preset, an inline object, "auto") is trusted most; captured output fills what
+    it leaves open, and alone describes one node, or as many as ``world_size`` ranks fill.
+
+    Args:
+        sources: as given to ``--from``.
+        world_size: ranks, or None.
+
+    Raises:
+        ValueError: if a source is not recognised or broken, two machines are stated, or the ranks do not fill nodes.
+    """
+    texts = {source: text for source in sources if (text := _captured(source)) is not None}
+    stated = [source for source in sources if source not in texts]
+    if len(stated) > 1:
+        raise ValueError(f"--from states two machines, {stated[0]!r} and {stated[1]!r}; give one, and captured output")
+    tree = read_captures(list(texts.items())) if texts else None
+    if stated:
+        return _stated(stated[0], tree, world_size)
+    assert tree is not None  # there is at least one source
+    if world_size is not None and world_size % tree.count:
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {tree.count} devices ({tree.tool}); give a multiple of that"
+        )
+    return tree.topology((world_size or tree.count) // tree.count), Asked(tree)
+
+
+def _captured(source: str) -> str | None:
+    """The text of a source that is a file of captured output; None if it states a machine, or is no file.
+
+    Raises:
+        ValueError: if the file is neither.
+    """
+    if source == "auto" or source.lstrip().startswith("{") or source in preset_names():
+        return None
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return None
+    text = read_text(path, source, errors="replace")
+    if recognise(text) is not None:
+        return text
+    if source.endswith(".json") or _is_json(text):
+        return None
+    raise ValueError(f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(parse_json(text, ""), dict)
+    except ValueError:
+        return False
+
+
+def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:
+    """Return a stated machine, completed by captured devices."""
+    if source == "auto":
+        return resolve_topology("auto", os.environ, world_size, lambda: Asked(tree)), Asked(tree)
+    is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
+    found = machine(source if is_name or not Path(source).is_file() else f"./{source}", world_size)
+    if tree is None:
+        return found, Asked()
+    links = {domain: link for domain, link in tree.node_links().items() if domain not in found.links}
+    if links:
+        sources = {**found.sources, **{f"links.{domain}": tree.sources["links"] for domain in links}}
+        found = replace(found, links={**found.links, **links}, sources=sources)
+    return found, Asked(tree, tuple(_contradictions(found, tree)))
+
+
+def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:
+    """Return warnings where the devices differ from the stated machine, which takes precedence."""
+    facts = {
+        "ranks per node": (stated.ranks_per_node, tree.count),
+        "ranks per GPU": (stated.ranks_per_gpu, tree.shape()[1] if tree.packages else stated.ranks_per_gpu),
+    }
+    return [
+        f"{stated.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
+        for what, (said, seen) in facts.items()
+        if said != seen
+    ]
+
+
+# -- as measured -----------------------------------------------------------------------------------------------------
+
+
+def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
+    """Measure the machine from inside a job and let rank 0 print it; never returns: the ranks leave together.
+
+    Args:
+        stated: what ``--from`` names; nothing, if one measures.
+        as_json: print JSON that ``--from`` and the config's ``topology`` read, instead of a tree.
+
+    Raises:
+        ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular tree.
+    """
+    if stated:
+        raise ValueError(f"--measure detects the machine, and --from {stated[0]} describes it; give one of the two")
+    os.environ.update(meeting_point(os.environ))
+    import torch.distributed as dist
+
+    from zero_topo.collectives.measure import choose_device, measure
+    from zero_topo.examples.process import behave
+    from zero_topo.hook.leaving import leave
+
+    behave()
+    device = choose_device(os.environ)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        with bar("measuring", quiet=dist.get_rank() > 0) as move:
+            found = measure(device, lambda words, done, total: move(description=words, completed=done, total=total))
+    except ValueError:  # the same on every rank; one complaint is enough
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise
+        raise typer.Exit(WRONG_INPUT) from None
+    if dist.get_rank() > 0:
+        leave()
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print(render_tree(found))
+    leave()
+
+
+def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
+    """Return :func:`rank_environment` of a job with several ranks.
+
+    Raises:
+        ValueError: outside a job of several ranks, or where nothing says how its ranks meet.
+    """
+    view = launcher_view(env)
+    if view is None or view.world_size == 1:
+        there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
+        raise ValueError(f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: {HOW}")
+    return rank_environment(env)

@@ -15,16 +15,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
-from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
+from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
 BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
 """Environment variable with the block, for frameworks that build the DeepSpeed config in code."""
@@ -178,9 +176,12 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int | float) and value > 1
 
 
-TESTS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {"on": _on, "off": lambda value: not _on(value), "set": lambda value: value is not None, "above one": _above_one}
-)
+TESTS: Mapping[str, Callable[[Any], bool]] = {
+    "on": _on,
+    "off": lambda value: not _on(value),
+    "set": lambda value: value is not None,
+    "above one": _above_one,
+}
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
@@ -265,7 +266,7 @@ SEQUENCES = (
 )
 
 MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
-REFUSED = json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))
+REFUSED = packaged(__package__, "refused.json")
 """The arguments of :func:`refuse_value`, for each refused key."""
 CHECKS: tuple[Check, ...] = (
     *MISPLACEMENTS,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from zero_topo.config.parts import QuantizeConfig
 from zero_topo.config.sync_config import DenseSync, SyncSettings
@@ -44,16 +43,14 @@ class Scheme:
 _PAPER_BITS = QuantizeConfig(weights="int8", secondary="int8", gradients="int4")
 _CODES = QuantizeConfig(weights="int8", gradients="int4", resident="int8")
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
-    {
-        "zero3": Scheme("world", None, "world", "world"),
-        "zero++": Scheme("world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4")),
-        "mics": Scheme("node", None, SAME, SAME),
-        "hsdp": Scheme("node", None, "node", "node"),
-        "paper": Scheme("gpu", SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
-        "topo": Scheme("gpu", SAME, "node", "world", _PAPER_BITS.model_copy(update={"resident": "int8"})),
-        "topo-zero2": Scheme("rank", None, "node", "world", _CODES),
-    }
-)
+SCHEMES: Mapping[str, Scheme] = {
+    "zero3": Scheme("world", None, "world", "world"),
+    "zero++": Scheme("world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4")),
+    "mics": Scheme("node", None, SAME, SAME),
+    "hsdp": Scheme("node", None, "node", "node"),
+    "paper": Scheme("gpu", SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
+    "topo": Scheme("gpu", SAME, "node", "world", _PAPER_BITS.model_copy(update={"resident": "int8"})),
+    "topo-zero2": Scheme("rank", None, "node", "world", _CODES),
+}
 DEFAULT_SCHEME = "topo"
 FREE_FORM = Scheme(None, None, None, None)

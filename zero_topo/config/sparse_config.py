@@ -36,12 +36,13 @@ from pydantic import Field
 from zero_topo.config.sync_config import (
     FP32,
     ITEMSIZES,
-    Books,
     Dtype,
     Kept,
     Move,
     Scratch,
     SyncSettings,
+    gather_moves,
+    reduce_moves,
     sync_hops,
     sync_peers,
 )
@@ -139,17 +140,16 @@ class SparseSync(SyncSettings):
         """Return the settings of the step that sends most, the steps before ``start`` excepted."""
         return self.model_copy(update={"density": max(self.density, self.density_at(self.start))})
 
-    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Record an FP32 reduction inside the node if needed, the mode's buffers, and an FP32 gather in the node."""
-        plan, columns, peers = books.plan, sum(widths), sync_peers(books.plan)
-        inner, outer = sync_hops(plan)
+    def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
+        """Return an FP32 reduction inside the node if needed, the mode's buffers, and an FP32 gather in the node."""
+        peers, (inner, outer) = sync_peers(plan), sync_hops(plan)
         if peers == 1:
-            return
-        if inner is not None:
-            books.reduce(inner, peers * columns * FP32)
-        books.moves.append(Move(*outer, round(self.peer_bytes(widths, plan)), gathers=False))
-        if inner is not None and plan.optimizer < inner[1]:
-            books.gather((plan.optimizer, inner[1]), peers * columns * FP32)
+            return []
+        across, rows = [Move(*outer, round(self.peer_bytes(widths, plan)), gathers=False)], peers * sum(widths) * FP32
+        if inner is None:
+            return across
+        back = gather_moves(plan, (plan.optimizer, inner[1]), rows) if plan.optimizer < inner[1] else []
+        return reduce_moves(plan, inner, rows) + across + back
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
         """Return the bytes of an FP32 residual of all elements that the peers reduce."""
@@ -493,12 +493,12 @@ class ScapeSync(MaskedSync):
         description="Density of the first step, if there is a warm-up.",
     )
 
-    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Record the bytes of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
-        super().volume(books, widths, itemsize)
-        inner, peers = sync_hops(books.plan)[0], sync_peers(books.plan)
+    def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
+        """Return the moves of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
+        moves, inner, peers = super().volume(plan, widths, itemsize), sync_hops(plan)[0], sync_peers(plan)
         if inner is not None and peers > 1:
-            books.gather(inner, peers * -(-sum(widths) // 8))
+            moves += gather_moves(plan, inner, peers * -(-sum(widths) // 8))
+        return moves
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
         """Return the bytes of each peer's masked row, of the own sums if peers need them, and of mask bits to all."""

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config.parts import ROOT
@@ -35,7 +34,7 @@ GONE = (LOCO, MICS, MICS_HOPS)
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
 ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
-FED_BACK: Mapping[str, Any] = MappingProxyType({"mode": "quantized", "bits": 4, "error_feedback": True})
+FED_BACK: Mapping[str, Any] = {"mode": "quantized", "bits": 4, "error_feedback": True}
 _ABSENT = object()
 
 

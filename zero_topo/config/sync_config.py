@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -21,7 +20,7 @@ from zero_topo.strict import StrictModel
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 BlockSize = Literal[64, 128, 256, 512, 1024, 2048]
-ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 
 
@@ -37,28 +36,19 @@ class Move(NamedTuple):
     gathers: bool
 
 
-class Books:
-    """Records the bytes that a rank sends in a phase, process group by process group.
+def gather_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
+    """Return an all-gather's moves: the outermost group first; inner groups then pass on everything received."""
+    moves = []
+    for lo, hi in reversed(plan.route(*hop)):
+        moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
+        message *= hi // lo
+    return moves
 
-    Attributes:
-        plan: degrees and process groups.
-        moves: in the order booked; a mode of sync may add its own.
-    """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.moves: list[Move] = []
-
-    def gather(self, hop: tuple[int, int], message: int) -> None:
-        """Record an all-gather: the outermost group first; inner groups then pass on everything received."""
-        for lo, hi in reversed(self.plan.route(*hop)):
-            self.moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
-            message *= hi // lo
-
-    def reduce(self, hop: tuple[int, int], message: int) -> None:
-        """Record a reduce-scatter: each group carries the buffers for all destinations of the groups after it."""
-        for lo, hi in self.plan.route(*hop):
-            self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
+def reduce_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
+    """Return a reduce-scatter's moves: each group carries the buffers for all destinations of the groups after it."""
+    groups = plan.route(*hop)
+    return [Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False) for lo, hi in groups]
 
 
 class Kept(NamedTuple):
@@ -124,11 +114,11 @@ class SyncSettings(StrictModel):
         return None
 
     @abstractmethod
-    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Record the bytes that a rank sends in one sync.
+    def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
+        """Return what a rank sends in one sync.
 
         Args:
-            books: the record, which holds the plan.
+            plan: the degrees.
             widths: elements of each parameter in a rank's world shard.
             itemsize: bytes of a gradient element that is sent dense.
         """
@@ -187,12 +177,10 @@ class DenseSync(SyncSettings):
         None, description="Type of the values on the wire; null takes the type the gradients are accumulated in."
     )
 
-    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Record a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""
-        plan, row = books.plan, sum(widths) * itemsize
-        books.reduce(plan.hop("sync"), row)
-        whole = self.reduce == "all_reduce"
-        books.gather((plan.gradients if whole else plan.optimizer, plan.world_size), row)
+    def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
+        """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""
+        row, shard = sum(widths) * itemsize, plan.gradients if self.reduce == "all_reduce" else plan.optimizer
+        return reduce_moves(plan, plan.hop("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
         """Return zero bytes: this mode stores nothing between steps."""
@@ -241,17 +229,15 @@ class QuantizedSync(SyncSettings):
         """Return the wire format."""
         return BlockSpec.named(str(self.bits), self.block_size)
 
-    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Record an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.
+    def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
+        """Return an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.
 
         The gather returns the reduced rows, unquantized, to the ranks that share an optimizer shard.
         """
-        plan = books.plan
-        inner, outer = sync_hops(plan)
-        if inner is not None:
-            books.reduce(inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
-        books.reduce(outer, rows_message(1, widths, self.spec, itemsize))
-        books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
+        (inner, outer), row = sync_hops(plan), sum(widths) * itemsize
+        within = reduce_moves(plan, inner, plan.world_size // inner[1] * row) if inner is not None else []
+        across = reduce_moves(plan, outer, rows_message(1, widths, self.spec, itemsize))
+        return within + across + gather_moves(plan, (plan.optimizer, plan.world_size), row)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
         """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""

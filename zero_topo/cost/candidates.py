@@ -17,18 +17,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.config import (
+    AUTO,
+    ROLES,
+    SCHEMES,
+    DenseSync,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    is_automatic,
+    resolve_config,
+)
 from zero_topo.plan import divisors
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
 
 Block = Mapping[str, Any]
-PAPER_BITS: Block = MappingProxyType({"weights": "int8", "secondary": "int8", "gradients": "int4"})
-FEW_BITS: Block = MappingProxyType({"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}})
+PAPER_BITS: Block = {"weights": "int8", "secondary": "int8", "gradients": "int4"}
+FEW_BITS: Block = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 WHOLE_NODES = (1, 2, 4)
 
 
@@ -96,7 +104,7 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
             refusal = refusal or error
             continue
         own = {key: value for key, value in settings.items() if key not in fixed}
-        found.setdefault(_effect(config), Candidate(_name(own, config), MappingProxyType(own), chosen, config))
+        found.setdefault(_effect(config), Candidate(_name(own, config), own, chosen, config))
     if not found:
         raise ValueError(f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}')
     return tuple(found.values())
@@ -175,12 +183,7 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
             continue
         for optimizer in _optimizers(topology, gradients):
             for bits, secondary in _secondaries(topology, weights):
-                degrees_of = {
-                    "weights": weights,
-                    "secondary": secondary,
-                    "gradients": gradients,
-                    "optimizer": optimizer,
-                }
+                degrees_of = dict(zip(ROLES, (weights, secondary, gradients, optimizer), strict=True))
                 given = {role: degree for role, degree in degrees_of.items() if degree is not None}
                 block: dict[str, Any] = {role: _place(topology, degree) for role, degree in given.items()}
                 if not bits:

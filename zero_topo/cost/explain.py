@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
 from zero_topo.cost.pipeline import best_pipeline
@@ -16,13 +15,11 @@ from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
 
 OWN_WORK = ("compute", "optimizer")
-RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
-    {
-        "topo-scatter4": ("int4 gradients inside the node alone", 0.0037, 0.0076),
-        "topo-q4": ("all of topo's bits with int4 sync and publish", 0.0045, 0.0123),
-        "chaos": ("a change of the weights by 1e-6, which says what is noise", 0.0003, 0.0017),
-    }
-)
+RISKS: Mapping[str, tuple[str, float, float]] = {
+    "topo-scatter4": ("int4 gradients inside the node alone", 0.0037, 0.0076),
+    "topo-q4": ("all of topo's bits with int4 sync and publish", 0.0045, 0.0123),
+    "chaos": ("a change of the weights by 1e-6, which says what is noise", 0.0003, 0.0017),
+}
 """Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of
 ``benchmarks/records/convergence.json`` -> what is quantized, mean and worst of eight seeds (chaos: five)."""
 

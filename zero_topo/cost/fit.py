@@ -41,14 +41,11 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
         ValueError: if its shards of weights and gradients alone are more than a rank's memory.
     """
     memory, limit = request.topology.memory_per_rank, request.limit
-    held = request.holds(resolved)
-    needs = sum(held.values())
-    if memory is None or limit is None or needs <= limit:
+    price = request.price(resolved)
+    if memory is None or limit is None or price.fits:
         return []
     name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"
-    sure = sum(held.get(role, 0) for role in SURE)
-    role = max(held, key=held.__getitem__)
-    most = f"most of it for {role} ({format_bytes(held[role])})"
+    sure = sum(price.memory.get(role, 0) for role in SURE)
     way_out = _way_out(block, resolved, request)
     if sure > memory:
         raise ValueError(
@@ -56,8 +53,8 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
             f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
         )
     return [
-        f"warning: {name} needs {format_bytes(needs)} on each rank by prediction, {most}, of {format_bytes(limit)} "
-        f"({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
+        f"warning: {name} needs {format_bytes(price.held)} on each rank by prediction, {price.most}, of "
+        f"{format_bytes(limit)} ({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
     ]
 
 
@@ -68,8 +65,8 @@ def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) 
         if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
             continue
         keys = {"weights": domain} if resolved.scheme is None else {"scheme": resolved.scheme, "weights": domain}
-        wider = resolve_config(block.model_copy(update=keys), resolved.topology)
-        if request.fits(wider):
+        wider = request.price(resolve_config(block.model_copy(update=keys), resolved.topology))
+        if wider.fits:
             words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
-            return f"set {words}, which needs {format_bytes(sum(request.holds(wider).values()))}"
+            return f"set {words}, which needs {format_bytes(wider.held)}"
     return f'set "scheme": "{AUTO}", which takes the fastest plan that fits; if none fits, it reports why'

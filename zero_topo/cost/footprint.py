@@ -19,74 +19,61 @@ Note [In flight]
     has ``reduce_bucket_size`` elements (5 * 10^8 by default) for any model size. The optimizer updates
     ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
     states and these copies are in host memory, which is not counted.
+
+Note [Messages]
+    Sync and publish carry a run of parameters at a time (``packed_runs``). Of the packed buffers that a rank stores at
+    one time, sent and received, a hierarchical reduction of two groups needs most memory in the first group, an
+    all-gather in the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
-from zero_topo.config.sync_config import ITEMSIZES, Scratch
+from zero_topo.config.sync_config import FP32, ITEMSIZES, Scratch, rows_message
+from zero_topo.cost.codes import largest_change_bytes
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, VARIANCE_BYTES, memory_bytes
-from zero_topo.cost.messages import publish_bytes, scatter_bytes, widest_run
-from zero_topo.cost.transformer import Model
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.volume import Workload, gather_spec, message_bytes
+from zero_topo.plan import packed_runs
 
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """Holds DeepSpeed's settings that memory depends on, in elements; see Note [In flight].
-
-    Attributes:
-        live: ``stage3_max_live_parameters``.
-        bucket: ``reduce_bucket_size``.
-        sub_group: ``sub_group_size``.
-        offload: whether ``offload_optimizer`` names the CPU.
-        loss_scaled: whether ``fp16`` is enabled.
-    """
-
-    live: int = 10**9
-    bucket: int = 5 * 10**8
-    sub_group: int = 10**9
-    offload: bool = False
-    loss_scaled: bool = False
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> InFlight:
-        """Read the settings of a DeepSpeed config; absent and "auto" keys take their defaults.
-
-        Raises:
-            ValueError: if a value is not a number.
-        """
-        zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
-        keys = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
-        found = {name: zero[key] for name, key in keys.items() if zero.get(key, AUTO) != AUTO}
-        for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"zero_optimization.{keys[name]} is {value!r}; it must be a number of elements")
-        device = (zero.get("offload_optimizer") or {}).get("device", "none")
-        counts = {name: int(value) for name, value in found.items()}
-        return cls(**counts, offload=device == "cpu", loss_scaled=fp16.get("enabled") is True)
-
-
 LOGITS = 3.52  # peak of the usual loss, in FP32 logits; see Note [Activations]
-DEFAULTS = InFlight()
-"""DeepSpeed's own."""
+COUNTS = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
+"""Field of a job -> key of ``zero_optimization``, a number of elements."""
 
 
-def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS) -> dict[str, int]:
+def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a :class:`~zero_topo.cost.step.Job` that a DeepSpeed config sets; "auto" counts as absent.
+
+    Raises:
+        ValueError: if a value is not a number.
+    """
+    zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
+    found = {name: zero[key] for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"zero_optimization.{COUNTS[name]} is {value!r}; it must be a number of elements")
+    device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    counts = {name: int(value) for name, value in found.items()}
+    scaled = fp16.get("enabled") is True
+    return {**counts, "offload": device == "cpu", "loss_scaled": scaled, "muon": method_of(config)}
+
+
+def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
     """Return the bytes per rank at the peak of a step, by role.
 
     Args:
         config: plan and formats.
         work: the parameters, for the shards.
-        job: the model's shape and the micro-batch, for what is in flight.
-        flight: DeepSpeed's settings.
+        job: the model's shape, the micro-batch and DeepSpeed's settings.
 
     Returns:
         The roles of :func:`~zero_topo.cost.memory.memory_bytes`; "masks" of sparse modes; the gradient "bucket"; and
@@ -97,32 +84,29 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     held = memory_bytes(config, work, accumulated, states)
     columns = sum(work.shards(config.plan))
-    held |= {"optimizer": 0} if flight.offload else {}
-    most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
+    held |= {"optimizer": 0} if job.offload else {}
+    most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False).masks
-    beside = {"masks": masks, "bucket": flight.bucket * work.itemsize, **most}
+    beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
-def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch:
+def scratch(config: ResolvedConfig, work: Workload, bucket: int) -> Scratch:
     """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
     columns = sum(work.shards(config.plan))
-    limit = config.sync.run_numel(flight.bucket, sum(work.numels))
+    limit = config.sync.run_numel(bucket, sum(work.numels))
     run = widest_run(config, replace(work, run_numel=limit))
     name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
     return config.sync.scratch(config.plan, columns, run, ITEMSIZES[name] if name else work.itemsize)
 
 
-def moments(
-    config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS
-) -> tuple[dict[str, int], ...]:
+def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str, int], ...]:
     """Return the bytes in addition to the shards at each moment of a step that may be the peak.
 
     Args:
         config: plan and formats.
         work: the parameters.
-        job: the model's shape and the micro-batch.
-        flight: DeepSpeed's settings.
+        job: the model's shape, the micro-batch and DeepSpeed's settings.
 
     Returns:
         One mapping of role to bytes for each of these moments, in order:
@@ -133,16 +117,16 @@ def moments(
         4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
         5. Publish after the optimizer step.
     """
-    plan, work = config.plan, replace(work, run_numel=flight.bucket)
-    sync = scratch(config, work, flight)
+    plan, work = config.plan, replace(work, run_numel=job.bucket)
+    sync = scratch(config, work, job.bucket)
     publish = publish_bytes(config, work)
     rows = plan.world_size // plan.optimizer * sum(work.shards(plan))
-    copied = work.itemsize < 4 and not flight.offload
-    scatter = scatter_bytes(config, flight.bucket, work)
-    complete, coming = gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live)
+    copied = work.itemsize < 4 and not job.offload
+    scatter = scatter_bytes(config, job.bucket, work)
+    complete, coming = gathered_bytes(config, job, work.itemsize)
     computing = {"activations": activation_bytes(job, work.itemsize)}
     beside = sync.peak if config.overlap else 0
-    step = {"step": min(flight.sub_group, rows) * 4 if copied else 0}
+    step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (
         {"gathered": complete, **computing, "messages": beside},
         {"gathered": coming, **computing, "messages": scatter + beside},
@@ -152,25 +136,21 @@ def moments(
     )
 
 
-def gathered_bytes(
-    config: ResolvedConfig, model: Model, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
-) -> tuple[int, int]:
+def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int, int]:
     """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
 
     Args:
         config: the wire formats.
-        model: the model, whose modules are gathered one by one.
+        job: the model, whose modules are gathered one by one, and how many elements DeepSpeed gathers ahead and keeps.
         itemsize: bytes per weight.
-        prefetch: modules gathered ahead.
-        live: gathered elements that DeepSpeed keeps at one time.
 
     Returns:
         Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
         flight, for which this rank stores its own buffer and those received from the outermost group.
     """
-    sizes = [sum(numels) for numels in model.modules()]
-    ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
-    whole = min(model.params, max(live, ahead)) * itemsize
+    sizes = [sum(numels) for numels in job.model.modules()]
+    ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))
+    whole = min(job.model.params, max(job.live, ahead)) * itemsize
     complete = coming = 0
     for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
         members, (lo, hi) = config.plan.hop(phase)[1], config.plan.route(*config.plan.hop(phase))[-1]
@@ -197,3 +177,64 @@ def activation_bytes(job: Job, itemsize: int = 2, tensor: int = 1) -> int:
     if job.checkpointing:  # the layers' inputs, and then either the loss or one layer
         return model.layers * tokens * h * itemsize + max(layer, logits) + ends
     return model.layers * layer + logits + ends
+
+
+# -- packed buffers, see Note [Messages] -------------------------------------------------------------------------------
+
+
+def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
+    """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and those received.
+
+    Args:
+        config: plan and formats.
+        bucket: elements of the bucket.
+        work: the parameters, each of which is padded to whole blocks.
+    """
+    plan, spec = config.plan, config.gradients_spec
+    if plan.gradients == 1:
+        return bucket * FP32
+    if spec is None:
+        return 2 * bucket * work.scatter_itemsize
+    sizes = [plan.world_size // plan.gradients * width for width in widest_run(config, work)]
+    added = sum(-size % spec.block_size for size in sizes)
+    return 2 * spec.nbytes(bucket + plan.gradients * added)
+
+
+def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
+    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and the receive buffer.
+
+    For INT8 weights the packed buffer is the largest possible one, in which every block is sent whole.
+    """
+    plan, spec, codes = config.plan, config.publish.spec, config.resident_spec
+    rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
+    widths, coded = (widest_run(config, work, kind) for kind in (False, True))
+    itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
+    own = rows_message(rows, widths, spec, itemsize)
+    if codes is not None:
+        own = max(own, largest_change_bytes(rows, coded, codes))
+    differences = 0 if spec is None else FP32 * rows * sum(widths)
+    if size == 1:
+        return 0 if spec is None else differences + own
+    route = plan.route(plan.weights, plan.optimizer)
+    if len(route) == 1:
+        return differences + own + own * size
+    came = own * (route[-1][1] // route[-1][0])
+    return max(differences + own + came if spec else 0, came + own * size)
+
+
+def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> Sequence[int]:
+    """Return the elements, in a world shard, of each parameter of the largest run.
+
+    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None takes all.
+    """
+    kinds = work.coded(config) if coded is not None else ()
+    return _widest(work.shards(config.plan), config.plan.world_size, kinds, coded, work.run_numel)
+
+
+@lru_cache  # the planner asks for the same run in most of its plans
+def _widest(
+    shards: Sequence[int], ranks: int, kinds: Sequence[bool], coded: bool | None, limit: int | None
+) -> Sequence[int]:
+    widths = shards if coded is None else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
+    runs = packed_runs([ranks * width for width in widths], limit)
+    return max((widths[run.start : run.stop] for run in runs), key=sum, default=())

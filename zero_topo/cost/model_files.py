@@ -12,17 +12,14 @@ whose defaults are those of the classes, are built by transformers; see ``module
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.cost.module_tree import build, read_modules
 from zero_topo.cost.transformer import SEQUENCE, Model, Transformer
-from zero_topo.strict import cut, did_you_mean, read_text, within_limits
+from zero_topo.strict import cut, did_you_mean, packaged, read_text, within_limits
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
@@ -35,29 +32,23 @@ ATTENTIONS = ("global", "local", "flash")
 GATED = ("geglu", "reglu", "bilinear", "swiglu", "glu")
 """GPT-NeoX's activations whose feed-forward has three matrices."""
 
-MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    json.loads(resources.files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
-)
-GPT2: Mapping[str, str] = MappingProxyType(
-    {
-        "n_layer": "num_hidden_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "intermediate_size",
-    }
-)
+MODELS: Mapping[str, Mapping[str, Any]] = packaged(__package__, "models.json")
+GPT2: Mapping[str, str] = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
 """GPT-2's names of keys -> those of all other families."""
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _GROUPED = (*_SIZES, "num_key_value_heads")
-PLAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "gpt2": (*_SIZES[:3], "vocab_size", "max_position_embeddings"),
-        "gpt_neox": _SIZES,
-        **dict.fromkeys(("llama", "mistral", "qwen2"), _GROUPED),
-        "qwen3": (*_GROUPED, "head_dim"),
-    }
-)
+PLAIN: Mapping[str, tuple[str, ...]] = {
+    "gpt2": (*_SIZES[:3], "vocab_size", "max_position_embeddings"),
+    "gpt_neox": _SIZES,
+    **dict.fromkeys(("llama", "mistral", "qwen2"), _GROUPED),
+    "qwen3": (*_GROUPED, "head_dim"),
+}
 """Families whose parameters follow from these keys and those that :func:`_read_hugging_face` reads."""
 STRANGE = ("attention_bias", "mlp_bias", "add_cross_attention", *EXPERTS)
 """Keys that change the parameters of a plain family, or should."""

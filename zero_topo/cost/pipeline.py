@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 from zero_topo.cost.footprint import activation_bytes
 from zero_topo.cost.memory import ADAM_BYTES
@@ -97,7 +96,7 @@ def pipeline_step(plan: Pipeline, job: Job, rates: Rates) -> Step:
     slots = job.micro_batches * plan.stages * plan.tensor
     found["bubble"] = (plan.stages - 1) / slots * (found["compute"] + found["tensor"] + found["stages"])
     found["optimizer"] = model.params / plan.topology.world_size * OPTIMIZER_BYTES / rates.memory
-    return Step(MappingProxyType(found), job.flops)
+    return Step(found, job.flops)
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,13 @@ class PipelinePrice(Price):
     @cached_property
     def memory(self) -> dict[str, int]:
         """Return the memory of a rank of the first stage in bytes, by role."""
-        plan, job, flight = self.config, self.request.job, self.request.flight
+        plan, job = self.config, self.request.job
         each = job.model.params // (plan.stages * plan.tensor)
         return {
             "weights": each * job.itemsize,
             "gradients": each * job.itemsize,
-            "optimizer": 0 if flight.offload else each * ADAM_BYTES // plan.replicas,
-            "bucket": min(flight.bucket, each) * job.itemsize,
+            "optimizer": 0 if job.offload else each * ADAM_BYTES // plan.replicas,
+            "bucket": min(job.bucket, each) * job.itemsize,
             "activations": activation_bytes(job, job.itemsize, plan.tensor),
         }
 

@@ -24,7 +24,7 @@ from math import inf
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
-from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
+from zero_topo.cost.footprint import predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
@@ -54,11 +54,10 @@ class Request:
 
     Attributes:
         topology: the machine; unknown links and rates are assumed to be those of Frontier.
-        job: the model's shape, the micro-batches, what is recomputed.
+        job: the model's shape, the micro-batches, what is recomputed, DeepSpeed's settings.
         numels: elements of each parameter, if they are known exactly; None takes those of the shape.
         reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
         sparse: modes of sync to try next to dense and quantized; they change how training converges.
-        flight: DeepSpeed's settings that memory depends on.
         states_only: count only the shards of weights, gradients and optimizer, as papers do, without the other memory
             at the peak of a step.
         own_rates: rates of a rank, if they are known; None takes those of the machine's preset.
@@ -71,28 +70,14 @@ class Request:
     numels: tuple[int, ...] | None = None
     reserve: float = RESERVE
     sparse: tuple[str, ...] = ()
-    flight: InFlight = DEFAULTS
     states_only: bool = False
     own_rates: Rates | None = None
     frozen: tuple[int, ...] = ()
     whole: tuple[bool, ...] = ()
 
-    def holds(self, config: ResolvedConfig) -> dict[str, int]:
-        """Return the bytes of a rank by role under a plan."""
-        work = replace(self.work, loss_scaled=self.flight.loss_scaled)
-        if self.job.stock:  # stock hpZ stores its copy in 16 bits
-            config = replace(config, secondary_spec=None)
-        if self.states_only:
-            return memory_bytes(config, work, work.itemsize)
-        return predict_memory(config, work, self.job, self.flight)
-
     def price(self, config: ResolvedConfig) -> Price:
         """Return the cost of a plan: its step time, the bytes it sends, and the memory of a rank."""
         return Price(config, self)
-
-    def fits(self, config: ResolvedConfig) -> bool:
-        """Return whether a plan fits into a rank's memory; True if that memory is not known."""
-        return self.price(config).fits
 
     @cached_property
     def machine(self) -> Topology:
@@ -127,7 +112,7 @@ class Request:
         work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
         frozen = Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
         whole = self.whole if self.numels is not None else job.model.whole() if job.muon else ()
-        return replace(work, frozen=frozen, whole=whole)
+        return replace(work, frozen=frozen, whole=whole, loss_scaled=job.loss_scaled)
 
     @property
     def limit(self) -> int | None:
@@ -150,14 +135,25 @@ class Price:
     predict = staticmethod(predict_step)
 
     @cached_property
-    def memory(self) -> Mapping[str, int]:
+    def memory(self) -> dict[str, int]:
         """Return the memory of a rank in bytes, by role."""
-        return self.request.holds(self.config)
+        config, request = self.config, self.request
+        if request.job.stock:  # stock hpZ stores its copy in 16 bits
+            config = replace(config, secondary_spec=None)
+        if request.states_only:
+            return memory_bytes(config, request.work, request.work.itemsize)
+        return predict_memory(config, request.work, request.job)
 
     @property
     def held(self) -> int:
         """Return the total memory of a rank in bytes."""
         return sum(self.memory.values())
+
+    @property
+    def most(self) -> str:
+        """Return for which role most of the memory is, and its bytes, as the end of a sentence."""
+        role = max(self.memory, key=self.memory.__getitem__)
+        return f"most of it for {role} ({format_bytes(self.memory[role])})"
 
     @property
     def fits(self) -> bool:
@@ -212,11 +208,8 @@ class Priced(Price):
 
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
-        role = max(self.memory, key=self.memory.__getitem__)
-        return (
-            f"{self.candidate.name} does not fit: it needs {format_bytes(self.held)} of {format_bytes(limit)}, "
-            f"most of it for {role} ({format_bytes(self.memory[role])})"
-        )
+        needs = f"{format_bytes(self.held)} of {format_bytes(limit)}"
+        return f"{self.candidate.name} does not fit: it needs {needs}, {self.most}"
 
 
 @dataclass(frozen=True)
@@ -351,22 +344,22 @@ def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
 
 def _way_out(leanest: Priced, request: Request) -> str:
     """Return what would make the leanest plan fit: changes of the job, or more nodes, each tried separately."""
-    job, flight, topology = request.job, request.flight, request.machine
+    job, topology = request.job, request.machine
     leaner = {
-        "recompute activations (checkpointing)": replace(request, job=replace(job, checkpointing=True)),
-        "use flash attention": replace(request, job=replace(job, attention="flash")),
-        "use micro-batches of one sequence": replace(request, job=replace(job, micro_batch=1)),
-        "offload the optimizer to the host (offload_optimizer)": replace(request, flight=replace(flight, offload=True)),
+        "recompute activations (checkpointing)": replace(job, checkpointing=True),
+        "use flash attention": replace(job, attention="flash"),
+        "use micro-batches of one sequence": replace(job, micro_batch=1),
+        "offload the optimizer to the host (offload_optimizer)": replace(job, offload=True),
     }
-    leaner = {what: changed for what, changed in leaner.items() if changed != request}
-    found = [what for what, changed in leaner.items() if changed.fits(_on(leanest, changed))]
+    leaner = {what: changed for what, changed in leaner.items() if changed != job}
+    found = [what for what, changed in leaner.items() if _on(leanest, replace(request, job=changed)).fits]
     if (enough := _enough_nodes(leanest, request)) is not None:
         found.append(f"use {enough:,} nodes")
     if found:
         return f"what would do, each by itself: {'; '.join(found)}"
-    job = replace(job, checkpointing=True, attention="flash", micro_batch=1)
-    all_of_it = replace(request, job=job, flight=replace(flight, offload=True))
-    enough = topology.nodes if all_of_it.fits(_on(leanest, all_of_it)) else _enough_nodes(leanest, all_of_it)
+    job = replace(job, checkpointing=True, attention="flash", micro_batch=1, offload=True)
+    all_of_it = replace(request, job=job)
+    enough = topology.nodes if _on(leanest, all_of_it).fits else _enough_nodes(leanest, all_of_it)
     if enough is None:
         return f"even {topology.nodes * 2**MOST_DOUBLINGS:,} nodes would not do; shorten the sequence (--seq)"
     return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
@@ -376,11 +369,12 @@ def _enough_nodes(plan: Priced, request: Request) -> int | None:
     """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is none."""
     counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
     larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
-    return next((changed.topology.nodes for changed in larger if changed.fits(_on(plan, changed))), None)
+    return next((changed.topology.nodes for changed in larger if _on(plan, changed).fits), None)
 
 
-def _on(plan: Priced, request: Request) -> ResolvedConfig:
-    return resolve_config(plan.candidate.chosen, request.machine)
+def _on(plan: Priced, request: Request) -> Price:
+    """Return the cost of a plan under another request."""
+    return request.price(resolve_config(plan.candidate.chosen, request.machine))
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:
@@ -397,7 +391,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
 
     def fits(params: int) -> bool:
         model = scaled(params, sequence=request.job.model.sequence)
-        return replace(request, job=replace(request.job, model=model)).fits(config)
+        return replace(request, job=replace(request.job, model=model)).price(config).fits
 
     low = LEAST_PARAMS
     if not fits(low):

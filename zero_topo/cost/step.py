@@ -58,7 +58,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
@@ -117,6 +116,11 @@ class Job:
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
         overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
         muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
+        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see ``footprint.py``.
+        bucket: elements of a gradient bucket (``reduce_bucket_size``).
+        sub_group: elements that the optimizer updates at a time (``sub_group_size``).
+        offload: whether ``offload_optimizer`` names the CPU.
+        loss_scaled: whether ``fp16`` is enabled.
 
     Raises:
         ValueError: if a number is out of range.
@@ -134,6 +138,11 @@ class Job:
     stock: bool = False
     overlap: float | None = None
     muon: str | None = None
+    live: int = 10**9
+    bucket: int = 5 * 10**8
+    sub_group: int = 10**9
+    offload: bool = False
+    loss_scaled: bool = False
 
     def __post_init__(self) -> None:
         for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
@@ -447,7 +456,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
         found["matrices"] = Packet("matrices", 0.0, _hops(Network(config.topology, rates), exchange)).seconds
-    return Step(MappingProxyType(found), job.flops)
+    return Step(found, job.flops)
 
 
 def _passes(

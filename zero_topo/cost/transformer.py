@@ -20,7 +20,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import ClassVar
 
 WIDTH_PER_LAYER = 128
@@ -207,13 +206,11 @@ class Transformer(Model):
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = {"query": wide, "key": keys, "value": keys} if self.gated else {"qkv": wide + 2 * keys}
         forward = FEED_FORWARD if self.gated else FEED_FORWARD[1:]
-        return MappingProxyType(
-            {
-                **{name: width * self.hidden for name, width in attention.items()},
-                "out": wide * self.hidden,
-                **{name: self.hidden * self.intermediate for name in forward},
-            }
-        )
+        return {
+            **{name: width * self.hidden for name, width in attention.items()},
+            "out": wide * self.hidden,
+            **{name: self.hidden * self.intermediate for name in forward},
+        }
 
     @cached_property
     def _norm(self) -> tuple[Shape, ...]:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
-from zero_topo.config.sync_config import Books, Move, rows_message
+from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
 from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes
 from zero_topo.plan import Plan, coded_slots, packed_runs
 from zero_topo.quant.spec import BlockSpec
@@ -256,24 +256,22 @@ def phase_moves(
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
-    hop, books = config.plan.hop(phase), Books(config.plan)
-    rows, message, codes = config.plan.world_size // hop[1], 0, config.resident_spec
+    plan, hop, codes = config.plan, config.plan.hop(phase), config.resident_spec
+    rows = plan.world_size // hop[1]
     if phase == "sync":
-        config.sync.volume(books, columns.all, itemsize)
-    elif phase == "scatter":
+        return config.sync.volume(plan, columns.all, itemsize), 0
+    if phase == "scatter":
         message = rows_message(1, [rows * width for width in columns.all], config.gradients_spec, itemsize)
-        books.reduce(hop, message)
-    elif phase == "publish":
+        return reduce_moves(plan, hop, message), message
+    if phase == "publish":
         message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
         if codes and columns.coded:
             message += change_bytes(rows, columns.coded, codes) if published is None else published
-        books.gather(hop, message)
     else:
         spec = gather_spec(config, phase)
         message = sum(message_bytes(rows * width, spec, itemsize) for width in columns.plain)
         message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
-        books.gather(hop, message)
-    return books.moves, message
+    return gather_moves(plan, hop, message), message
 
 
 def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
@@ -291,9 +289,7 @@ def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
     """Return the moves of the message with which ranks agree on the size of each run of publish."""
-    books = Books(plan)
-    books.gather(plan.hop("publish"), COUNT_BYTES * runs)
-    return books.moves
+    return gather_moves(plan, plan.hop("publish"), COUNT_BYTES * runs)
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:

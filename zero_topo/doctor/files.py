@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,11 +82,12 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(WARN, "/dev/shm", text, f"rm {' '.join(named)}")
 
 
-def shortage() -> list[str]:
-    """Return lines to print before ranks start if ``/dev/shm`` is short of space, with files that can be removed."""
+def warn_of_shortage() -> None:
+    """Print to stderr, before ranks start, that ``/dev/shm`` is short of space, and which files can be removed."""
     short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
-    found = shared_memory(Surroundings()) if short else ()
-    return [f"zero_topo: {finding.subject}: {finding.line()}" for finding in found if finding.state == WARN]
+    for finding in shared_memory(Surroundings()) if short else ():
+        if finding.state == WARN:
+            print(f"zero_topo: {finding.subject}: {finding.line()}", file=sys.stderr)
 
 
 def _mapped(proc: Path) -> str:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.strict import words_of
 from zero_topo.topology.launchers import launcher_view
 
 LOOPBACK = "lo"
@@ -67,19 +68,15 @@ def _judged(variable: str, value: str, named: Mapping[str, list[str]], there: Ma
 
 def _exact(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
     """Parse gloo's value: full names, separated by commas."""
-    return {word: [word] if word in there else [] for word in _words(value)}
+    return {word: [word] if word in there else [] for word in words_of(value)}
 
 
 def _nccl(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
     """Parse NCCL's value: prefixes of names; a leading ``=`` means full names, ``^`` all interfaces except these."""
     exact, others = "=" in value[:2], value.startswith("^")
-    words = _words(value.lstrip("^="))
+    words = words_of(value.lstrip("^="))
     meant = {word: [name for name in there if name == word or (not exact and name.startswith(word))] for word in words}
     if not others:
         return meant
     excluded = {name for names in meant.values() for name in names}
     return {value: [name for name in there if name not in excluded]}
-
-
-def _words(value: str) -> list[str]:
-    return [word.strip() for word in value.split(",") if word.strip()]

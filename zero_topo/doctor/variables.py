@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from typing import Literal
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.strict import Flag, Strings, read, strict_dataclass
+from zero_topo.strict import Flag, Strings, packaged, read, strict_dataclass
 
 
 @strict_dataclass
@@ -53,8 +51,7 @@ class Rule:
 
 def load_rules() -> list[Rule]:
     """Return all rows of ``variables.json``."""
-    text = resources.files(__package__).joinpath("variables.json").read_text(encoding="utf-8")
-    rules: list[Rule] = read(list[Rule], "variables.json", json.loads(text))
+    rules: list[Rule] = read(list[Rule], "variables.json", packaged(__package__, "variables.json"))
     return rules
 
 

@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from zero_topo.doctor.files import shortage
+from zero_topo.doctor.files import warn_of_shortage
 
 
 def behave() -> None:
@@ -19,8 +19,7 @@ def behave() -> None:
     The first rank of a host warns if its shared memory is short.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for line in shortage():
-            print(line, file=sys.stderr)
+        warn_of_shortage()
     if int(os.environ.get("RANK", "0")):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process; errors still reach stderr)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -27,10 +27,11 @@ from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
 from zero_topo.examples.process import behave
-from zero_topo.observe.progress import Progress
 from zero_topo.observe.runlog import RunLog, new_run_folder
-from zero_topo.observe.tables import render
+from zero_topo.observe.tables import pace_words, render
+from zero_topo.units import format_seconds
 
+LINES = 12  # of progress, about this many
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
 
@@ -116,7 +117,7 @@ def train(run: Run, log: RunLog, first: int) -> None:
         # torch 2.13 on an EPYC: 1 to 7 GFLOP/s per core in BF16, 37 to 54 in FP32
         print("This processor has no AVX-512: BF16 takes about ten times as long. For a short run, give --steps 15.")
     accumulation = engine.gradient_accumulation_steps()
-    progress = Progress(args.steps, first, quiet=run.rank != 0)
+    start_s = time.perf_counter()
     for step in range(first, args.steps):
         began, losses = time.perf_counter(), []
         for number in range(step * accumulation, (step + 1) * accumulation):
@@ -128,9 +129,17 @@ def train(run: Run, log: RunLog, first: int) -> None:
         stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
         pace = {} if stats is None else stats.pace
         log.step(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
-        progress.advance(step + 1, mean, pace)
+        if is_due(step + 1, first, args.steps):
+            place = f"step {step + 1:>{len(str(args.steps))}}/{args.steps}"
+            words = (place, f"loss {mean:.3f}", format_seconds(time.perf_counter() - start_s), pace_words(pace))
+            print("  ".join(filter(None, words)), flush=True)
         if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
-            progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
+            print(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}", flush=True)
+
+
+def is_due(step: int, first: int, total: int) -> bool:
+    """Return whether a line of progress is due after a step: after the first, the last, and now and then between."""
+    return step in (first + 1, total) or step % max(1, (total - first) // LINES) == 0
 
 
 @torch.no_grad()

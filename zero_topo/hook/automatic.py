@@ -7,11 +7,9 @@ plan without communication. ``agreement.py`` checks that they did.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from zero_topo.cost.estimate import module_request
-from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.muon import method_of
 from zero_topo.cost.planner import Request
 from zero_topo.topology.model import Topology
@@ -26,14 +24,7 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
             the policy's plan, so that both round their weights identically.
     """
-    flight = InFlight(
-        engine.zero_max_live_parameters(),
-        engine.zero_reduce_bucket_size(),
-        engine.zero_sub_group_size(),
-        engine.zero_cpu_offload(),
-        engine.fp16_enabled(),
-    )
-    request = module_request(
+    return module_request(
         engine.module,
         topology,
         trains=trains,
@@ -41,5 +32,9 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         micro_batches=engine.gradient_accumulation_steps(),
         itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
         muon=method_of({"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}),
+        live=engine.zero_max_live_parameters(),
+        bucket=engine.zero_reduce_bucket_size(),
+        sub_group=engine.zero_sub_group_size(),
+        offload=engine.zero_cpu_offload(),
+        loss_scaled=engine.fp16_enabled(),
     )
-    return replace(request, flight=flight)

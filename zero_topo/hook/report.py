@@ -24,8 +24,8 @@ from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json
-from zero_topo.hook.stats import Stats, stats
-from zero_topo.observe.report import RankBytes, Run, build_report
+from zero_topo.hook.stats import stats
+from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import METRICS, RunLog
 
 
@@ -65,13 +65,15 @@ def _write(
     if found is not None and found.phase_spans:
         with RunLog(folder) as log:
             log.timeline(engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
-    run = Run(
-        title or f"{type(engine.module).__name__}, {numel:,} parameters",
-        dist.get_world_size() if found is None else found.config.plan.world_size,
-        settings,
-        deepspeed_json(engine),
+    build_report(
+        folder,
+        found,
+        ranks,
+        title=title or f"{type(engine.module).__name__}, {numel:,} parameters",
+        world_size=dist.get_world_size() if found is None else found.config.plan.world_size,
+        settings=settings,
+        deepspeed=deepspeed_json(engine),
     )
-    build_report(folder, run, found, ranks)
 
 
 class Recorder:

@@ -21,8 +21,9 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.options import Force, offering
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, without
+from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names, without
 
 HEADER = "# Written by zero-topo launch"
 DISTRIBUTIONS = {
@@ -37,6 +38,14 @@ UNPACK = (
 EXPORT = "export {0.bash}"
 WIDTH = 110
 _PLAIN = re.compile(r"[\w./:=@%+,-]+")
+MachineName = Annotated[
+    str,
+    typer.Option(
+        autocompletion=offering(machine_names),
+        metavar="NAME|FILE",
+        help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file.",
+    ),
+]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
 
 
@@ -46,13 +55,13 @@ class _Script(Template):
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The options of a batch job, which ``zero-topo launch slurm`` takes."""
+    """The options of ``zero-topo launch slurm``: a batch job, and what to do with its script."""
 
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND", help="Program that each rank runs, and its arguments.")
     ] = ()  # type: ignore[assignment]
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
-    machine: str = "generic"
+    machine: MachineName = "generic"
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
     account: Annotated[str | None, typer.Option(help="Slurm account.")] = None
     time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Time limit.")] = None
@@ -70,6 +79,12 @@ class SlurmJob:
             help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
         ),
     ] = None
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
+    ] = None
+    force: Force = False
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False
 
     def __post_init__(self) -> None:
         """Refuse what would end the script's lines or break them.

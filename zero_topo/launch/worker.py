@@ -26,19 +26,13 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         return _complain(str(error), WRONG_INPUT)
     if added["LOCAL_RANK"] == "0":
-        _warn()
+        from zero_topo.doctor.files import warn_of_shortage
+
+        warn_of_shortage()
     try:
         os.execvpe(command[0], command, {**os.environ, **added})
     except OSError as error:
         return _complain(f"{command[0]} cannot be run ({error.strerror}) on {os.uname().nodename}", NOT_FOUND)
-
-
-def _warn() -> None:
-    """Say what is wrong with the host's shared memory before its ranks fill it."""
-    from zero_topo.doctor.files import shortage
-
-    for line in shortage():
-        print(line, file=sys.stderr)
 
 
 def _complain(message: str, status: int) -> int:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Adapts an unmodified NeoX to train under zero_topo, by wrapping it from outside.
+"""Finds an unmodified NeoX and adapts it to train under zero_topo, by wrapping it from outside.
 
 1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: every rank would store them
    unsharded until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
@@ -12,11 +12,47 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from zero_topo.neox import cpu
+from zero_topo.neox.config import Options
+
+
+def reach(options: Options) -> None:
+    """Make ``megatron`` importable, install zero_topo's hook and apply the adaptations to NeoX.
+
+    Raises:
+        ValueError: if there is no NeoX, or something it imports is not installed.
+    """
+    if options.neox_path is not None:
+        path = Path(options.neox_path).resolve()
+        if not (path / "megatron").is_dir():
+            raise ValueError(f"NEOX_PATH = {options.neox_path}: holds no folder megatron; give a checkout of gpt-neox")
+        sys.path.insert(0, str(path))
+    elif importlib.util.find_spec("megatron") is None:
+        raise ValueError("GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of EleutherAI/gpt-neox")
+    if options.cpu:
+        cpu.choose_cpu()
+        cpu.stand_in(int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or options.ranks or 1))
+    from zero_topo.hook.api import enable
+
+    enable()
+    try:
+        install()
+        if options.cpu:
+            cpu.adapt_neox()
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"GPT-NeoX imports {error.name}, which is not installed; install its requirements "
+            "(with setuptools<81, which still has pkg_resources)"
+        ) from error
 
 
 def install() -> None:

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from zero_topo.strict import cut, read_text, within_limits
+from zero_topo.strict import cut, packaged, read_text, within_limits
 
 MOST_BYTES = 256 << 10  # PyYAML is slow to import
 EXTRA = "deepspeed_extra_args"
 
-DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    json.loads(resources.files(__package__).joinpath("deepspeed_defaults.json").read_text(encoding="utf-8"))
-)
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = packaged(__package__, "deepspeed_defaults.json")
 """NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
 
 

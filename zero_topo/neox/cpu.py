@@ -12,22 +12,19 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
-OVERRIDES: Mapping[str, Any] = MappingProxyType(
-    {
-        "distributed_backend": "gloo",
-        "use_cpu_initialization": True,
-        "scaled_upper_triang_masked_softmax_fusion": False,
-        "scaled_masked_softmax_fusion": False,
-        "bias_gelu_fusion": False,
-        "bias_dropout_fusion": False,
-        "rope_fusion": False,
-        "layernorm_fusion": False,
-        "rmsnorm_fusion": False,
-    }
-)
+OVERRIDES: Mapping[str, Any] = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "scaled_upper_triang_masked_softmax_fusion": False,
+    "scaled_masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "rope_fusion": False,
+    "layernorm_fusion": False,
+    "rmsnorm_fusion": False,
+}
 """NeoX's keys that a CPU run has no choice about."""
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from zero_topo.config.parts import ROOT
 from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
+from zero_topo.neox.adapt import reach
 from zero_topo.neox.check import require
-from zero_topo.neox.checkout import reach
 from zero_topo.neox.config import EXTRA, Options, config_path, load_configs
 
 MODULE = "zero_topo.neox"

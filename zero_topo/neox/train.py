@@ -13,7 +13,6 @@ from typing import Any
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox import adapt, cpu
 from zero_topo.neox.check import require
-from zero_topo.neox.checkout import reach
 from zero_topo.neox.config import Options, config_path
 from zero_topo.topology.launchers import launcher_view
 
@@ -29,7 +28,7 @@ def train(options: Options) -> None:
     if options.configs:
         require(options)
     adopt_launcher()
-    reach(options)
+    adapt.reach(options)
     from zero_topo.hook.leaving import leave
 
     neox_args = arguments(options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from zero_topo.plan import PHASES
@@ -48,19 +47,17 @@ OTHER_ROLE = "#777777"
 _LINES = ("#2f6db5", "#d9822b", "#3f9c55", "#b3476b", "#7a5fb0", "#8c6d46")
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 APART = 1.015
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "gather_forward": "weights, forward: all-gather",
-        "gather_backward": "weights, backward: all-gather",
-        "gather_exact": "persistent weights: all-gather",
-        "scatter": "gradients, backward: reduce-scatter",
-        "sync": "gradients, once per step: sync",
-        "publish": "updated weights: publish",
-    }
-)
+NAMES: Mapping[str, str] = {
+    "gather_forward": "weights, forward: all-gather",
+    "gather_backward": "weights, backward: all-gather",
+    "gather_exact": "persistent weights: all-gather",
+    "scatter": "gradients, backward: reduce-scatter",
+    "sync": "gradients, once per step: sync",
+    "publish": "updated weights: publish",
+}
 """Phase -> what moves when, and by which collective."""
 _LEVELS = ("gpu: between\nranks of a GPU", "node: between\nGPUs of a node", "world: between\nnodes")
-_ABOVE: Mapping[str, Any] = MappingProxyType({"textcoords": "offset points", "ha": "center", "fontsize": 8})
+_ABOVE: Mapping[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

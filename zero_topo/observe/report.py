@@ -8,45 +8,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
-from typing import Any, Protocol
+from typing import Any
 
+from zero_topo.collectives.meter import Span
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
 from zero_topo.observe.files import RUN, write_png
 from zero_topo.observe.page import HTML, write_page
 from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
+from zero_topo.observe.tables import measured_text, pace_words
 from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.versions import used
-
-
-class RunStats(Protocol):
-    """Defines the part of ``zero_topo.stats(engine)`` that the report reads."""
-
-    @property
-    def config(self) -> ResolvedConfig: ...
-    @property
-    def micro_batches(self) -> int: ...
-    @property
-    def work(self) -> Workload: ...
-    @property
-    def accumulation_itemsize(self) -> int: ...
-    @property
-    def optimizer_itemsize(self) -> int: ...
-    @property
-    def phase_seconds(self) -> Mapping[str, float]: ...
-    @property
-    def sync_report(self) -> Mapping[str, float]: ...
-    @property
-    def on_device(self) -> bool: ...
-    @property
-    def predicted_memory(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -65,30 +44,79 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Describes a run.
+class Stats:
+    """Traffic, memory and times of an engine on this rank (``zero_topo.stats``); ``str`` returns tables.
 
     Attributes:
-        title: one line about model and data.
-        world_size: ranks.
-        settings: the program's arguments.
-        deepspeed: the DeepSpeed config.
+        config: the resolved block.
+        steps: optimizer steps, skipped ones included; forward passes for an engine without an optimizer.
+        micro_batches: micro-batches per optimizer step.
+        step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
+        total_bytes: ``(phase, domain)`` -> bytes this rank sent since the start.
+        memory: role -> bytes stored by this rank, including states offloaded to the host.
+        work: the model as input of the cost formulas.
+        accumulation_itemsize: bytes per element of the gradient buffer.
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 if FP32 masters are the weights themselves;
+            4 less with AdamS, 1 more with AgedAdamW.
+        calls: phase -> collectives since the start.
+        phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or waited for it.
+        sync_report: the mode of sync's report of the last step: densities, norms, counts.
+        phase_spans: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds since the previous step.
+        peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the process.
+        on_device: whether ``peak_memory`` is that of a device.
+        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
+            an optimizer.
+        pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
     """
 
-    title: str
-    world_size: int
-    settings: Mapping[str, Any]
-    deepspeed: Mapping[str, Any]
+    config: ResolvedConfig
+    steps: int
+    micro_batches: int
+    step_bytes: dict[tuple[str, str], int]
+    total_bytes: dict[tuple[str, str], int]
+    memory: dict[str, int]
+    work: Workload
+    accumulation_itemsize: int
+    optimizer_itemsize: int
+    calls: dict[str, int]
+    phase_seconds: dict[str, float]
+    sync_report: dict[str, float]
+    phase_spans: Collection[Span]
+    peak_memory: int
+    on_device: bool
+    predicted_memory: dict[str, int]
+    pace: dict[str, float]
+
+    def __str__(self) -> str:
+        what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
+        head = f"{self.steps} {what}" + (f"; the last one: {pace_words(self.pace)}" if self.pace else "")
+        return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
+
+    def of_rank(self) -> RankBytes:
+        """Return this rank's part of a report."""
+        return RankBytes(self.step_bytes, self.memory, self.peak_memory)
 
 
-def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+def build_report(
+    folder: Path,
+    stats: Stats | None,
+    ranks: Sequence[RankBytes],
+    *,
+    title: str,
+    world_size: int,
+    settings: Mapping[str, Any],
+    deepspeed: Mapping[str, Any],
+) -> dict[str, Any]:
     """Write a run's ``report.json`` and, if matplotlib is installed, its page and plots.
 
     Args:
         folder: the run's folder, with its ``metrics.jsonl`` if there is one.
-        run: what was run.
         stats: of this rank's engine; None for a run under stock ZeRO-3.
         ranks: measurements in rank order, of every rank or only of rank 0; empty for stock ZeRO-3.
+        title: one line about model and data.
+        world_size: ranks.
+        settings: the program's arguments.
+        deepspeed: the DeepSpeed config.
 
     Returns:
         The content of ``report.json``.
@@ -101,8 +129,8 @@ def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence
     pace = {key: _median([line[key] for line in steps if key in line]) for key in ("tokens_per_s", "tflops", "mfu")}
     report = {
         "format": FORMAT,
-        "title": run.title,
-        "world_size": run.world_size,
+        "title": title,
+        "world_size": world_size,
         "steps": len(steps),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -111,8 +139,8 @@ def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence
         "seconds_per_step": _median(seconds),
         "pace": {key: value for key, value in pace.items() if value is not None},
         "zero_topo": None if stats is None else measurements(stats, ranks),
-        "settings": {key: _plain(value) for key, value in run.settings.items()},
-        "deepspeed": _shareable(run.deepspeed),
+        "settings": {key: _plain(value) for key, value in settings.items()},
+        "deepspeed": _shareable(deepspeed),
         "versions": used(),
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -124,7 +152,7 @@ def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence
     return report
 
 
-def measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """Return the ``zero_topo`` part of a report, of all given ranks."""
     config, work = stats.config, stats.work
     zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
@@ -162,7 +190,7 @@ def _sent_rows(
     return rows
 
 
-def _memory_rows(stats: RunStats, zero3: ResolvedConfig, measured: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
+def _memory_rows(stats: Stats, zero3: ResolvedConfig, measured: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
     """Return one row for each role, bytes per rank; the formula is for Adam and includes the padding it lists."""
     itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
     formula = memory_bytes(stats.config, stats.work, *itemsizes)

@@ -26,21 +26,6 @@ MOST, FIRST = 16, 8  # ranks that are all drawn, and how many of more
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle, in pixels."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-
-    def draw(self, fill: str, stroke: str = "none", radius: float = 0) -> str:
-        """Return the rectangle as an SVG element."""
-        place = f'x="{self.x:g}" y="{self.y:g}" width="{self.width:g}" height="{self.height:g}"'
-        return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
-
-
-@dataclass(frozen=True)
 class Tree:
     """Holds what is drawn; ranks in tree order.
 
@@ -66,7 +51,7 @@ def tree_svg(tree: Tree) -> str:
     width = max(_span(tree, 0, tree.shown)[1] + 3 * GAP, LEFT + 460)
     height = TOP + ROW * len(ROLES) + 142
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
-    parts = [Box(0, 0, width, height).draw("#ffffff")]
+    parts = [_box(0, 0, width, height, "#ffffff")]
     parts += [*_domains(tree), *_bars(tree), *_collectives(tree)]
     return "\n".join([head, *parts, "</svg>", ""])
 
@@ -86,6 +71,12 @@ def _span(tree: Tree, first: int, degree: int) -> tuple[float, float]:
     return _x(tree, first), _x(tree, min(first + degree, tree.shown) - 1) + _bar_width(tree)
 
 
+def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none", radius: float = 0) -> str:
+    """Return a rectangle, in pixels, as an SVG element."""
+    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
+
+
 def _text(x: float, y: float, text: str, size: int = 12, style: str = f'fill="{INK}"') -> str:
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {style}>{escape(text)}</text>'
 
@@ -98,8 +89,8 @@ def _domains(tree: Tree) -> Iterator[str]:
         for first in range(0, tree.shown, degree):
             left, right = _span(tree, first, degree)
             top = TOP - 20 - level * TITLE
-            box = Box(left - inset, top, right - left + 2 * inset, bottom - top + inset / 2)
-            yield box.draw(DOMAIN_FILL[domain], "#b8c0cc", 6)
+            size = right - left + 2 * inset, bottom - top + inset / 2
+            yield _box(left - inset, top, *size, DOMAIN_FILL[domain], "#b8c0cc", 6)
             name = f"{domain} {first // degree}" if domain != "world" else _world(tree)
             yield _text(left - inset + 6, top + 14, name, 11, f'fill="{GREY}"')
     for position in range(tree.shown):
@@ -118,13 +109,13 @@ def _bars(tree: Tree) -> Iterator[str]:
             x = _x(tree, plan.position(rank))
             if degree and plan.world_size > MOST:
                 width = _bar_width(tree)
-                yield Box(x, y, width, BAR).draw(EMPTY)
-                part = Box(x + plan.position(rank) % degree * width / degree, y, max(1, width / degree), BAR)
-                yield part.draw(COLOURS[role])
+                yield _box(x, y, width, BAR, EMPTY)
+                left = x + plan.position(rank) % degree * width / degree
+                yield _box(left, y, max(1, width / degree), BAR, COLOURS[role])
                 continue
             held = {plan.position(shard) for shard in plan.rows(rank, degree or 1)}
             for piece in range(plan.world_size):
-                yield Box(x + piece * CELL, y, CELL - 1, BAR).draw(COLOURS[role] if piece in held else EMPTY)
+                yield _box(x + piece * CELL, y, CELL - 1, BAR, COLOURS[role] if piece in held else EMPTY)
 
 
 def _collectives(tree: Tree) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from zero_topo.topology.devices import PCI_KINDS, DeviceTree, merge
 from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
@@ -19,14 +18,12 @@ COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
 FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL)
 """Tools whose output can be captured, the most trusted first."""
 
-SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "nvidia-smi": (f"nvidia GPU0 NV {' '.join(PCI_KINDS)}", "a header line that begins with GPU0, and its rows"),
-        "amd-smi": ("amd-smi bdf link_type num_hops HOPS", 'the JSON of all GPUs, each with "gpu" and "links"'),
-        "rocm-smi": ("ROCm rocm-smi DRM GPU[ XGMI card0", "lines or keys with (Topology), or the table of bandwidths"),
-        "lstopo": ("<topology hwloc", "packages and rates, which its XML has not; capture another"),
-    }
-)
+SIGNS: Mapping[str, tuple[str, str]] = {
+    "nvidia-smi": (f"nvidia GPU0 NV {' '.join(PCI_KINDS)}", "a header line that begins with GPU0, and its rows"),
+    "amd-smi": ("amd-smi bdf link_type num_hops HOPS", 'the JSON of all GPUs, each with "gpu" and "links"'),
+    "rocm-smi": ("ROCm rocm-smi DRM GPU[ XGMI card0", "lines or keys with (Topology), or the table of bandwidths"),
+    "lstopo": ("<topology hwloc", "packages and rates, which its XML has not; capture another"),
+}
 """Format -> words by which a text resembles it, and what a text must have to be read."""
 
 CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m"

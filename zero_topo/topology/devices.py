@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.strict import Count, read
@@ -85,7 +84,7 @@ class DeviceTree:
         if wrong:
             raise ValueError(f"{self.tool}: link of devices {wrong[0]}, but there are {self.count}; capture it again")
         said = {key: self.tool for key in FIELDS if getattr(self, key)}
-        object.__setattr__(self, "sources", MappingProxyType({"count": self.tool, **said, **self.sources}))
+        object.__setattr__(self, "sources", {"count": self.tool, **said, **self.sources})
 
     def link(self, a: int, b: int) -> DeviceLink | None:
         """Return the link of two devices, in any order; None if unknown."""

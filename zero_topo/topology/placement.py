@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from zero_topo.strict import words_of
 from zero_topo.topology.captures import Asked
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.model import Topology
@@ -102,7 +103,7 @@ def reorder(order: Sequence[int] | None, world_size: int, places: Sequence[int])
 def _visible(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[tuple[int, ...] | None, str]:
     """Read devices from a list of numbers or bus ids with one entry per local rank."""
     for name in VISIBLE:
-        words = [word.strip() for word in env.get(name, "").split(",") if word.strip()]
+        words = words_of(env.get(name, ""))
         if len(words) != per_node:
             continue
         devices = [_device(word, tree) for word in words]

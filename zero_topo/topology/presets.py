@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
-from zero_topo.strict import Count, did_you_mean, read, strict_dataclass
+from zero_topo.strict import Count, did_you_mean, packaged, read, strict_dataclass
 from zero_topo.topology.model import Bytes, Link, LinkedDomain, Topology
 from zero_topo.topology.rates import Rates
 
@@ -64,7 +63,8 @@ class Machine:
 
 def preset_names() -> list[str]:
     """Return the names of the known machines, sorted."""
-    return sorted(entry.name[:-5] for entry in _folder().iterdir() if entry.name.endswith(".json"))
+    folder = resources.files(__package__).joinpath("presets")
+    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def load_machine(name: str) -> Machine:
@@ -79,8 +79,7 @@ def load_machine(name: str) -> Machine:
             f"unknown machine {name!r}{did_you_mean(name, names)} (known: {names}; 'auto', a path to a JSON file or an "
             "inline description work too)"
         )
-    data = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    return read(Machine, f"preset {name!r}", data)
+    return read(Machine, f"preset {name!r}", packaged(__package__, f"presets/{name}.json"))
 
 
 def machine_of_cluster(cluster: str) -> Machine | None:
@@ -145,8 +144,3 @@ def emulated_from_json(data: Mapping[str, Any]) -> Topology:
         ValueError: if a key is unknown or missing, or a number not a positive int.
     """
     return emulated(**asdict(read(_Emulated, "topology: emulated", data)))
-
-
-def _folder() -> Any:
-    """Return the folder of preset files, also inside a zipped package."""
-    return resources.files(__package__).joinpath("presets")

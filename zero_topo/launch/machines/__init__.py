@@ -7,7 +7,6 @@ a file here adds what only a launch needs and names the preset.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from zero_topo.strict import Count, did_you_mean, must_be, parse_json, read, read_text, strict_dataclass
+from zero_topo.strict import Count, did_you_mean, must_be, packaged, parse_json, read, read_text, strict_dataclass
 from zero_topo.topology.presets import load_machine
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[\w./,:@%+$-]*")
@@ -141,8 +140,7 @@ def load_launch_machine(setting: str) -> LaunchMachine:
             f"--machine {setting}: unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; or a path to a "
             ".json file)"
         )
-    text = resources.files(__package__).joinpath(f"{setting}.json").read_text(encoding="utf-8")
-    return read(LaunchMachine, f"machine {setting!r}", json.loads(text))
+    return read(LaunchMachine, f"machine {setting!r}", packaged(__package__, f"{setting}.json"))
 
 
 def without(settings: tuple[Setting, ...], given: Mapping[str, Any]) -> list[Setting]:

@@ -12,12 +12,10 @@ default when the number of ranks per node is stated) and every rank checks it ag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
-from zero_topo.strict import read
+from zero_topo.strict import packaged, read
 from zero_topo.topology.probes import LauncherView, first_int
 
 
@@ -49,7 +47,7 @@ class Variables:
 _KNOWN = read(
     dict[str, tuple[Variables, ...]],
     "launchers.json",
-    json.loads(resources.files(__package__).joinpath("launchers.json").read_text(encoding="utf-8")),
+    packaged(__package__, "launchers.json"),
 )
 CLOSEST = _KNOWN["closest"]
 """Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an unknown launcher."""

@@ -13,7 +13,7 @@ from typing import Any
 from zero_topo.strict import parse_json
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.tools import Tool, asking
-from zero_topo.topology.tools.xgmi import Pair, read_fabric
+from zero_topo.topology.tools.xgmi import Pair, amd_tree
 
 NAME = "amd-smi"
 COMMAND = (NAME, "topology", "--json")
@@ -48,16 +48,9 @@ def parse(text: str) -> DeviceTree:
     if not numbers:
         raise ValueError(f"{NAME}: its topology names no GPU; capture it where the GPUs are visible")
     place = {number: index for index, number in enumerate(numbers)}
-    fabric = read_fabric(len(numbers), _column(cells, place, "bandwidth"), _column(cells, place, "link_type"))
-    sources = {"packages": f"{NAME}: {fabric.why}"} if fabric.packages else {}
-    return DeviceTree(
-        NAME,
-        len(numbers),
-        fabric.packages,
-        fabric.links,
-        bus_ids=bus_ids if len(bus_ids) == len(numbers) else None,
-        sources=sources,
-    )
+    bandwidths, types = (_column(cells, place, key) for key in ("bandwidth", "link_type"))
+    known = bus_ids if len(bus_ids) == len(numbers) else None
+    return amd_tree(NAME, len(numbers), bandwidths, types, bus_ids=known)
 
 
 TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)

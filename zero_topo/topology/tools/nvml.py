@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.topology.devices import DeviceLink, DeviceTree, normal_bus_id
@@ -17,10 +16,10 @@ from zero_topo.topology.tools import Runner, Tool
 from zero_topo.units import GB
 
 NAME = "nvml"
-RATES: Mapping[int, int] = MappingProxyType({1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB})
+RATES: Mapping[int, int] = {1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB}
 """NVLink generation -> bytes/s of one link in each direction (NVIDIA's P100 to B200 whitepapers)."""
 
-LEVELS: Mapping[int, str] = MappingProxyType({0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"})
+LEVELS: Mapping[int, str] = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """``nvmlGpuTopologyLevel_t`` -> kind; 0 is two GPUs on one board."""
 
 MOST_LINKS = 18

@@ -14,7 +14,7 @@ from typing import Any
 from zero_topo.strict import parse_json
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.tools import Tool, asking
-from zero_topo.topology.tools.xgmi import Pair, read_fabric
+from zero_topo.topology.tools.xgmi import Pair, amd_tree
 
 NAME = "rocm-smi"
 COMMAND = (NAME, "--showbus", "--showtopo", "--shownodesbw")
@@ -121,11 +121,9 @@ def _tree(
 ) -> DeviceTree:
     if not numbers:
         raise ValueError(f"{NAME}: its output names no GPU; capture `{' '.join(COMMAND)}`")
-    fabric = read_fabric(len(numbers), bandwidths, types)
     numa = _column(facts.get("(Topology) Numa Node", {}), numbers, int)
     bus_ids = _column(facts.get("PCI Bus", {}), numbers, normal_bus_id)
-    sources = {"packages": f"{NAME}: {fabric.why}"} if fabric.packages else {}
-    return DeviceTree(NAME, len(numbers), fabric.packages, fabric.links, numa, bus_ids, sources=sources)
+    return amd_tree(NAME, len(numbers), bandwidths, types, numa, bus_ids)
 
 
 def _column(values: Mapping[int, str], numbers: list[int], read: Callable[[str], Any]) -> tuple[Any, ...] | None:

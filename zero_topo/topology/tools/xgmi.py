@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from zero_topo.topology.devices import DeviceLink
+from zero_topo.topology.devices import DeviceLink, DeviceTree
 from zero_topo.units import MB
 
 LINKS_INSIDE_A_PACKAGE = 4
@@ -21,22 +20,22 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Fabric:
-    """Holds the links by pair, the package of each device or None if it is unknown, and how packages were found."""
-
-    links: dict[Pair, DeviceLink]
-    packages: tuple[int, ...] | None
-    why: str = ""
-
-
-def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair, str]) -> Fabric:
-    """Build links and packages from the cells of both tables.
+def amd_tree(
+    tool: str,
+    count: int,
+    bandwidths: Mapping[Pair, str],
+    types: Mapping[Pair, str],
+    numa: tuple[int, ...] | None = None,
+    bus_ids: tuple[str, ...] | None = None,
+) -> DeviceTree:
+    """Build a node's devices, with links and packages from the cells of both tables.
 
     Args:
+        tool: name of the tool that printed the tables.
         count: number of devices.
         bandwidths: ``(i, j)`` with ``i < j`` -> ``"min-max"`` in MB/s, or anything else where it is not known.
         types: ``(i, j)`` -> "XGMI", "PCIE" or anything else where it is not known.
+        numa, bus_ids: as in :class:`DeviceTree`.
     """
     ranges = {pair: (int(match[1]), int(match[2])) for pair, cell in bandwidths.items() if (match := _match(cell))}
     # All zeros is what drivers without bandwidths report, not a node without links.
@@ -56,10 +55,11 @@ def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair,
     on_pcie = bool(types) and all(cell.upper() in ("PCIE", "PCI") for cell in types.values())
     known = measured or on_pcie or count == 1
     packages = _packages(count, links) if known else None
-    if packages is not None and len(set(packages)) < count:
-        return Fabric(links, packages, "pairs with 4 XGMI links")
     alone = "no two share 4 XGMI links" if any(link.kind == "XGMI" for link in links.values()) else "no XGMI joins two"
-    return Fabric(links, packages, f"every device is a GPU, as {alone}")
+    paired = packages is not None and len(set(packages)) < count
+    why = "pairs with 4 XGMI links" if paired else f"every device is a GPU, as {alone}"
+    sources = {"packages": f"{tool}: {why}"} if packages else {}
+    return DeviceTree(tool, count, packages, links, numa, bus_ids, sources)
 
 
 def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
