@@ -20,29 +20,19 @@ Note [Publish under forward]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
 from operator import itemgetter
 
-import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import all_gather_views, members
-from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Route
+from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.queue import Handle
 from zero_topo.plan import packed_runs
-from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
-from zero_topo.quant.ops import dequantize, quantize
-from zero_topo.quant.spec import Format
 
 Update = tuple[Sequence[int], Tensor | None, int]
 """Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and the first column."""
 
 Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
 """Cuts updates into runs, with the sizes of those parameters that take part; see :func:`runs_of`."""
-
 
 Begun = Iterator[tuple[Sequence[int], Handle[None]]]
 """Runs in progress: the parameters that one collective carries, and its handle."""
@@ -122,62 +112,6 @@ class Publisher:
         if stale:
             raise RuntimeError(f"weights of parameters {sorted(stale)[:8]} would be read before publish updated them")
         return changed
-
-
-class RowCodec:
-    """Publishes rows of a primary weight shard, in a dtype or as quantized differences to the masters.
-
-    Args:
-        layout: the parameters; those without columns are stored elsewhere.
-        sizes: by published parameter: elements with padding, over the whole world.
-        route: ``(weights, optimizer)``.
-        primary: ``[N / W, F]``.
-        wire: the format; if it quantizes, masters are needed.
-        counted: meter and phase.
-        planned: cuts updates into runs.
-        lane: the ordered queue in which runs are started and finished.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        sizes: Mapping[int, int],
-        route: Route,
-        primary: Tensor,
-        wire: Format,
-        counted: Counted,
-        planned: Planner,
-        lane: OrderedQueue,
-    ) -> None:
-        self._layout, self._sizes, self._route, self._primary = layout, sizes, route, primary
-        self._wire, self._counted, self._planned, self._lane = wire, counted, planned, lane
-
-    def begin(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates, which have masters only if differences are sent."""
-        for slots, masters, first in self._planned(updates, self._sizes):
-            parts, rows = [self._layout.spans(slots)], list[Tensor]()
-            if masters is not None:
-                parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
-                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
-                rows = [table.to(self._primary.device, torch.float32) for table in tables]
-            yield slots, self._lane.run(partial(self._publish, parts, rows), rows)
-
-    def _publish(self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]) -> Handle[None]:
-        wire, by_member = self._wire, members(self._primary, self._route.size)
-        parts = [merged(spans, wire.block_size) for spans in parts]
-        pieces = range_views(by_member, chain(*parts), wire.block_size)
-        if not masters:
-            if self._route.size == 1:
-                return Handle(None, (), lambda: None)
-            return all_gather_views(self._route, pieces, wire, self._counted)
-        own, differences = by_member[self._route.index], list[View]()
-        for spans, rows in zip(parts, masters, strict=True):
-            # The master minus the stored row: adding it, quantized, brings the row close to the master.
-            differ = rows - own[:, spans[0][0] : spans[-1][1]]
-            differences += range_views(differ, packed_ranges(spans), wire.block_size)
-        message = quantize(differences, wire)
-        dequantize(message, wire, [piece.member(self._route.index) for piece in pieces], accumulate=True)
-        return all_gather_views(self._route, pieces, wire, self._counted, message, accumulate=True)
 
 
 def runs_of(

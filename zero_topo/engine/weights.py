@@ -49,21 +49,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import all_gather, all_gather_rows, rows_of
+from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import CodeStore
 from zero_topo.engine.copies import Copy, Secondary, gather
-from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
+from zero_topo.engine.publish import Begun, Publisher, Update, runs_of
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
-from zero_topo.quant.ops import cast_to
+from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
+from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync import Parameter
 
@@ -136,17 +138,16 @@ class Weights:
         sent = config.weights_spec or cast_to(like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
         # Persistent parameters are published first, the others in the order in which the model needs them.
-        planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
-        sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        route = mesh.route(plan.weights, plan.optimizer)
-        self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)
+        self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
+        self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
+        self._route, self._wire, self._lane = mesh.route(plan.weights, plan.optimizer), publish, lane
         self.needs_masters = publish.lossy or int8 is not None
         self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
-        codecs = [self._row_codec.begin]
+        codecs = [self._begin_rows]
         if int8 is not None:
-            self._build_int8(int8.block_size, planned, lane)
-            codecs = [self._begin_rows, self._begin_codes]
+            self._build_int8(int8.block_size)
+            codecs = [self._begin_rows_of_int8, self._begin_codes]
         self.own_row = self.own[layout.row(plan.optimizer)]
         self._publisher = Publisher(len(slots), codecs, meter)
         degree = plan.secondary if int8 is None and plan.weights > 1 else None
@@ -154,7 +155,7 @@ class Weights:
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
-    def _build_int8(self, block: int, planned: Planner, lane: OrderedQueue) -> None:
+    def _build_int8(self, block: int) -> None:
         """Build the INT8 weights, the exact rows, and the publish of both (Note [INT8 weights])."""
         plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
         split = layout.columns_of(self.trained).stop
@@ -166,14 +167,14 @@ class Weights:
         if self.frozen:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, planned, lane)
+        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, self._planned, self._lane)
         sent = BlockSpec(8, block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
         # By first parameter of each run of the last publish: the bytes of every rank's message.
         self._sizes = dict[int, int]()
-        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._sizes)
+        self._changes = partial(store.begin, self._route, self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
@@ -242,6 +243,33 @@ class Weights:
             self._updated = recorded_event(self.primary.device)  # the masters were copied to the own rows
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish rows of the primary: as they are, or quantized differences if the updates have masters."""
+        for slots, masters, first in self._planned(updates, self._row_sizes):
+            parts, tables = [self._rows.spans(slots)], list[Tensor]()
+            if masters is not None:
+                parts = [self._rows.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
+                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
+                tables = [table.to(self.primary.device, torch.float32) for table in tables]
+            yield slots, self._lane.run(partial(self._publish_rows, parts, tables), tables)
+
+    def _publish_rows(self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]) -> Handle[None]:
+        route, wire, by_member = self._route, self._wire, members(self.primary, self._route.size)
+        parts = [merged(spans, wire.block_size) for spans in parts]
+        views = range_views(by_member, chain(*parts), wire.block_size)
+        if not masters:
+            if route.size == 1:
+                return Handle(None, (), lambda: None)
+            return all_gather_views(route, views, wire, self._counted)
+        own, differences = by_member[route.index], list[View]()
+        for spans, rows in zip(parts, masters, strict=True):
+            # The master minus the stored row: adding it, quantized, brings the row close to the master.
+            differ = rows - own[:, spans[0][0] : spans[-1][1]]
+            differences += range_views(differ, packed_ranges(spans), wire.block_size)
+        message = quantize(differences, wire)
+        dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
+        return all_gather_views(route, views, wire, self._counted, message, accumulate=True)
+
+    def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
         updated: list[Update] = []
         for slots, masters, first in updates:
@@ -251,7 +279,7 @@ class Weights:
                 self._updatable[:, columns].copy_(rows)
                 self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
                 updated.append((slots, None, first))
-        return self._row_codec.begin(updated)
+        return self._begin_rows(updated)
 
     def _begin_codes(self, updates: Sequence[Update]) -> Begun:
         """Begin to publish INT8 parameters; masters on the host are copied to the device one by one."""
