@@ -142,7 +142,7 @@ def carry(saved: Path, universal: Path) -> Carried:
             _add_residual(own, rank, world_size, brought.owed)
             _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), brought.ages)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise ValueError(f"{path}: not as save_checkpoint wrote it ({_line(error)}); copy it anew") from None
+            raise ValueError(f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew") from None
     if not brought.owed:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     beside = universal / f"{FILE}.part"
@@ -189,10 +189,10 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the parser of a damaged file raises anything
-        raise ValueError(f"{path}: cannot be read ({_line(error)}); copy or save it anew") from None
+        raise ValueError(f"{path}: cannot be read ({first_line(error)}); copy or save it anew") from None
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 

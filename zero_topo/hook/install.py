@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -37,7 +36,7 @@ from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import copying_beside, saving_beside
-from zero_topo.hook.seam import check_deepspeed
+from zero_topo.hook.seam import check_deepspeed, replaced
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
@@ -88,29 +87,21 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             return configure(engine, None)
         if optimizer is None:
             kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
-            built = _with_class(ds_engine, "DeepSpeedZeRoOffload", kind, partial(configure, engine, None))
+            with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
+                built = configure(engine, None)
             engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
         else:
             on_cpu = get_accelerator().is_synchronized_device()
             tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
             kind = partial(TopoStage3, resolved=resolved)
-            built = _with_class(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind, partial(configure, engine, optimizer))
+            with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
+                built = configure(engine, optimizer)
         tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
         report(engine, built, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 
     return wrapper
-
-
-def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configure: Callable[[], Any]) -> Any:
-    """Call ``configure`` while a name in a DeepSpeed module is bound to another class (Note [The seam])."""
-    stock = getattr(module, name)
-    setattr(module, name, kind)
-    try:
-        return configure()
-    finally:
-        setattr(module, name, stock)
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:

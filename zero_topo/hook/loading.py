@@ -12,8 +12,7 @@ Note [A load that fails]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from deepspeed.runtime import engine as ds_engine
 from torch import Tensor
 
 from zero_topo.engine.agreement import all_can
-from zero_topo.engine.residual_transfer import carried
+from zero_topo.engine.residual_transfer import carried, first_line
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, line, mapped, named
+from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, mapped, named
+from zero_topo.hook.seam import replaced
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -101,18 +101,21 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
         load_module_only |= not engine.optimizer.topo.parameters  # an engine without an optimizer
         rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
-        stock, states = engine.checkpoint_engine, load_optimizer_states and not load_module_only
-        files = Files(stock)
+        states, files = load_optimizer_states and not load_module_only, Files(engine.checkpoint_engine)
         tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
-        engine.checkpoint_engine = files
-        try:
-            with _weights_of(tag, engine.load_universal_checkpoint()):
-                found = load(engine, load_dir, tag, load_module_strict, states, *rest)
-        finally:
-            engine.checkpoint_engine = stock
+        universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
+
+        def weights_alone(folder: str) -> dict[str, Tensor]:
+            return {} if universal else whole(folder, tag)
+
+        with (
+            replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
+            replaced(engine, "checkpoint_engine", files),
+        ):
+            loaded = load(engine, load_dir, tag, load_module_strict, states, *rest)
         if groups:
             _restore_groups(engine.optimizer.param_groups, groups)
-        return found
+        return loaded
 
     return wrapper
 
@@ -151,7 +154,7 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
             else:
                 told |= _own_files(engine, files, folder, states)
     except Exception as error:  # a damaged file has any content
-        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {line(error)}"
+        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
     try:
         all_can(problem, told, engine.device, WAY_OUT)
     except ValueError as error:
@@ -250,17 +253,6 @@ def _kind_of(value: Any) -> Any:
             return {str(index): _kind_of(inner) for index, inner in enumerate(value)}
         return f"{len(value)} values"
     return type(value).__name__
-
-
-@contextmanager
-def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
-    """Make DeepSpeed load weights without optimizer states from this tag, or none of a universal checkpoint."""
-    whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
-    ds_engine.get_fp32_state_dict_from_zero_checkpoint = lambda folder: {} if universal else whole(folder, tag)
-    try:
-        yield
-    finally:
-        ds_engine.get_fp32_state_dict_from_zero_checkpoint = whole
 
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:

@@ -29,7 +29,7 @@ from zero_topo.hook.frozen import Frozen, described
 from zero_topo.hook.muon import check_muon, orthogonalized
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
-from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward
+from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
 from zero_topo.sync import AgedAdamW, Moment
@@ -504,13 +504,11 @@ class TopoStage3(Stock):
     @contextmanager
     def _stock_layout(self, share: bool) -> Iterator[None]:
         """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank, within the context."""
-        whole = self.fp32_partitioned_groups_flat
-        try:
-            with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
-                self.fp32_partitioned_groups_flat = narrow
-                yield
-        finally:
-            self.fp32_partitioned_groups_flat = whole
+        with (
+            self.topo.masters.narrowed(self.fp32_partitioned_groups_flat, self.optimizer, share) as narrow,
+            replaced(self, "fp32_partitioned_groups_flat", narrow),
+        ):
+            yield
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):

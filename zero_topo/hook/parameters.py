@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
@@ -52,7 +52,7 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
             parts.setdefault(getattr(owner, "__self__", None), []).append(param)
         found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
         if name == "all_gather_coalesced":
-            return found[0] if len(found) == 1 else Handles(found)
+            return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
         return [handle for handles in found for handle in handles or ()]
 
     return call
@@ -79,18 +79,6 @@ class ParameterHandle:
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._params = []
         self._handle = Handle(None, (), list)
-
-
-class Handles:
-    """Several pending gathers with one ``wait``."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for each gather, in the order of their start."""
-        for handle in self._handles:
-            handle.wait(handle_dependency=handle_dependency)
 
 
 class ParameterGathers:
@@ -151,7 +139,7 @@ class ParameterGathers:
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
-    ) -> Handles:
+    ) -> MultipleAllGatherHandles:
         ours, others = self._split(params)
         # A graph task exists only inside a backward pass; a prefetch that the forward pass starts has none.
         phase = "gather_backward" if _in_backward() else "gather_forward"
@@ -161,7 +149,7 @@ class ParameterGathers:
         if others:
             self._count_stock(others, phase)
             handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
-        return Handles(handles)
+        return MultipleAllGatherHandles(handles)
 
     def _start_in_pass(self, params: list[Any], phase: str) -> list[ParameterHandle]:
         """Begin to gather for a pass: persistent parameters exactly, the others in the plan's format."""
