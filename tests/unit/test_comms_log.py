@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Torch, as_bytes
-from zero_topo.hook.monitor import NAMES, CommsLog, record
+from zero_topo.hook.monitor import NAMES, comms_timing, record
 
 GATHER: tuple[Any, int, bool] = ("all_gather", 300, True)
 SCATTER: tuple[Any, int, bool] = ("all_to_all", 300, True)
@@ -87,7 +87,7 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     waited: list[str] = []
     wait, came = partial(waited.append, "waited"), MagicMock()
     meter, lines = Meter(enabled=False), []
-    meter.listener = CommsLog(logger, lambda line, ranks: lines.append(line))
+    meter.listener = partial(comms_timing, logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
         assert group("gather_forward", meter)._begin(*GATHER, lambda: Handle(wait, (), came)).wait() is came()
     logger.verbose = True
@@ -112,10 +112,10 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
 )
 def test_deepspeeds_switches_decide(logger: Any, switches: dict[str, Any], listens: tuple[bool, bool]) -> None:
     """They may be turned while training."""
-    log = CommsLog(logger, lambda line, ranks: None)
+    timing = partial(comms_timing, logger, lambda line, ranks: None)
     for name, value in switches.items():
         setattr(logger, name, value)
-    assert tuple(log(group("scatter"), *exchange) is not None for exchange in (GATHER, SCATTER)) == listens
+    assert tuple(timing(group("scatter"), *exchange) is not None for exchange in (GATHER, SCATTER)) == listens
 
 
 def test_what_nobody_listens_to_is_not_waited_for() -> None:

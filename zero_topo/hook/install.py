@@ -42,11 +42,13 @@ from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
 
 
-def install() -> None:
-    """Install the hook once; later calls do nothing.
+def enable() -> None:
+    """Install the hook into DeepSpeed; after ``import zero_topo`` an import of DeepSpeed installs it too.
+
+    Later calls do nothing.
 
     Raises:
-        ImportError: if this DeepSpeed lacks what the hook relies on.
+        ImportError: if the hook does not fit the installed DeepSpeed, naming the differences.
     """
     if getattr(DeepSpeedEngine, "_zero_topo_hook", False):
         return
@@ -65,6 +67,22 @@ def install() -> None:
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
     Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Install the hook and call ``deepspeed.initialize`` with these arguments.
+
+    Raises:
+        ValueError: for an invalid ``zero_topo`` block or machine, before any process group exists.
+    """
+    enable()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def init_context(*args: Any, **kwargs: Any) -> Any:
+    """Install the hook and return ``deepspeed.zero.Init``, which partitions parameters as they are built."""
+    enable()
+    return deepspeed.zero.Init(*args, **kwargs)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,4 +145,4 @@ def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-install()  # importing this module installs the hook, in any order of imports
+enable()  # importing this module installs the hook, in any order of imports

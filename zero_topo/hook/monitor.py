@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[...
         log: DeepSpeed's ``log_dist(line, ranks)``, for the comms logger's lines.
         comms_logger: DeepSpeed's comms logger; its own switches select the exchanges.
     """
-    optimizer.topo.meter.listener = CommsLog(comms_logger, log)
+    optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log)
     folder = optimizer.topo.config.report
     if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
         return
@@ -137,43 +137,42 @@ def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tu
     return name, size if even else 0, (1e3 * seconds, algorithm, bus)
 
 
-class CommsLog:
-    """A meter's listener that adds records to DeepSpeed's comms logger.
+def comms_timing(
+    logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool
+) -> AbstractContextManager[None] | None:
+    """Return a context that adds a record of an exchange to DeepSpeed's comms logger; None if its switches skip it.
 
     Args:
         logger: DeepSpeed's comms logger; its switches may change at any time.
         log: DeepSpeed's ``log_dist(line, ranks)``.
+        group: the group, metered.
+        op: a key of :data:`NAMES`.
+        nbytes: bytes that this rank sends to the others.
+        even: whether every member sends as many.
     """
+    selected = logger.enabled and (logger.prof_all or NAMES[op] in logger.prof_ops)
+    return _recorded(logger, log, group, op, nbytes, even) if selected else None
 
-    def __init__(self, logger: Any, log: Callable[..., None]) -> None:
-        self._logger = logger
-        self._log = log
 
-    def __call__(self, group: Group, op: str, nbytes: int, even: bool) -> AbstractContextManager[None] | None:
-        """Return a context that times an exchange, or None if the logger's switches do not select it."""
-        logger = self._logger
-        selected = logger.enabled and (logger.prof_all or NAMES[op] in logger.prof_ops)
-        return self._timing(group, op, nbytes, even) if selected else None
-
-    @contextmanager
-    def _timing(self, group: Group, op: str, nbytes: int, even: bool) -> Iterator[None]:
-        """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
-        _synchronize()
-        began = time.perf_counter()
-        yield
-        _synchronize()
-        name, size, values = record(group, op, nbytes, even, time.perf_counter() - began)
-        entry = self._logger.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
-        entry[0] += 1
-        for total, value in zip(entry[1:], values, strict=True):
-            total.append(value)
-        if self._logger.verbose:
-            milliseconds, algorithm, bus = values
-            self._log(
-                f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {format_bytes(size)} | "
-                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
-                ranks=[0],
-            )
+@contextmanager
+def _recorded(logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool) -> Iterator[None]:
+    """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
+    _synchronize()
+    began = time.perf_counter()
+    yield
+    _synchronize()
+    name, size, values = record(group, op, nbytes, even, time.perf_counter() - began)
+    entry = logger.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
+    entry[0] += 1
+    for total, value in zip(entry[1:], values, strict=True):
+        total.append(value)
+    if logger.verbose:
+        milliseconds, algorithm, bus = values
+        log(
+            f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {format_bytes(size)} | "
+            f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
+            ranks=[0],
+        )
 
 
 def _synchronize() -> None:

@@ -327,10 +327,9 @@ class TopoStage3(Stock):
         """Return the momentum of a sub-group, ``[N / O, columns]``, FP32, on the device of its masters."""
         master = self.fp32_partitioned_groups_flat[sub_group]
         state = self.optimizer.state[master]
-        found = state.get("momentum_buffer")
-        if found is None:
-            found = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
-        state["momentum_buffer"] = found.to(torch.float32)
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
+        state["momentum_buffer"] = state["momentum_buffer"].to(torch.float32)
         return self.topo.masters.table(state["momentum_buffer"])
 
     def _apply_muon_to_accumulated_grads(self) -> None:
@@ -450,8 +449,8 @@ class TopoStage3(Stock):
             pin_memory: whether copies are page-locked.
             non_blocking: ignored: copies are queued together, and the host waits for all before it frees memory.
         """
-        told = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
-        kinds = [kind for kind in told if kind not in self.offloaded_states]
+        kinds = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
+        kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self.topo.settle()
         self.empty_partition_cache()  # while the shards still exist
         held = self._offloadable()

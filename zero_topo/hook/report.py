@@ -58,8 +58,8 @@ def _write(
     folder: Path,
     found: Stats | None,
     ranks: Sequence[RankBytes],
-    title: str | None = None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    title: str | None,
+    settings: Mapping[str, Any],
 ) -> None:
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     if found is not None and found.phase_spans:
@@ -142,7 +142,7 @@ class Recorder:
         self.finish()
         found = stats(self._engine)
         try:
-            _write(self._engine, self.folder, found, [found.of_rank()])
+            _write(self._engine, self.folder, found, [found.of_rank()], None, {})
         except OSError as error:
             LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
         else:
