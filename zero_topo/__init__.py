@@ -26,7 +26,7 @@ _LAZY = {
     "estimate": ("zero_topo.cost.estimate", "estimate"),
     "initialize": ("zero_topo.hook.install", "initialize"),
     "leave": ("zero_topo.hook.leaving", "leave"),
-    "report": ("zero_topo.hook.report", "report"),
+    "report": ("zero_topo.hook.stats", "report"),
     "stats": ("zero_topo.hook.stats", "stats"),
 }
 

@@ -17,8 +17,11 @@ from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_envi
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.estimate import module_request
 from zero_topo.cost.fit import planned
-from zero_topo.hook.automatic import request_of
+from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.muon import method_of
+from zero_topo.cost.planner import Request
 from zero_topo.hook.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
@@ -221,6 +224,37 @@ def resolve_block(
         if engine.optimizer_name() is not None:
             raise
     return planned(block, request_of(engine, topology, trains=False))  # without an optimizer more models fit
+
+
+def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
+    """Return the planner's request for an engine: its modules, with activation checkpointing, and its settings.
+
+    Every rank has the same model, config and machine, and the planner is a pure function of them, so all ranks choose
+    one plan without communication. ``agreement.py`` checks that they did.
+
+    Args:
+        engine: DeepSpeed's engine.
+        topology: the machine.
+        trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
+            the policy's plan, so that both round their weights identically.
+    """
+    flight = InFlight(
+        engine.zero_max_live_parameters(),
+        engine.zero_reduce_bucket_size(),
+        engine.zero_sub_group_size(),
+        engine.zero_cpu_offload(),
+        engine.fp16_enabled(),
+    )
+    request = module_request(
+        engine.module,
+        topology,
+        trains=trains,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.gradient_accumulation_steps(),
+        itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
+        muon=method_of({"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}),
+    )
+    return replace(request, flight=flight)
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:

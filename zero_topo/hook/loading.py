@@ -11,6 +11,7 @@ Note [A load that fails]
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -85,24 +86,19 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
     latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
     """
 
+    signature = inspect.signature(load)
+
     @wraps(load)
-    def wrapper(
-        engine: Any,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
+    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
-            return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
-        load_module_only |= not engine.optimizer.topo.parameters  # an engine without an optimizer
-        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
-        states, files = load_optimizer_states and not load_module_only, Files(engine.checkpoint_engine)
-        tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
+            return load(engine, *args, **kwargs)
+        call = signature.bind(engine, *args, **kwargs)
+        call.apply_defaults()
+        given, files = call.arguments, Files(engine.checkpoint_engine)
+        given["load_module_only"] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+        given["load_optimizer_states"] &= not given["load_module_only"]
+        tag, groups = _agreed(engine, files, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
+        given["tag"] = tag
         universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
 
         def weights_alone(folder: str) -> dict[str, Tensor]:
@@ -112,7 +108,7 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
             replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
             replaced(engine, "checkpoint_engine", files),
         ):
-            loaded = load(engine, load_dir, tag, load_module_strict, states, *rest)
+            loaded = load(*call.args, **call.kwargs)
         if groups:
             _restore_groups(engine.optimizer.param_groups, groups)
         return loaded

@@ -24,8 +24,7 @@ from zero_topo.collectives.transport import Group
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
-from zero_topo.hook.report import Recorder
-from zero_topo.hook.stats import peak_memory
+from zero_topo.hook.stats import Recorder, peak_memory
 from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
 from zero_topo.units import GB, format_bytes
