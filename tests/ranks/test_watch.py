@@ -21,15 +21,7 @@ from tests.launching import ROOT
 from tests.marks import late
 from zero_topo.collectives.meter import Meter
 from zero_topo.hook import watch as watch_module
-from zero_topo.hook.watch import (
-    STILL_S,
-    STORE_QUESTIONS_PER_S,
-    Position,
-    Watch,
-    main_thread_position,
-    poll_s,
-    standstill,
-)
+from zero_topo.hook.watch import Position, Watch, main_thread_position, poll_s, standstill
 
 SHORT_S = 0.6
 IN_TIME_S = 30 * SHORT_S  # of a busy machine
@@ -317,4 +309,4 @@ def test_a_line_stays_short(ranks: int) -> None:
     silent = [f"rank {rank} of host n{rank}" for rank in range(ranks)]
     line = standstill(silent, {"61 s in step": list(range(ranks, 2 * ranks))})
     assert len(line) < 500 and ("more did not answer" in line) == (ranks > 4)
-    assert ranks / poll_s(ranks, STILL_S) <= STORE_QUESTIONS_PER_S
+    assert ranks / poll_s(ranks, watch_module.STILL_S) <= watch_module.STORE_QUESTIONS_PER_S

@@ -259,9 +259,9 @@ class Stage3:
             held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
         residuals, ages = carried(folder)
         names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
-        told = {"degrees": state.get("degrees"), "problem": problem, **names}
+        facts = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(told, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
+            agree(facts, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
             problem, held, residuals, ages = str(error), {}, {}, {}
         self.weights.load_state_dict(held)

@@ -132,7 +132,7 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
     Raises:
         ValueError: on every rank, naming a rank that cannot load its part.
     """
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     groups: list[Group] = []
     problem = None
     try:
@@ -140,19 +140,19 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
         latest = load_dir / ("latest_universal" if universal else "latest")
         if tag is None and latest.is_file():
             tag = latest.read_text().strip()
-        told["tag"] = tag
+        facts["tag"] = tag
         if tag is not None:
             folder = load_dir / str(tag)
             if universal:
-                told |= _model(files.read(folder / file_name(0, "model")))
+                facts |= _model(files.read(folder / file_name(0, "model")))
                 groups = _universal(engine.optimizer.topo, folder, states)
-                told |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
+                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
             else:
-                told |= _own_files(engine, files, folder, states)
+                facts |= _own_files(engine, files, folder, states)
     except Exception as error:  # a damaged file has any content
         problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
     try:
-        all_can(problem, told, engine.device, WAY_OUT)
+        all_can(problem, facts, engine.device, WAY_OUT)
     except ValueError as error:
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
     if files.lost and dist.get_rank() == 0:
@@ -170,10 +170,10 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found, files.model = files.read(path), str(path)
-    told = _model(found)
+    facts = _model(found)
     if not states:  # frozen weights are then loaded by name with the other weights
         files.replace(path, {**found, FRAGMENTS: None})
-        return told
+        return facts
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
     own = engine.optimizer.fp16_groups
@@ -181,13 +181,13 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
     names = [[*of] for of in found.get("param_shapes") or shapes]
     if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
         saved = Saved(folder, prefix, rank, ranks)
-        told = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
+        facts = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
         states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
         files.lost = saved.drops_residual(shapes)
     else:
         states_found = files.read(optimizer)
-    return {**told, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
+    return {**facts, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
