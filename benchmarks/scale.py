@@ -144,7 +144,7 @@ def measure(config: ResolvedConfig, wanted: ScaleBench) -> dict[str, Any]:
         routes = [step.engine.mesh.route(*pair) for pair in config.plan.hops()]
         communicators = {id(hop.group) for route in routes for hop in route.hops if hop.group is not None}
         sent: dict[str, int] = {}
-        for (_, domain), nbytes in step.engine.meter.last_step().items():
+        for (_, domain), nbytes in step.engine.meter.last_step.items():
             sent[domain] = sent.get(domain, 0) + nbytes
     phases = count(config, numels)
     return {

@@ -123,7 +123,7 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
             errors.append(float((plain.double() - wanted).norm() / wanted.norm()))
         engine.end_step(skipped=False)
         if step >= settings["warmup"]:
-            sent += sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
+            sent += sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
     found = {
         "mode": job["scheme"],
         "density": job["density"],

@@ -19,14 +19,14 @@ _LAZY = {
     "AdamS": ("zero_topo.sync", "AdamS"),
     "AgedAdamW": ("zero_topo.sync", "AgedAdamW"),
     "Config": ("zero_topo.config", "ZeroTopoConfig"),
-    "Init": ("zero_topo.hook.api", "init_context"),
+    "Init": ("zero_topo.hook.install", "init_context"),
     "Plan": ("zero_topo.plan", "Plan"),
     "Topology": ("zero_topo.topology", "Topology"),
-    "enable": ("zero_topo.hook.api", "enable"),
+    "enable": ("zero_topo.hook.install", "enable"),
     "estimate": ("zero_topo.cost.estimate", "estimate"),
-    "initialize": ("zero_topo.hook.api", "initialize"),
+    "initialize": ("zero_topo.hook.install", "initialize"),
     "leave": ("zero_topo.hook.leaving", "leave"),
-    "report": ("zero_topo.hook.report", "report"),
+    "report": ("zero_topo.hook.stats", "report"),
     "stats": ("zero_topo.hook.stats", "stats"),
 }
 

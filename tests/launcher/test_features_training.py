@@ -107,7 +107,7 @@ def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
     def after(engine: Any, step: int) -> None:
         topo, kept = engine.optimizer.topo, engine.optimizer.persistent_parameters
         assert {param.ds_status for param in kept} == {ZeroParamStatus.AVAILABLE}
-        left = [run for run, _ in topo.weights._publisher._pending]
+        left = [run for run, _ in topo.weights._pending]
         assert len(topo._lane._begun) == (len(left) if overlap else 0)
         seen.append((len(left) > 0, sum(map(len, left)) + len(kept)))
 

@@ -48,7 +48,7 @@ def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_p
         for step in range(STEPS):
             advance(job, engine, step, step + 1)
             sent: Counter[str] = Counter()
-            for (_, domain), nbytes in engine.optimizer.topo.meter.last_step().items():
+            for (_, domain), nbytes in engine.optimizer.topo.meter.last_step.items():
                 sent[domain] += nbytes
             metered.append(sent)
     dist.barrier()

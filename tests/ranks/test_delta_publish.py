@@ -191,7 +191,7 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read() -> None:
         engine, masters = started(w, torch.float32)
         publish_step(engine, masters + 1.0)
         engine.weights.begin()
-        engine.weights._publisher._pending.clear()
+        engine.weights._pending.clear()
         with pytest.raises(RuntimeError, match="before publish updated them") as caught:
             engine.weights.gather(SLOTS, "gather_forward")
         return str(caught.value)
@@ -214,7 +214,7 @@ def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] == "publish"}
         engine.weights.finish()
         engine.meter.end_step()
-        sent = {k: n for k, n in engine.meter.total().items() if k[0] == "publish"}
+        sent = {k: n for k, n in engine.meter.total.items() if k[0] == "publish"}
         assert sent == expected
 
     run_threads(w.size, rank_main)

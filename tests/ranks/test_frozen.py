@@ -99,7 +99,7 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
         engine.end_step(skipped=True)
         work = engine.workload(MICRO_BATCHES)
         formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
-        assert dict(engine.meter.last_step()) == formula
+        assert dict(engine.meter.last_step) == formula
         assert by_domain(formula).get("world", 0) == 0 or w.config.plan.weights == w.size
         assert engine.memory()["frozen"] == memory_bytes(w.config, work, 2)["frozen"]
 
@@ -122,7 +122,7 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
             assert torch.equal(mine, theirs)
         reference.meter.end_step()
         work = reference.workload(1)
-        assert dict(reference.meter.last_step()) == step_bytes(reference.config, work)
+        assert dict(reference.meter.last_step) == step_bytes(reference.config, work)
         assert {**reference.memory(), "optimizer": 0} == memory_bytes(reference.config, work, 2)
 
     run_threads(w.size, rank_main)

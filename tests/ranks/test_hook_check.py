@@ -155,7 +155,7 @@ def test_a_stranger_is_refused_before_anything_is_patched(monkeypatch: pytest.Mo
     monkeypatch.delattr(seam.Stock, "step")
     before = install.DeepSpeedEngine._configure_zero_optimizer
     with pytest.raises(ImportError, match=r"Stage3\.step is gone"):
-        install.install()
+        install.enable()
     assert install.DeepSpeedEngine._configure_zero_optimizer is before
     assert not install.DeepSpeedEngine._zero_topo_hook
 
@@ -224,5 +224,5 @@ def test_installing_again_changes_nothing() -> None:
         lambda: deepspeed.zero.Init.__init__,
     ]
     before = [place() for place in places]
-    install.install()
+    install.enable()
     assert [place() for place in places] == before

@@ -45,7 +45,7 @@ def applied(w: World, rank: int, limit: int) -> tuple[dict[int, Tensor], list[in
 
     engine.matrices.apply(parts, SHAPES, update)
     engine.end_step(skipped=False)
-    return parts, computed, dict(engine.meter.last_step())
+    return parts, computed, dict(engine.meter.last_step)
 
 
 @either_placement

@@ -246,7 +246,7 @@ def test_memory_and_bytes_are_the_formulas(dtype: torch.dtype) -> None:
         engine, _ = train(w, rank, 1, dtype=dtype)
         work = engine.workload(1)
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] in ("sync", "scatter")}
-        assert {k: n for k, n in engine.meter.last_step().items() if k[0] in ("sync", "scatter")} == expected
+        assert {k: n for k, n in engine.meter.last_step.items() if k[0] in ("sync", "scatter")} == expected
         held = memory_bytes(w.config, work, 2)
         assert engine.memory().get("residual", 0) == held.get("residual", 0)
         assert engine.memory()["gradients"] == held["gradients"]

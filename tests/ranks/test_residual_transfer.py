@@ -20,7 +20,7 @@ from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import PLACES, mode_of
 from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
-from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry, restore
+from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, carry, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -84,7 +84,7 @@ def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) ->
     universal = tmp_path / "universal"
     universal.mkdir()
     before = owed_after(sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path)
-    sums = carry(tmp_path, universal).owed
+    sums, _ = carry(tmp_path, universal)
     assert any(value.any() for value in sums.values())
     afters = [owed_after(sparse(to, machine, mode), universal, 0) for to, machine in OTHERS]
     for name, value in before.items():
@@ -180,12 +180,12 @@ def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
         states = {index: {"age": rows[rank]} for index, rows in enumerate(padded.values())}
         saved(tmp_path, rank, 3, {"columns": columns}, optimizer_state_dict={"state": states})
     carry(tmp_path, tmp_path)
-    brought = carried(tmp_path)
+    _, saved_ages = carried(tmp_path)
     for machine in (emulated(2, 2, 2), shuffled(emulated(2, 2, 2))):
         for place in ("topo", "replicated optimizer"):
             plan = sparse(place, machine, "topk_a").config.plan
             for rank in range(8):
-                rows = brought.age_rows(Layout(plan, rank, tuple(numels.values())), list(numels))
+                rows = age_rows(saved_ages, Layout(plan, rank, tuple(numels.values())), list(numels))
                 for row, owner in zip(rows, plan.rows(rank, plan.optimizer), strict=True):
                     own = [*ages["p"][owner : owner + 1].tolist(), *(ages["q"][owner : owner + 1].tolist() or [0])]
                     assert row.tolist() == own
@@ -206,7 +206,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     touch = Runs(f"touch {tmp_path}/was_run")
     saved(tmp_path, 0, 2)
     saved(tmp_path, 1, 2, stranger=touch)
-    assert carry(tmp_path, tmp_path).owed["p"].tolist() == [1] * 6
+    assert carry(tmp_path, tmp_path)[0]["p"].tolist() == [1] * 6
     torch.save({"owed": {"p": touch}, "ages": {}}, tmp_path / FILE)
     with pytest.raises(ValueError, match="run that again"):
         carried(tmp_path)

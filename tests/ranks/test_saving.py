@@ -33,7 +33,7 @@ def save(folder: Path, tag: str, rank: int, value: Any) -> str:
     except OSError as error:
         return str(error)
     finally:
-        beside.clear()
+        beside.close()
 
 
 def whole(folder: Path) -> dict[str, bytes]:

@@ -137,7 +137,7 @@ class Run(Trainer):
         rows = self.sync(step)
         self.update(rows * self._clipping(), lambda group: RATE)
         self.engine.end_step(skipped=False)
-        sent = sum(n for (phase, _), n in self.engine.meter.last_step().items() if phase == "sync")
+        sent = sum(n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync")
         return Seen(rows, self.table(self.masters), self.table([m.mean for m in self.moments()]), mask, sent)
 
     def _clipping(self) -> float:

@@ -70,7 +70,7 @@ def observed(engine: Stage3) -> Step:
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
     debts = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
-    sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
+    sent = sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
     return Step(own, rows, debts, sent, mode.report())
 
 

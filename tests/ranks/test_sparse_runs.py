@@ -138,13 +138,13 @@ def test_the_meter_counts_what_the_formula_says(name: str, setting: str) -> None
 def test_a_run_is_sent_under_the_backward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exchange is issued before the last gradients are scattered; one of all parameters waits for them."""
     started: list[int] = []
-    scatter = Gradients._scatter
+    scatter = Gradients.scatter
 
-    def counted(gradients: Gradients, *args: Any) -> None:
+    def counted(gradients: Gradients, *args: Any, **options: Any) -> bool:
         started.append(len(gradients._started))
-        scatter(gradients, *args)
+        return scatter(gradients, *args, **options)
 
-    monkeypatch.setattr(Gradients, "_scatter", counted)
+    monkeypatch.setattr(Gradients, "scatter", counted)
     modes = SYNC | {"radius": {"mode": "radius"}, "scape": {"mode": "scape"}}
     for select in ("parameter",) if name == "radius" else ("run", "all"):
         block = BLOCKS["scape" if name == "scape" else "topo"] | {"sync": modes[name] | {"select": select}}

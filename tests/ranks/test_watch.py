@@ -21,26 +21,26 @@ from tests.launching import ROOT
 from tests.marks import late
 from zero_topo.collectives.meter import Meter
 from zero_topo.hook import watch as watch_module
-from zero_topo.hook.watch import Patience, Place, Watch, main_thread_place, standstill
+from zero_topo.hook.watch import Position, Watch, main_thread_position, poll_s, standstill
 
-PATIENCE = Patience(still_s=0.6)
-IN_TIME_S = 30 * PATIENCE.still_s  # of a busy machine
+SHORT_S = 0.6
+IN_TIME_S = 30 * SHORT_S  # of a busy machine
 
 
-def waiting(rank: int) -> Callable[[], Place]:
+def waiting(rank: int) -> Callable[[], Position]:
     """Stands in one place."""
-    return lambda: Place(f"in backward of step {7 if rank else 8}, scatter", (rank,))
+    return lambda: (f"in backward of step {7 if rank else 8}, scatter", (rank,))
 
 
-def moving() -> Callable[[], Place]:
+def moving() -> Callable[[], Position]:
     """Gets on, if slowly."""
     count = itertools.count()
-    return lambda: Place("in forward of step 7, at data.py:3", (next(count),))
+    return lambda: ("in forward of step 7, at data.py:3", (next(count),))
 
 
 @contextmanager
 def watches(
-    places: list[Callable[[], Place] | None], patience: Patience = PATIENCE
+    places: list[Callable[[], Position] | None], *limits: float
 ) -> Iterator[tuple[list[Watch], list[list[str]]]]:
     """Ranks of one store, those with a place; and what each has said."""
     store = dist.HashStore()
@@ -49,7 +49,7 @@ def watches(
         if place is None:  # came to the start, and was stopped there
             dist.PrefixStore("zero_topo/watch 1", store).set(f"host {rank}", f"n{rank}")
     found = [
-        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, patience)
+        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, *(limits or [SHORT_S]))
         for rank, place in enumerate(places)
         if place is not None
     ]
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
     """With its host, in time, once, and with where the others wait: in which phase of which step."""
     with watches([waiting(0), waiting(1), None, waiting(1)]) as (_, said):
         heard([said[0], said[1], said[3]])
-        time.sleep(2 * PATIENCE.still_s)
+        time.sleep(2 * SHORT_S)
         lines = said[0]
         assert len(lines) == 1 and said[1] == said[3] == lines and said[2] == []
         assert "rank 2 of host n2 did not answer: ended, stopped, or cut off" in lines[0]
@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
 
 def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
     """Long before the run has stood still for long, every survivor says who is gone and how this one ended."""
-    with watches([waiting(0), None, waiting(1)], Patience(60, most_look_s=0.1)) as (found, said):
+    with watches([waiting(0), None, waiting(1)], 60, 0.1) as (found, said):
         error = RuntimeError("Connection closed\n by peer [10.0.0.7]")
         error.add_note("zero_topo: in sync of step 3")
         begin = time.monotonic()
@@ -94,14 +94,14 @@ def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
 
 def test_a_rank_that_fails_lets_its_neighbours_speak_first() -> None:
     """Its launcher ends them as soon as it has ended; they look as seldom as it does."""
-    with watches([waiting(0), None, waiting(1)], Patience(60, most_look_s=0.5)) as (found, said):
+    with watches([waiting(0), None, waiting(1)], 60, 0.5) as (found, said):
         found[0].ended(RuntimeError("Connection closed by peer"))
         assert len(said[0]) == len(said[2]) == 1
 
 
 def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
     """It asks nobody, and the others, who fail or hang for it, say what it died of."""
-    with watches([moving(), waiting(1), moving()], Patience(60, most_look_s=0.1)) as (found, said):
+    with watches([moving(), waiting(1), moving()], 60, 0.1) as (found, said):
         found[1].ended(ValueError("a bad batch"))
         assert said == [[], [], []]
         found[0].ended(RuntimeError("Connection closed by peer"))
@@ -111,8 +111,8 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
 
 DIES = """
 import torch.distributed as dist
-from zero_topo.hook.watch import Patience, Place, Watch
-Watch(dist.HashStore(), (0, 2, "n0"), lambda: Place("in step", ()), print, Patience(60, most_look_s=0.1))
+from zero_topo.hook.watch import Watch
+Watch(dist.HashStore(), (0, 2, "n0"), lambda: ("in step", ()), print, 60, 0.1)
 raise RuntimeError("Connection closed by peer")
 """
 
@@ -125,7 +125,7 @@ def test_an_error_that_nobody_caught_is_one() -> None:
 
 def test_an_engine_destroyed_for_an_error_leaves_word_of_it() -> None:
     """As a `finally` does: that is no good order."""
-    with watches([moving(), waiting(1)], Patience(60, most_look_s=0.1)) as (found, said):
+    with watches([moving(), waiting(1)], 60, 0.1) as (found, said):
         try:
             raise KeyError("lost")
         except KeyError:
@@ -140,7 +140,7 @@ def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
     store = dist.HashStore()
     said: list[str] = []
     dist.PrefixStore("0", dist.PrefixStore("zero_topo/watch 1", store)).add("tellers", 1)
-    watch = Watch(store, (0, 2, "n0"), waiting(1), said.append, PATIENCE)
+    watch = Watch(store, (0, 2, "n0"), waiting(1), said.append, SHORT_S)
     heard([said])
     begin = time.monotonic()
     watch.close()
@@ -160,7 +160,7 @@ def test_a_slow_rank_is_told_from_one_that_is_gone() -> None:
 def test_nothing_is_said_while_all_get_on() -> None:
     """However long."""
     with watches([moving(), moving()]) as (_, said):
-        time.sleep(3 * PATIENCE.still_s)
+        time.sleep(3 * SHORT_S)
         assert said == [[], []]
 
 
@@ -184,9 +184,9 @@ def test_a_rank_whose_script_came_to_its_end_is_named_as_such(monkeypatch: pytes
 LEAVES = """
 import sys, time
 import torch.distributed as dist
-from zero_topo.hook.watch import Patience, Place, Watch
+from zero_topo.hook.watch import Watch
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-watch = Watch(store, (0, 2, "n0"), lambda: Place("in step", (time.monotonic(),)), print, Patience(60))
+watch = Watch(store, (0, 2, "n0"), lambda: ("in step", (time.monotonic(),)), print, 60)
 print(store.port, flush=True)
 sys.stdin.readline()
 if sys.argv[1] == "destroyed":
@@ -206,15 +206,15 @@ def test_a_rank_0_that_leaves_in_good_order_did_not_die(engine: str, monkeypatch
         assert first.stdin and first.stdout
         client = dist.TCPStore("127.0.0.1", int(first.stdout.readline()), is_master=False)
         place = [works]
-        watch = Watch(client, (1, 2, "n1"), lambda: place[0](), said.append, PATIENCE)
+        watch = Watch(client, (1, 2, "n1"), lambda: place[0](), said.append, SHORT_S)
         first.stdin.write("\n")
         first.stdin.close()
         assert first.wait() == 0
-    time.sleep(2 * PATIENCE.still_s)
+    time.sleep(2 * SHORT_S)
     assert said == []
     place[0] = waiting(1)
     heard([said])
-    time.sleep(2 * PATIENCE.still_s)
+    time.sleep(2 * SHORT_S)
     watch.close()
     (line,) = said
     assert line.startswith("rank 0, which holds the store") and "ended in good order" in line and "step 7" in line
@@ -225,7 +225,7 @@ def test_a_main_thread_that_waits_in_the_store_does_not_blind_the_watch() -> Non
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=6))
     said: list[str] = []
-    watch = Watch(store, (0, 2, "n0"), waiting(0), said.append, PATIENCE)
+    watch = Watch(store, (0, 2, "n0"), waiting(0), said.append, SHORT_S)
 
     def wait() -> None:
         with suppress(RuntimeError):
@@ -242,7 +242,7 @@ def test_a_main_thread_that_waits_in_the_store_does_not_blind_the_watch() -> Non
 def test_a_run_that_goes_on_and_stands_still_again_says_so_again() -> None:
     """Each time once."""
     at = [0]
-    with watches([lambda: Place("in step", (at[0],)), moving()]) as (_, said):
+    with watches([lambda: ("in step", (at[0],)), moving()]) as (_, said):
         heard(said)
         at[0] = 1
         heard(said, 2)
@@ -276,13 +276,13 @@ def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
     said: list[str] = []
-    watch = Watch(client, (1, 2, "n1"), moving(), said.append, PATIENCE)
+    watch = Watch(client, (1, 2, "n1"), moving(), said.append, SHORT_S)
     del master
     began = time.monotonic()
     if ends == "alone":
         heard([said])
     else:
-        time.sleep(PATIENCE.still_s)  # it looks much more often
+        time.sleep(SHORT_S)  # it looks much more often
     if ends == "by an error":
         watch.ended(RuntimeError("connection closed by peer"))
     watch.close()
@@ -294,13 +294,13 @@ def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch
 def test_a_place_names_phase_and_the_users_line() -> None:
     """Of the main thread, seen from another."""
     meter = Meter()
-    found: list[Place] = []
-    watcher = threading.Thread(target=lambda: found.append(main_thread_place(meter)))
+    found: list[Position] = []
+    watcher = threading.Thread(target=lambda: found.append(main_thread_position(meter)))
     with meter.timing("scatter"):
         watcher.start()
         watcher.join()
-    assert found[0].words.startswith("in ") and ", scatter, at " in found[0].words
-    assert found[0].moves != main_thread_place(meter).moves
+    assert found[0][0].startswith("in ") and ", scatter, at " in found[0][0]
+    assert found[0][1] != main_thread_position(meter)[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 5, 75264])
@@ -309,4 +309,4 @@ def test_a_line_stays_short(ranks: int) -> None:
     silent = [f"rank {rank} of host n{rank}" for rank in range(ranks)]
     line = standstill(silent, {"61 s in step": list(range(ranks, 2 * ranks))})
     assert len(line) < 500 and ("more did not answer" in line) == (ranks > 4)
-    assert Patience().look_s(ranks) * 2 <= Patience().answer_s(ranks)
+    assert ranks / poll_s(ranks, watch_module.STILL_S) <= watch_module.STORE_QUESTIONS_PER_S

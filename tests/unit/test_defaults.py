@@ -17,8 +17,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig, is_automatic, resol
 from zero_topo.cost.explain import explain
 from zero_topo.cost.fit import planned
 from zero_topo.cost.planner import Request, rank_plans
-from zero_topo.hook.automatic import request_of
-from zero_topo.hook.initialize import resolve_block
+from zero_topo.hook.initialize import request_of, resolve_block
 from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
 

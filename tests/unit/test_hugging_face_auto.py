@@ -10,7 +10,7 @@ import pytest
 
 import zero_topo  # noqa: F401  (arms the hook that the plugin needs)
 from zero_topo.config import ZeroTopoConfig, check_deepspeed_config
-from zero_topo.hook.initialize import check_launch
+from zero_topo.hook.initialize import resolve_block
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ def config(block: dict[str, Any] = BLOCK) -> dict[str, Any]:
 def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
     """``zero.Init`` sees the config this early, as long as transformers builds the model."""
     check_deepspeed_config(config())
-    resolved = check_launch(config({"topology": "auto"}), {"WORLD_SIZE": "1"})
+    resolved = resolve_block(config({"topology": "auto"}), 1, None, {"WORLD_SIZE": "1"})
     assert resolved is not None and resolved.plan.world_size == 1
 
 

@@ -35,7 +35,7 @@ from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_pla
 from zero_topo.cost.step import Job, Step
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
-from zero_topo.hook.automatic import request_of
+from zero_topo.hook.initialize import request_of
 from zero_topo.quant.spec import ChangeSpec
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.rates import Rates

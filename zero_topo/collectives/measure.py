@@ -44,7 +44,7 @@ Samples = list[tuple[int, float]]
 OnProgress = Callable[[str, int, int], None]
 
 
-def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
+def measure(device: torch.device, tick: OnProgress = lambda words, done, total: None) -> Topology:
     """Measure the machine. Collective: every rank of the world calls it, without other communication.
 
     Args:
@@ -62,8 +62,8 @@ def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
     if len(hosts) == 1:
         return alone
     prober = Prober(device)
-    topology, pairs = _tree(prober, hosts, tick or _silent)
-    shared = _shared(prober, topology, hosts, pairs, tick or _silent)
+    topology, pairs = _tree(prober, hosts, tick)
+    shared = _shared(prober, topology, hosts, pairs, tick)
     return with_links(topology, pairs, shared)
 
 
@@ -75,10 +75,6 @@ def choose_device(env: Mapping[str, str]) -> torch.device:
     device = torch.device(kind.type, int(env.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _silent(words: str, done: int, total: int) -> None:
-    return None
 
 
 def _gathered(own: Any) -> list[Any]:
@@ -163,16 +159,17 @@ class Prober:
 def _tree(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> tuple[Topology, dict[Pair, Link]]:
     """Return the tree without its links, and the links of the pairs from which it follows."""
     samples: dict[Pair, Samples] = defaultdict(list)
-    for left in reversed(range(PASSES)):
+    passes = 0
+    while True:
         for pair, more in _pairs(prober, hosts, tick).items():
             samples[pair] += more
+        passes += 1
         try:
             pairs = {pair: fit(times) for pair, times in samples.items()}
             return cluster(pairs, hosts), pairs
         except ValueError:
-            if not left:
+            if passes == PASSES:
                 raise
-    raise AssertionError("the last pass returns or raises")
 
 
 def _pairs(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> dict[Pair, Samples]:

@@ -8,48 +8,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast
-
-from zero_topo.collectives.queue import Handle
 
 Key = tuple[str, str]
 Span = tuple[str, float, float]
 """A phase, and when the host began and ended to work or wait for it."""
 MOST_SPANS = 1 << 14  # 2 MB; evaluations without a step between them have no end
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Describes this rank's part in one collective of one group.
-
-    Attributes:
-        op: "all_gather" sends one message to all others, "all_to_all" a different message to each.
-        phase: one of ``plan.PHASES``.
-        domain: smallest domain that holds the group.
-        members: ranks of the group.
-        nbytes: bytes that this rank sends to the others.
-        even: whether every member sends as many bytes.
-    """
-
-    op: Literal["all_gather", "all_to_all"]
-    phase: str
-    domain: str
-    members: int
-    nbytes: int
-    even: bool
-
-
-class Listener(Protocol):
-    """Decides for each exchange whether to time it, and times it."""
-
-    def listens(self, exchange: Exchange) -> bool:
-        """Return whether to time this exchange, which then blocks."""
-
-    def timing(self, exchange: Exchange) -> AbstractContextManager[None]:
-        """Return a context around an exchange, from before it begins until it has finished."""
+Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
+"""Called with a group, the operation ("all_gather" or "all_to_all"), the bytes that this rank sends to the others, and
+whether every member sends as many. It returns a context in which the exchange begins and ends, or None not to time it.
+"""
 
 
 class Meter:
@@ -63,24 +35,27 @@ class Meter:
         enabled: False counts nothing.
 
     Attributes:
-        listener: decides for each exchange, counted or not, whether to time it.
+        listener: times exchanges, counted or not.
+        last_step: bytes of the last closed optimizer step.
+        last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
+        last_spans: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the previous step.
+        total: bytes of all closed optimizer steps.
     """
 
     listener: Listener | None = None
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
-        # Bytes of the current step, of the last closed one, and of all closed ones; `end_step` updates them.
-        self._step: Counter[Key] = Counter()
-        self._last: Counter[Key] = Counter()
-        self._total: Counter[Key] = Counter()
+        self._step: Counter[Key] = Counter()  # bytes of the current step
+        self.last_step: Counter[Key] = Counter()
+        self.total: Counter[Key] = Counter()
         self.calls: Counter[str] = Counter()  # by phase, since the start; the watching rank compares them
         # Host seconds by phase since `_began`, summed and as a sequence of intervals; the same for the last step.
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._last_seconds: Mapping[str, float] = {}
+        self.last_seconds: Mapping[str, float] = {}
         self._began = time.perf_counter()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self._last_spans: Collection[Span] = ()
+        self.last_spans: Collection[Span] = ()
         # Phases that the host is in, innermost last; `phase` reads them from any thread. Only the clock of the
         # innermost phase runs, since `_mark`.
         self._open: list[str] = []
@@ -92,25 +67,6 @@ class Meter:
         if self._enabled and nbytes:
             self._step[phase, domain] += nbytes
             self.calls[phase] += 1
-
-    def exchange(self, exchange: Exchange, begin: Callable[..., Handle[T]], *arguments: Any) -> Handle[T]:
-        """Begin and count an exchange; if a listener times it, also finish it.
-
-        Args:
-            exchange: description of the exchange.
-            begin: starts the exchange.
-            arguments: arguments of ``begin``.
-
-        Returns:
-            The handle that ``begin`` returned.
-        """
-        self.record(exchange.phase, exchange.domain, exchange.nbytes)
-        if self.listener is None or not self.listener.listens(exchange):
-            return begin(*arguments)
-        with self.listener.timing(exchange):
-            handle = begin(*arguments)
-            handle.wait()
-        return handle
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -145,10 +101,10 @@ class Meter:
         self._mark = now
 
     def end_step(self) -> None:
-        """Close an optimizer step; :meth:`last_step` then returns its counts."""
-        self._total.update(self._step)
-        self._last, self._step = self._step, Counter()
-        self._last_seconds, self._last_spans = self._seconds, self._spans
+        """Close an optimizer step: :attr:`last_step` then has its counts."""
+        self.total.update(self._step)
+        self.last_step, self._step = self._step, Counter()
+        self.last_seconds, self.last_spans = self._seconds, self._spans
         self._restart_clock()
         self.steps += 1
 
@@ -159,22 +115,6 @@ class Meter:
 
     def _restart_clock(self) -> None:
         self._began, self._seconds, self._spans = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_SPANS)
-
-    def last_step(self) -> Mapping[Key, int]:
-        """Return the bytes of the last closed optimizer step."""
-        return dict(self._last)
-
-    def last_seconds(self) -> Mapping[str, float]:
-        """Return the seconds by phase of the last closed optimizer step, see :meth:`timing`."""
-        return dict(self._last_seconds)
-
-    def last_spans(self) -> Collection[Span]:
-        """Return the last 16,384 intervals that :meth:`last_seconds` sums, in seconds since the previous step."""
-        return self._last_spans
-
-    def total(self) -> Mapping[Key, int]:
-        """Return the bytes of all closed optimizer steps."""
-        return dict(self._total)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Self
 
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Exchange
+from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import View, at_blocks, total_numel
@@ -146,8 +145,16 @@ class Group:
         begin: Callable[..., Handle[Tensor]],
         *arguments: Any,
     ) -> Handle[Tensor]:
-        meter, phase = self.counted.meter, self.counted.phase
-        return meter.exchange(Exchange(op, phase, self.domain, self.size, nbytes, even), begin, *arguments)
+        """Begin and count an exchange; if the meter's listener times it, also finish it."""
+        meter = self.counted.meter
+        meter.record(self.counted.phase, self.domain, nbytes)
+        timing = None if meter.listener is None else meter.listener(self, op, nbytes, even)
+        if timing is None:
+            return begin(*arguments)
+        with timing:
+            handle = begin(*arguments)
+            handle.wait()
+        return handle
 
     # -- what a transport implements -------------------------------------------------------------------------------
 
@@ -295,9 +302,8 @@ def transport() -> type[Group]:
     return Gloo if dist.get_backend() == "gloo" else Torch
 
 
-@dataclass(frozen=True)
 class Route:
-    """Holds the groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in ``plan.py``).
+    """The groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in ``plan.py``).
 
     Attributes:
         hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
@@ -307,17 +313,11 @@ class Route:
         index: this rank's place among the members, in tree order.
     """
 
-    hops: tuple[Group, ...]
-    lo: int = field(init=False)
-    hi: int = field(init=False)
-    size: int = field(init=False)
-    index: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        lo, hi, index, step = self.hops[0].lo, self.hops[-1].hi, 0, 1
-        for hop in self.hops:
-            index, step = index + step * hop.index, step * hop.size
-        self.__dict__.update(lo=lo, hi=hi, size=hi // lo, index=index)
+    def __init__(self, hops: tuple[Group, ...]) -> None:
+        self.hops, self.lo, self.hi = hops, hops[0].lo, hops[-1].hi
+        self.size, self.index = self.hi // self.lo, 0
+        for hop in hops:
+            self.index += hop.lo // self.lo * hop.index
 
 
 def members(rows: Tensor, size: int) -> Tensor:

@@ -35,7 +35,7 @@ from zero_topo.topology.model import Topology
 from zero_topo.topology.seats import Seat, check_seats, take_seat
 
 DIGEST = 32
-MOST_TOLD = 4
+MOST_NAMED = 4
 """At most so many kinds of ranks are named in an error, and so many differences of each."""
 SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
 
@@ -72,7 +72,7 @@ def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool)
         ) from error
     without = here.add("without", 0)
     if without:
-        named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_TOLD) + 1)]
+        named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
         raise ValueError(
             f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, such as '
             f"{', '.join(named)}; give every rank the same JSON"
@@ -118,11 +118,11 @@ def check_agreement(
     check_seats(config.topology, seats)  # repeated to raise an error with the names of the hosts
 
 
-def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
+def agree(facts: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
     """Check that all ranks report equal values, and gather their placement. Collective.
 
     Args:
-        told: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
+        facts: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
         seat: the placement of this rank.
         device: the device of the world group's tensors.
         way_out: what the user can do if ranks differ.
@@ -133,7 +133,7 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
     Raises:
         ValueError: on every rank, if reported values differ.
     """
-    text = json.dumps(told, sort_keys=True, default=_plain)
+    text = json.dumps(facts, sort_keys=True, default=_plain)
     place = sha256(f"{seat.host} {seat.machine}".encode()).digest()[:8]
     package = (0 if seat.package is None else 1 + seat.package).to_bytes(8, "little")
     row = sha256(text.encode()).digest() + place + package
@@ -146,25 +146,25 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
     for rank, found in enumerate(rows):
         kinds.setdefault(found[:DIGEST], []).append(rank)
     if len(kinds) > 1:
-        ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_TOLD]
+        ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_NAMED]
         texts = [_text_of(members[0], text, seat.host) for members in ranks]
         raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
     return [_place(found[DIGEST:]) for found in rows]
 
 
-def all_can(problem: str | None, told: Mapping[str, Any], device: torch.device, way_out: str) -> None:
+def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device, way_out: str) -> None:
     """Check that every rank can continue, and that all report equal values. Collective.
 
     Args:
         problem: why this rank cannot continue; None if it can.
-        told: the values it reports if it can.
+        facts: the values it reports if it can.
         device: the device of the world group's tensors.
         way_out: what the user can do if some rank cannot continue.
 
     Raises:
         ValueError: on every rank, naming a rank that cannot continue or reports other values.
     """
-    agree(told if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
+    agree(facts if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
     if problem is not None:  # all ranks report this problem
         raise ValueError(f"{problem}; {way_out}")
 
@@ -190,16 +190,16 @@ def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
 def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Describe in one line how ranks differ from the largest kind, which comes first in ``kinds``."""
     named = [f"rank {ranks[0]} of host {host}" for ranks, (_, host) in zip(kinds, texts, strict=True)]
-    for name, (told, _) in zip(named, texts, strict=True):
-        if "refused" in told:
-            return f"{name} refuses: {told['refused']}"
-    usual, *others = (dict(_leaves(told)) for told, _ in texts)
+    for name, (facts, _) in zip(named, texts, strict=True):
+        if "refused" in facts:
+            return f"{name} refuses: {facts['refused']}"
+    usual, *others = (dict(_leaves(facts)) for facts, _ in texts)
     odd = []
-    for ranks, name, told in zip(kinds[1:], named[1:], others, strict=True):
-        keys = [key for key in sorted({*usual, *told}) if usual.get(key) != told.get(key)]
-        values = [f"{key} {told.get(key, 'absent')} in place of {usual.get(key, 'absent')}" for key in keys]
+    for ranks, name, facts in zip(kinds[1:], named[1:], others, strict=True):
+        keys = [key for key in sorted({*usual, *facts}) if usual.get(key) != facts.get(key)]
+        values = [f"{key} {facts.get(key, 'absent')} in place of {usual.get(key, 'absent')}" for key in keys]
         more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        odd.append(f"{name}{more} has {', '.join(values[:MOST_TOLD])}")
+        odd.append(f"{name}{more} has {', '.join(values[:MOST_NAMED])}")
     return f"ranks do not agree with {named[0]} and {len(kinds[0]) - 1} more: {'; '.join(odd)}"
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
@@ -13,12 +13,20 @@ from torch import Tensor
 from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather
-from zero_topo.engine.publish import Begun, Planner, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Change, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
+
+Update = tuple[Sequence[int], Tensor | None, int]
+"""Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and the first column."""
+
+Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
+"""Cuts updates into runs, with the sizes of those parameters that take part."""
+
+Begun = Iterator[tuple[Sequence[int], Handle[None]]]
+"""Runs in progress: the parameters that one collective carries, and its handle."""
 
 
 class CodeStore:

@@ -87,7 +87,7 @@ class Gradients:
         # a scatter that reopens the run, wait for the handle.
         self._started: dict[int, Handle[None]] = {}
         # Whether gradients were added since the last step: if not, `zero_grad` has nothing to drop.
-        self._came = False
+        self._added = False
         # Whether a peek returned the own row, so its reader may have written to it: `zero_grad` then clears it.
         self._shown = False
         # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs no sync.
@@ -111,22 +111,19 @@ class Gradients:
         runs = sorted({self._run_of[slot] for slot in slots})
         repeated = [run for run in runs if run in self._started]
         self._reopen(repeated)
+        plan = self.layout.plan
         with self._meter.timing("scatter"):
-            self._scatter(slots, grads)
-        self._came, self._current = True, False
+            flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
+            parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
+            views = range_views(self.buffer, self.layout.spans(slots))
+            counted, mean = Counted(self._meter, "scatter"), 1.0 / plan.world_size
+            reduce_scatter(self._route, parts, self._wire, views, counted, mean, accumulate=True).wait()
+        self._added, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
         return bool(repeated)
-
-    def _scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
-        plan = self.layout.plan
-        flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
-        parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
-        pieces = range_views(self.buffer, self.layout.spans(slots))
-        counted, mean = Counted(self._meter, "scatter"), 1.0 / plan.world_size
-        reduce_scatter(self._route, parts, self._wire, pieces, counted, mean, accumulate=True).wait()
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()
@@ -183,7 +180,7 @@ class Gradients:
         self._current = True
         with self._meter.timing("sync"):
             self.mode.commit(skipped)
-        self._came = self._shown = False
+        self._added = self._shown = False
 
     def tensors(self) -> list[Tensor]:
         """Return the buffer and the mode's tensors, without views of them."""
@@ -191,7 +188,7 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the mode's state; empty, with a warning, if gradients were added to a residual in the buffer."""
-        if not (self._came and self.mode.residual_in_shard):
+        if not (self._added and self.mode.residual_in_shard):
             return self.mode.state_dict()
         if self.layout.rank == 0:
             logger.warning(
@@ -202,7 +199,7 @@ class Gradients:
 
     def zero(self) -> None:
         """Drop all gradients that were added since the step (Note [Residual in the buffer])."""
-        if self._came or self._started:
+        if self._added or self._started:
             self.end_step(skipped=True)
         elif self._shown:
             self.own_row.zero_()

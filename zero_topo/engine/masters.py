@@ -125,7 +125,10 @@ class Masters:
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             if entry is not None:
-                state[small] = {key: self._narrow_value(value, master) for key, value in entry.items()}
+                state[small] = {
+                    key: self.table(value)[self.own_row].clone() if _is_laid_out_as(master, value) else value
+                    for key, value in entry.items()
+                }
         loaded = False
         try:
             yield narrow
@@ -147,18 +150,18 @@ class Masters:
             small.ds_id = master.ds_id  # type: ignore[attr-defined]
         return small
 
-    def _narrow_value(self, value: Any, master: Tensor) -> Any:
-        if isinstance(value, Tensor) and value.numel() == master.numel() and value.dim():
-            return self.table(value)[self.own_row].clone()
-        return value
-
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
-        if not (isinstance(value, Tensor) and value.numel() == small.numel() and value.dim()):
+        if not _is_laid_out_as(small, value):
             return value
         wide = torch.zeros(master.numel(), dtype=value.dtype, device=value.device)
         self.table(wide)[self.own_row].copy_(value)
         self.share(wide)
         return wide
+
+
+def _is_laid_out_as(master: Tensor, value: Any) -> bool:
+    """Return whether an entry of the optimizer's state has one value for each element of a master."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == master.numel()
 
 
 def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
@@ -177,7 +180,6 @@ def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.dim() == 0:
                 entry[key] = value.clone()
-        tensors = [v for v in entry.values() if isinstance(v, Tensor) and v.dim() and v.numel() == master.numel()]
-        for flat in (master.detach(), *tensors):
+        for flat in (master.detach(), *(value for value in entry.values() if _is_laid_out_as(master, value))):
             layout.clear_padding(flat.view(-1), first)
         first += master.numel()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +23,9 @@ Update = Callable[[Sequence[int], Tensor], Tensor]
 """Parameter indices, and their matrices ``[count, *shape]`` -> the updates, ``[count, *shape]``."""
 
 
-class _Exchange(NamedTuple):
-    """The matrices that are exchanged at once.
-
-    Attributes:
-        alike: for each owner, its parameter indices in groups of equal shape.
-        sizes: elements of this rank's parts, by owner.
-    """
-
-    alike: list[list[list[int]]]
-    sizes: list[int]
+Batch = tuple[list[list[list[int]]], list[int]]
+"""The matrices that are exchanged at once: for each owner, its parameter indices in groups of equal shape; and the
+elements of this rank's parts, by owner."""
 
 
 class Matrices:
@@ -48,8 +40,8 @@ class Matrices:
 
     def __init__(self, layout: Layout, group: Group, limit: int, dtype: torch.dtype) -> None:
         self._layout, self._group, self._limit, self._dtype = layout, group, limit, dtype
-        # By parameter indices, filled on first use: the exchanges of one step.
-        self._exchanges: dict[tuple[int, ...], list[_Exchange]] = {}
+        # By parameter indices, filled on first use: the batches of one step.
+        self._batches: dict[tuple[int, ...], list[Batch]] = {}
 
     def apply(self, parts: Mapping[int, Tensor], shapes: Mapping[int, tuple[int, ...]], update: Update) -> None:
         """Replace matrices by their updates, in place. Collective for the group.
@@ -60,12 +52,12 @@ class Matrices:
             update: called once for each shape among the matrices that this rank owns.
         """
         key = tuple(parts)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._planned(shapes, key)
-        for exchange in self._exchanges[key]:
-            self._exchange(parts, shapes, exchange, update)
+        if key not in self._batches:
+            self._batches[key] = self._planned(shapes, key)
+        for batch in self._batches[key]:
+            self._exchange(parts, shapes, batch, update)
 
-    def _planned(self, shapes: Mapping[int, tuple[int, ...]], slots: Sequence[int]) -> list[_Exchange]:
+    def _planned(self, shapes: Mapping[int, tuple[int, ...]], slots: Sequence[int]) -> list[Batch]:
         """Assign matrices to owners in turn, large ones first, so that owners compute about equally much."""
         layout, size = self._layout, self._group.size
         rows = layout.plan.world_size // layout.plan.optimizer
@@ -76,25 +68,25 @@ class Matrices:
             by_owner = [[turns[t][owner] for t in run if owner < len(turns[t])] for owner in range(size)]
             sizes = [rows * sum(layout.widths[slot] for slot in owned) for owned in by_owner]
             alike = [[list(equal) for _, equal in groupby(owned, shapes.__getitem__)] for owned in by_owner]
-            planned.append(_Exchange(alike, sizes))
+            planned.append((alike, sizes))
         return planned
 
     def _exchange(
         self,
         parts: Mapping[int, Tensor],
         shapes: Mapping[int, tuple[int, ...]],
-        exchange: _Exchange,
+        batch: Batch,
         update: Update,
     ) -> None:
-        layout, group, own, sizes = self._layout, self._group, exchange.alike[self._group.index], exchange.sizes
-        groups = [alike for owned in exchange.alike for alike in owned]
+        layout, group, (by_owner, sizes) = self._layout, self._group, batch
+        groups = [alike for owned in by_owner for alike in owned]
         numels = {slot: parts[slot].numel() for alike in groups for slot in alike}
         same = [sizes[group.index]] * group.size
         sent = torch.cat([torch.stack([parts[slot] for slot in alike]).flatten() for alike in groups]).to(self._dtype)
         received = group.scatter_known(sent, sizes, same).view(group.size, same[0])
-        tables = received.split([sum(map(numels.__getitem__, alike)) for alike in own], dim=1)
+        tables = received.split([sum(map(numels.__getitem__, alike)) for alike in by_owner[group.index]], dim=1)
         replies = [received[:, :0]]  # never an empty list
-        for alike, table in zip(own, tables, strict=True):
+        for alike, table in zip(by_owner[group.index], tables, strict=True):
             first = alike[0]
             # A member's rows interleave with those of the others, as in every shard: see `members`.
             rows = table.unflatten(1, (len(alike), *parts[first].shape)).permute(1, 2, 0, 3).flatten(1, 2)

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,35 +31,30 @@ _SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 Entries = dict[str, Tensor]  # by the name of a parameter
 
 
-class Carried(NamedTuple):
-    """State of sparse sync in a universal checkpoint, by parameter: ``[numel]`` each.
+Carried = tuple[Entries, Entries]
+"""State of sparse sync in a universal checkpoint, by parameter, ``[numel]`` each: the residuals summed over all ranks,
+FP32; and the steps since each element arrived, uint8, empty for a run without AgedAdamW."""
 
-    Attributes:
-        owed: FP32, the residuals summed over all ranks.
-        ages: uint8, the steps since each element arrived; empty for a run without AgedAdamW.
-    """
 
-    owed: Entries
-    ages: Entries
+def check_sizes(entries: Carried, names: Sequence[str], numels: Sequence[int]) -> None:
+    """Raise ValueError if a parameter has another size in this run."""
+    for values in entries:
+        for name, numel in zip(names, numels, strict=True):
+            if name in values and values[name].numel() != numel:
+                raise ValueError(
+                    f"the checkpoint carries {values[name].numel()} elements for {name}, which has {numel}"
+                )
 
-    def check(self, names: Sequence[str], numels: Sequence[int]) -> None:
-        """Raise ValueError if a parameter has another size in this run."""
-        for entries in self:
-            for name, numel in zip(names, numels, strict=True):
-                if name in entries and entries[name].numel() != numel:
-                    raise ValueError(
-                        f"the checkpoint carries {entries[name].numel()} elements for {name}, which has {numel}"
-                    )
 
-    def age_rows(self, layout: Layout, names: Sequence[str]) -> Tensor:
-        """Return the ages of a rank's optimizer shard, uint8 ``[N / O, F]``."""
-        plan = layout.plan
-        positions = [plan.position(owner) for owner in plan.rows(layout.rank, plan.optimizer)]
-        rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
-        for index, name in enumerate(names):
-            if name in self.ages:
-                layout.slot(rows, index).copy_(rows_of(self.ages[name], plan)[positions])
-        return rows
+def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
+    """Return the ages of a rank's optimizer shard, uint8 ``[N / O, F]``."""
+    plan = layout.plan
+    positions = [plan.position(owner) for owner in plan.rows(layout.rank, plan.optimizer)]
+    rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
+    for index, name in enumerate(names):
+        if name in ages:
+            layout.slot(rows, index).copy_(rows_of(ages[name], plan)[positions])
+    return rows
 
 
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
@@ -130,7 +125,7 @@ def carry(saved: Path, universal: Path) -> Carried:
         )
     if not universal.is_dir():
         raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
-    brought = Carried({}, {})
+    residuals, ages = Entries(), Entries()
     ranks = [rank for rank, _ in files]
     for rank, path in files:
         content = _read(path)
@@ -139,16 +134,16 @@ def carry(saved: Path, universal: Path) -> Carried:
             world_size = int(state["partition_count"])
             _check_ranks(saved, ranks, world_size)
             own = state.get(STATE_KEY, {})
-            _add_residual(own, rank, world_size, brought.owed)
-            _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), brought.ages)
+            _add_residual(own, rank, world_size, residuals)
+            _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), ages)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise ValueError(f"{path}: not as save_checkpoint wrote it ({_line(error)}); copy it anew") from None
-    if not brought.owed:
+            raise ValueError(f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew") from None
+    if not residuals:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     beside = universal / f"{FILE}.part"
-    torch.save({"owed": brought.owed, "ages": brought.ages}, beside)
+    torch.save({"owed": residuals, "ages": ages}, beside)
     os.replace(beside, universal / FILE)
-    return brought
+    return residuals, ages
 
 
 def carried(folder: str | Path | None) -> Carried:
@@ -159,15 +154,16 @@ def carried(folder: str | Path | None) -> Carried:
     """
     path = None if folder is None else Path(folder) / FILE
     if path is None or not path.is_file():
-        return Carried({}, {})
+        return {}, {}
+    content = _read(path)
     try:
-        found = Carried(**_read(path))
-        whole = all(isinstance(x, Tensor) for entries in found for x in entries.values())
-    except (TypeError, AttributeError):
+        entries = content.pop("owed"), content.pop("ages")
+        whole = not content and all(isinstance(x, Tensor) for values in entries for x in values.values())
+    except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
-    return found
+    return entries
 
 
 class _Unread:
@@ -189,10 +185,10 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the parser of a damaged file raises anything
-        raise ValueError(f"{path}: cannot be read ({_line(error)}); copy or save it anew") from None
+        raise ValueError(f"{path}: cannot be read ({first_line(error)}); copy or save it anew") from None
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 

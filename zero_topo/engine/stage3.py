@@ -23,7 +23,7 @@ from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.matrices import Matrices
-from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
+from zero_topo.engine.residual_transfer import STATE_KEY, age_rows, carried, check_sizes, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
@@ -257,13 +257,13 @@ class Stage3:
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
             held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
-        brought = carried(folder)
-        names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
-        told = {"degrees": state.get("degrees"), "problem": problem, **names}
+        residuals, ages = carried(folder)
+        names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
+        facts = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(told, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
+            agree(facts, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
-            problem, held, brought = str(error), {}, Carried({}, {})
+            problem, held, residuals, ages = str(error), {}, {}, {}
         self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
@@ -271,10 +271,10 @@ class Stage3:
         if lost is not None and dist.get_rank() == 0:
             logger.warning("zero_topo: %s", lost)
         trained = [p.name for p in self.parameters]
-        brought.check(trained, self.layout.numels)
-        if brought.owed:
-            mode.inherit(brought.owed)
-        return brought.age_rows(self.layout, trained) if brought.ages else None
+        check_sizes((residuals, ages), trained, self.layout.numels)
+        if residuals:
+            mode.inherit(residuals)
+        return age_rows(ages, self.layout, trained) if ages else None
 
     def workload(self, micro_batches: int) -> Workload:
         """Describe the model for the cost formulas, with all gradients in one bucket."""

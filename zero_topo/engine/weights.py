@@ -21,6 +21,21 @@ Note [Publish before gather]
     shards therefore records an event. The next reader or writer first makes its stream wait for that event, so the last
     event covers all earlier ones. On a CPU collectives block, and there is no event.
 
+Note [Delta publish]
+    With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is the row as every rank stores it.
+    Every rank, the owner included, replaces ``w`` by ``w + q``: one FP32 sum, rounded once to the dtype of the weights.
+    All ranks do the same arithmetic on the same bits, so all copies stay bit-identical. The error of ``q`` and of the
+    rounding is part of the next difference: the FP32 master serves as error feedback. Each row of a parameter is padded
+    to whole blocks, so a norm never shares a scale with a matrix.
+
+Note [Publish under forward]
+    Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
+    (:meth:`Weights.begin`) when the first of them is needed or the step ends. Persistent parameters are published
+    first, in separate runs: DeepSpeed gathers them at the end of the step, which waits for these runs only. Other runs
+    follow in the order in which the model needs them: vectors, often a separate sub-group, are needed by the first
+    module. A run is finished when a gather first needs one of its parameters (:meth:`Weights.finish`). Each parameter
+    has a version count, and a gather of a stale version raises an error instead of reading it.
+
 Note [INT8 weights]
     A quantized gather rounds the weights of a shard to INT8 before it sends them, and nothing else reads the shard.
     With ``quantize.resident`` a rank therefore stores only the INT8 weights, which forward and backward gathers send
@@ -47,23 +62,25 @@ Note [Frozen]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import all_gather, all_gather_rows, rows_of
+from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.codes import CodeStore
+from zero_topo.engine.codes import Begun, CodeStore, Update
 from zero_topo.engine.copies import Copy, Secondary, gather
-from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
-from zero_topo.plan import coded_slots
-from zero_topo.quant.ops import cast_to
+from zero_topo.plan import coded_slots, packed_runs
+from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
+from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync import Parameter
 
@@ -136,25 +153,31 @@ class Weights:
         sent = config.weights_spec or cast_to(like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
         # Persistent parameters are published first, the others in the order in which the model needs them.
-        planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
-        sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        route = mesh.route(plan.weights, plan.optimizer)
-        self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)
+        self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
+        self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
+        self._route, self._wire, self._lane = mesh.route(plan.weights, plan.optimizer), publish, lane
         self.needs_masters = publish.lossy or int8 is not None
         self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
-        codecs = [self._row_codec.begin]
+        # Each begins the runs of the updated parameters that it sends in its format.
+        self._codecs: list[Callable[[Sequence[Update]], Begun]] = [self._begin_rows]
         if int8 is not None:
-            self._build_int8(int8.block_size, planned, lane)
-            codecs = [self._begin_rows, self._begin_codes]
+            self._build_int8(int8.block_size)
+            self._codecs = [self._begin_rows_of_int8, self._begin_codes]
         self.own_row = self.own[layout.row(plan.optimizer)]
-        self._publisher = Publisher(len(slots), codecs, meter)
+        # By parameter: the number of updates, and the number of finished publishes. The host counts both; a gather
+        # compares them, so no weights are read between their update and the end of their publish.
+        self._updated_times, self._published_times = [0] * len(slots), [0] * len(slots)
+        # Updates of this step whose publish has not begun: the first reader or the step's end begins all.
+        self._updates: list[Update] = []
+        # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
+        self._pending: list[tuple[Sequence[int], Handle[None]]] = []
         degree = plan.secondary if int8 is None and plan.weights > 1 else None
         self.secondary = Secondary(self._rows, mesh, self._shards, degree, config.secondary_spec)
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
-    def _build_int8(self, block: int, planned: Planner, lane: OrderedQueue) -> None:
+    def _build_int8(self, block: int) -> None:
         """Build the INT8 weights, the exact rows, and the publish of both (Note [INT8 weights])."""
         plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
         split = layout.columns_of(self.trained).stop
@@ -166,14 +189,14 @@ class Weights:
         if self.frozen:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, planned, lane)
+        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, self._planned, self._lane)
         sent = BlockSpec(8, block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
         # By first parameter of each run of the last publish: the bytes of every rank's message.
         self._sizes = dict[int, int]()
-        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._sizes)
+        self._changes = partial(store.begin, self._route, self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
@@ -233,15 +256,50 @@ class Weights:
         """
         slots = self.trained if slots is None else slots
         self.finish(slots)
-        self._publisher.start(slots, masters, self.layout.columns_of(slots).start)
+        for slot in slots:
+            self._updated_times[slot] += 1
+        self._updates.append((slots, masters, self.layout.columns_of(slots).start))
         self._updated = recorded_event(self.primary.device)  # `begin` may run on another stream
 
     def begin(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
-        if self._publisher.begin() and self._store is not None:
+        updates, self._updates = self._updates, []
+        if not updates:
+            return
+        with self._meter.timing("publish"):
+            for begin in self._codecs:
+                self._pending += begin(updates)
+        if self._store is not None:
             self._updated = recorded_event(self.primary.device)  # the masters were copied to the own rows
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish rows of the primary: as they are, or quantized differences if the updates have masters."""
+        for slots, masters, first in self._planned(updates, self._row_sizes):
+            parts, tables = [self._rows.spans(slots)], list[Tensor]()
+            if masters is not None:
+                parts = [self._rows.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
+                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
+                tables = [table.to(self.primary.device, torch.float32) for table in tables]
+            yield slots, self._lane.run(partial(self._publish_rows, parts, tables), tables)
+
+    def _publish_rows(self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]) -> Handle[None]:
+        route, wire, by_member = self._route, self._wire, members(self.primary, self._route.size)
+        parts = [merged(spans, wire.block_size) for spans in parts]
+        views = range_views(by_member, chain(*parts), wire.block_size)
+        if not masters:
+            if route.size == 1:
+                return Handle(None, (), lambda: None)
+            return all_gather_views(route, views, wire, self._counted)
+        own, differences = by_member[route.index], list[View]()
+        for spans, rows in zip(parts, masters, strict=True):
+            # The master minus the stored row: adding it, quantized, brings the row close to the master.
+            differ = rows - own[:, spans[0][0] : spans[-1][1]]
+            differences += range_views(differ, packed_ranges(spans), wire.block_size)
+        message = quantize(differences, wire)
+        dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
+        return all_gather_views(route, views, wire, self._counted, message, accumulate=True)
+
+    def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
         updated: list[Update] = []
         for slots, masters, first in updates:
@@ -251,7 +309,7 @@ class Weights:
                 self._updatable[:, columns].copy_(rows)
                 self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
                 updated.append((slots, None, first))
-        return self._row_codec.begin(updated)
+        return self._begin_rows(updated)
 
     def _begin_codes(self, updates: Sequence[Update]) -> Begun:
         """Begin to publish INT8 parameters; masters on the host are copied to the device one by one."""
@@ -267,13 +325,33 @@ class Weights:
         yield from self._changes(batch)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
-        """Finish the publish of some parameters, or of all, and renew the secondary copies.
+        """Finish the publish of some parameters, or of all, and renew the secondary copies; collective if hierarchical.
 
         On a GPU the current stream waits for all changes (Note [Publish before gather]).
+
+        Raises:
+            RuntimeError: if a parameter still has a stale version.
         """
         if self._updated is not None:
             self._updated.wait()
-        changed = self._publisher.finish(slots)
+        needed = set(range(len(self.coded)) if slots is None else slots)
+        if not all(needed.isdisjoint(updated) for updated, *_ in self._updates):
+            self.begin()
+        changed: list[int] = []
+        waiting = []
+        for part, handle in self._pending:
+            if needed.isdisjoint(part):
+                waiting.append((part, handle))
+                continue
+            with self._meter.timing("publish"):
+                handle.wait()
+            changed += part
+            for slot in part:
+                self._published_times[slot] += 1
+        self._pending = waiting
+        stale = [slot for slot in needed if self._published_times[slot] != self._updated_times[slot]]
+        if stale:
+            raise RuntimeError(f"weights of parameters {sorted(stale)[:8]} would be read before publish updated them")
         if changed:
             self._renew(changed)
 
@@ -403,6 +481,28 @@ class Weights:
         if self._store is not None:
             return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]
+
+
+def runs_of(
+    urgency: Sequence[tuple[bool, int]], limit: int, updates: Sequence[Update], sizes: Mapping[int, int]
+) -> list[Update]:
+    """Cut updates into runs of at most ``limit`` elements, the most urgent first, persistent parameters apart.
+
+    Args:
+        urgency: by parameter: whether its publish may continue after the step, and its position in the model's order.
+        limit: elements of a run; a larger parameter is a run of its own.
+        updates: of some parameters.
+        sizes: elements of the parameters that take part.
+    """
+    runs: list[tuple[tuple[bool, int], Update]] = []
+    for slots, masters, first in updates:
+        for later in (False, True):
+            part = [slot for slot in slots if slot in sizes and urgency[slot][0] is later]
+            for run in packed_runs([sizes[slot] for slot in part], limit):
+                carried = part[run.start : run.stop]
+                runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
+    runs.sort(key=itemgetter(0))
+    return [run for _, run in runs]
 
 
 def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import wraps
@@ -15,10 +15,12 @@ from typing import Any
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_environment_block
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import translate
+from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.estimate import module_request
 from zero_topo.cost.fit import planned
-from zero_topo.hook.automatic import request_of
+from zero_topo.cost.muon import method_of
+from zero_topo.cost.planner import Request
 from zero_topo.hook.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
@@ -54,29 +56,30 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
+        config = deepspeed_config_of(call.arguments)
+        if config is None:
+            return function(*args, **kwargs)
         builds_engine = "optimizer" in signature.parameters
         with refusals():
-            check_call(call.arguments)
-            call.arguments |= own_config(call.arguments, say=builds_engine)
+            check_call(call.arguments, config)
+            translation = translate(config, call.arguments.get("optimizer") is not None)
+            call.arguments |= own_config(call.arguments, translation, say=builds_engine)
         if builds_engine:
-            call.arguments |= own_optimizer(call.arguments)
+            call.arguments |= own_optimizer(call.arguments, translation.config)
         return function(*call.args, **call.kwargs)
 
     return checked
 
 
-def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
+def own_config(arguments: Mapping[str, Any], translation: Translation, say: bool) -> dict[str, Any]:
     """Return a replacement of the config argument: with the environment's block, without keys that the block replaces.
 
     Args:
         arguments: the call's bound arguments.
+        translation: the config without DeepSpeed's keys that the block replaces.
         say: whether rank 0 logs a line for each key.
     """
-    config = deepspeed_config_of(arguments)
-    if config is None:
-        return {}
-    found = translate(config, arguments.get("optimizer") is not None)
-    lines = list(found.lines)
+    config, lines = translation.config, list(translation.lines)
     if BLOCK_VARIABLE in os.environ:
         used = "has the block of this engine" if ROOT in config else "is not used: this engine is not of ZeRO stage 3"
         lines.insert(0, f"{BLOCK_VARIABLE} {used}")
@@ -89,19 +92,19 @@ def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
             logger.warning(f"zero_topo: {line}")
     name = next((name for name in CONFIG_ARGUMENTS if arguments.get(name) is not None), None)
     if name is not None:
-        return {name: found.config}
+        return {name: config}
     args = copy(arguments["args"])
-    args.deepspeed_config = found.config
+    args.deepspeed_config = config
     return {"args": args}
 
 
-def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return an ``optimizer`` argument that builds one of our optimizers, if the config names one.
 
     Args:
         arguments: the call's bound arguments.
+        config: the DeepSpeed JSON as a dict.
     """
-    config = deepspeed_config_of(arguments) or {}
     named = config.get("optimizer")
     if ROOT not in config or arguments.get("optimizer") is not None or not isinstance(named, Mapping):
         return {}
@@ -111,20 +114,22 @@ def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {} if kind is None else {"optimizer": lambda parameters: kind(parameters, **named.get("params", {}))}
 
 
-def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> None:
+def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` whose config carries a block.
 
     Args:
         arguments: the call's bound arguments.
-        env: the launcher's environment.
+        config: the DeepSpeed JSON as a dict.
 
     Raises:
-        ValueError: as :func:`check_launch`, and for arguments that zero_topo cannot work with.
+        ValueError: as :func:`resolve_block`, and for arguments that zero_topo cannot work with.
     """
-    config = deepspeed_config_of(arguments)
-    if config is not None and check_launch(config, env) is not None:
-        for check in (_model_parallel, _mesh, _remote_parameters):
-            check(arguments)
+    world = os.environ.get("WORLD_SIZE")
+    if resolve_block(config, int(world) if world else None, None) is not None:
+        _model_parallel(arguments.get("mpu"))
+        _mesh(arguments.get("mesh_param"))
+        # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
+        _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
 
 
 def sharding_ranks(mpu: Any, world: int) -> int:
@@ -140,14 +145,14 @@ def sharding_ranks(mpu: Any, world: int) -> int:
     return world
 
 
-def _model_parallel(arguments: Mapping[str, Any]) -> None:
-    if hasattr(arguments.get("mpu"), "initialize_sequence_parallel"):
+def _model_parallel(mpu: Any) -> None:
+    if hasattr(mpu, "initialize_sequence_parallel"):
         return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are aliases of the sequence-parallel ones
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        size = _ask(arguments.get("mpu"), name)
+        size = _ask(mpu, name)
         if size > 1:
             raise ValueError(
-                f"mpu = {type(arguments['mpu']).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
+                f"mpu = {type(mpu).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
                 "ranks of the launch, which this would divide; set the tensor-parallel size to 1"
             )
 
@@ -160,8 +165,7 @@ def _ask(mpu: Any, name: str) -> int:
         return 1
 
 
-def _mesh(arguments: Mapping[str, Any]) -> None:
-    mesh = arguments.get("mesh_param")
+def _mesh(mesh: Sequence[int] | None) -> None:
     if mesh and len(mesh) > 1 and mesh[1] > 1:
         raise ValueError(
             f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
@@ -169,24 +173,12 @@ def _mesh(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _remote_parameters(arguments: Mapping[str, Any]) -> None:
-    device = arguments.get("remote_device")
-    trains = "optimizer" in (deepspeed_config_of(arguments) or {})  # zero.Init has no optimizer argument
+def _remote_parameters(device: str | None, trains: bool) -> None:
     if device not in (None, "none", *(() if trains else ("cpu",))):
         raise ValueError(
             f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
             'such as "zero_topo": {"weights": "node"}'
         )
-
-
-def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
-    """Validate a DeepSpeed config against the launcher's environment; return None without a ``zero_topo`` block.
-
-    Raises:
-        ValueError: for a wrong or unsupported setting, on every rank.
-    """
-    world = env.get("WORLD_SIZE")
-    return resolve_block(dict(config), int(world) if world else None, None, env)
 
 
 def resolve_block(
@@ -231,6 +223,34 @@ def resolve_block(
         if engine.optimizer_name() is not None:
             raise
     return planned(block, request_of(engine, topology, trains=False))  # without an optimizer more models fit
+
+
+def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
+    """Return the planner's request for an engine: its modules, with activation checkpointing, and its settings.
+
+    Every rank has the same model, config and machine, and the planner is a pure function of them, so all ranks choose
+    one plan without communication. ``agreement.py`` checks that they did.
+
+    Args:
+        engine: DeepSpeed's engine.
+        topology: the machine.
+        trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
+            the policy's plan, so that both round their weights identically.
+    """
+    return module_request(
+        engine.module,
+        topology,
+        trains=trains,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.gradient_accumulation_steps(),
+        itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
+        muon=method_of({"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}),
+        live=engine.zero_max_live_parameters(),
+        bucket=engine.zero_reduce_bucket_size(),
+        sub_group=engine.zero_sub_group_size(),
+        offload=engine.zero_cpu_offload(),
+        loss_scaled=engine.fp16_enabled(),
+    )
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -37,17 +36,19 @@ from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import copying_beside, saving_beside
-from zero_topo.hook.seam import check_deepspeed
+from zero_topo.hook.seam import check_deepspeed, replaced
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
 
 
-def install() -> None:
-    """Install the hook once; later calls do nothing.
+def enable() -> None:
+    """Install the hook into DeepSpeed; after ``import zero_topo`` an import of DeepSpeed installs it too.
+
+    Later calls do nothing.
 
     Raises:
-        ImportError: if this DeepSpeed lacks what the hook relies on.
+        ImportError: if the hook does not fit the installed DeepSpeed, naming the differences.
     """
     if getattr(DeepSpeedEngine, "_zero_topo_hook", False):
         return
@@ -66,6 +67,22 @@ def install() -> None:
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
     Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Install the hook and call ``deepspeed.initialize`` with these arguments.
+
+    Raises:
+        ValueError: for an invalid ``zero_topo`` block or machine, before any process group exists.
+    """
+    enable()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def init_context(*args: Any, **kwargs: Any) -> Any:
+    """Install the hook and return ``deepspeed.zero.Init``, which partitions parameters as they are built."""
+    enable()
+    return deepspeed.zero.Init(*args, **kwargs)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,29 +105,21 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             return configure(engine, None)
         if optimizer is None:
             kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
-            built = _with_class(ds_engine, "DeepSpeedZeRoOffload", kind, partial(configure, engine, None))
+            with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
+                built = configure(engine, None)
             engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
         else:
             on_cpu = get_accelerator().is_synchronized_device()
             tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
             kind = partial(TopoStage3, resolved=resolved)
-            built = _with_class(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind, partial(configure, engine, optimizer))
+            with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
+                built = configure(engine, optimizer)
         tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
         report(engine, built, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 
     return wrapper
-
-
-def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configure: Callable[[], Any]) -> Any:
-    """Call ``configure`` while a name in a DeepSpeed module is bound to another class (Note [The seam])."""
-    stock = getattr(module, name)
-    setattr(module, name, kind)
-    try:
-        return configure()
-    finally:
-        setattr(module, name, stock)
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
@@ -136,4 +145,4 @@ def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-install()  # importing this module installs the hook, in any order of imports
+enable()  # importing this module installs the hook, in any order of imports

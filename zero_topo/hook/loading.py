@@ -11,9 +11,9 @@ Note [A load that fails]
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from deepspeed.runtime import engine as ds_engine
 from torch import Tensor
 
 from zero_topo.engine.agreement import all_can
-from zero_topo.engine.residual_transfer import carried
+from zero_topo.engine.residual_transfer import carried, first_line
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, line, mapped, named
+from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, mapped, named
+from zero_topo.hook.seam import replaced
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -85,34 +86,32 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
     latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
     """
 
+    signature = inspect.signature(load)
+
     @wraps(load)
-    def wrapper(
-        engine: Any,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
+    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
-            return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
-        load_module_only |= not engine.optimizer.topo.parameters  # an engine without an optimizer
-        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
-        stock, states = engine.checkpoint_engine, load_optimizer_states and not load_module_only
-        files = Files(stock)
-        tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
-        engine.checkpoint_engine = files
-        try:
-            with _weights_of(tag, engine.load_universal_checkpoint()):
-                found = load(engine, load_dir, tag, load_module_strict, states, *rest)
-        finally:
-            engine.checkpoint_engine = stock
+            return load(engine, *args, **kwargs)
+        call = signature.bind(engine, *args, **kwargs)
+        call.apply_defaults()
+        given, files = call.arguments, Files(engine.checkpoint_engine)
+        given["load_module_only"] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+        given["load_optimizer_states"] &= not given["load_module_only"]
+        tag, groups = _agreed(engine, files, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
+        given["tag"] = tag
+        universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
+
+        def weights_alone(folder: str) -> dict[str, Tensor]:
+            return {} if universal else whole(folder, tag)
+
+        with (
+            replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
+            replaced(engine, "checkpoint_engine", files),
+        ):
+            loaded = load(*call.args, **call.kwargs)
         if groups:
             _restore_groups(engine.optimizer.param_groups, groups)
-        return found
+        return loaded
 
     return wrapper
 
@@ -133,7 +132,7 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
     Raises:
         ValueError: on every rank, naming a rank that cannot load its part.
     """
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     groups: list[Group] = []
     problem = None
     try:
@@ -141,19 +140,19 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
         latest = load_dir / ("latest_universal" if universal else "latest")
         if tag is None and latest.is_file():
             tag = latest.read_text().strip()
-        told["tag"] = tag
+        facts["tag"] = tag
         if tag is not None:
             folder = load_dir / str(tag)
             if universal:
-                told |= _model(files.read(folder / file_name(0, "model")))
+                facts |= _model(files.read(folder / file_name(0, "model")))
                 groups = _universal(engine.optimizer.topo, folder, states)
-                told |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
+                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
             else:
-                told |= _own_files(engine, files, folder, states)
+                facts |= _own_files(engine, files, folder, states)
     except Exception as error:  # a damaged file has any content
-        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {line(error)}"
+        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
     try:
-        all_can(problem, told, engine.device, WAY_OUT)
+        all_can(problem, facts, engine.device, WAY_OUT)
     except ValueError as error:
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
     if files.lost and dist.get_rank() == 0:
@@ -171,10 +170,10 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found, files.model = files.read(path), str(path)
-    told = _model(found)
+    facts = _model(found)
     if not states:  # frozen weights are then loaded by name with the other weights
         files.replace(path, {**found, FRAGMENTS: None})
-        return told
+        return facts
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
     own = engine.optimizer.fp16_groups
@@ -182,13 +181,13 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
     names = [[*of] for of in found.get("param_shapes") or shapes]
     if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
         saved = Saved(folder, prefix, rank, ranks)
-        told = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
+        facts = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
         states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
         files.lost = saved.drops_residual(shapes)
     else:
         states_found = files.read(optimizer)
-    return {**told, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
+    return {**facts, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,17 +249,6 @@ def _kind_of(value: Any) -> Any:
             return {str(index): _kind_of(inner) for index, inner in enumerate(value)}
         return f"{len(value)} values"
     return type(value).__name__
-
-
-@contextmanager
-def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
-    """Make DeepSpeed load weights without optimizer states from this tag, or none of a universal checkpoint."""
-    whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
-    ds_engine.get_fp32_state_dict_from_zero_checkpoint = lambda folder: {} if universal else whole(folder, tag)
-    try:
-        yield
-    finally:
-        ds_engine.get_fp32_state_dict_from_zero_checkpoint = whole
 
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:

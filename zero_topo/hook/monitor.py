@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zero_topo.collectives.meter import Exchange
+from zero_topo.collectives.transport import Group
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
-from zero_topo.hook.report import Recorder
-from zero_topo.hook.stats import peak_memory
+from zero_topo.hook.stats import Recorder, peak_memory
 from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
 from zero_topo.units import GB, format_bytes
@@ -76,7 +75,7 @@ def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[...
         log: DeepSpeed's ``log_dist(line, ranks)``, for the comms logger's lines.
         comms_logger: DeepSpeed's comms logger; its own switches select the exchanges.
     """
-    optimizer.topo.meter.listener = CommsLog(comms_logger, log)
+    optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log)
     folder = optimizer.topo.config.report
     if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
         return
@@ -98,12 +97,12 @@ def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[...
 
 def _report_step(engine: Any, optimizer: TopoStage3) -> None:
     topo, pace = optimizer.topo, optimizer.pace.last
-    seconds = topo.meter.last_seconds()
+    seconds = topo.meter.last_seconds
     if optimizer.recorder is not None:
-        optimizer.recorder.step(topo.meter.last_step(), pace)
+        optimizer.recorder.step(topo.meter.last_step, pace)
     if engine.monitor.enabled:
         of_mode, more = topo.gradients.mode.report(), {**pace, "peak_bytes": float(peak_memory()[0])}
-        events = step_events(topo.meter.last_step(), seconds, of_mode, more, engine.global_samples)
+        events = step_events(topo.meter.last_step, seconds, of_mode, more, engine.global_samples)
         engine.monitor.write_events(events)
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
@@ -114,78 +113,65 @@ NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_singl
 """Operation -> DeepSpeed's name of it, which ``prof_ops`` may list."""
 
 
-class Row(NamedTuple):
-    """One record of DeepSpeed's comms logger.
-
-    Attributes:
-        name: the key of its totals: operation, phase and domain.
-        size: bytes of the tensor that was passed, by DeepSpeed's definition; 0 if sizes differ between ranks, because
-            DeepSpeed compares stragglers by size, which must then be equal on all ranks.
-        milliseconds: from call to completion.
-        algorithm: bandwidth of the whole result, gigabits per second.
-        bus: bandwidth of what this rank sent, gigabits per second.
-    """
-
-    name: str
-    size: int
-    milliseconds: float
-    algorithm: float
-    bus: float
-
-
-def row(exchange: Exchange, seconds: float) -> Row:
-    """Return the record of an exchange.
+def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tuple[str, int, tuple[float, ...]]:
+    """Return DeepSpeed's record of an exchange.
 
     Args:
-        exchange: in a group of at least two ranks.
-        seconds: its duration.
+        group: the group of at least two ranks, metered.
+        op: a key of :data:`NAMES`.
+        nbytes: bytes that this rank sent to the others.
+        even: whether every member sent as many.
+        seconds: from call to completion.
+
+    Returns:
+        The key of its totals: operation, phase and domain. Bytes of the tensor that was passed, by DeepSpeed's
+        definition; 0 if sizes differ between ranks, because DeepSpeed compares stragglers by size, which must then be
+        equal on all ranks. Milliseconds, and the bandwidth of the whole result and of what this rank sent, Gbit/s.
     """
-    others, sent = exchange.members - 1, exchange.nbytes
-    whole = sent * exchange.members // others
-    size = sent // others if exchange.op == "all_gather" else whole
-    algorithm, bus = (8 * nbytes / GB / max(seconds, 1e-9) for nbytes in (whole, sent))
-    name = f"{NAMES[exchange.op]} | zero_topo {exchange.phase} | {exchange.domain}"
-    return Row(name, size if exchange.even else 0, 1e3 * seconds, algorithm, bus)
+    others = group.size - 1
+    whole = nbytes * group.size // others
+    size = nbytes // others if op == "all_gather" else whole
+    algorithm, bus = (8 * sent / GB / max(seconds, 1e-9) for sent in (whole, nbytes))
+    name = f"{NAMES[op]} | zero_topo {group.counted.phase} | {group.domain}"
+    return name, size if even else 0, (1e3 * seconds, algorithm, bus)
 
 
-class CommsLog:
-    """A meter's listener that adds records to DeepSpeed's comms logger.
+def comms_timing(
+    logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool
+) -> AbstractContextManager[None] | None:
+    """Return a context that adds a record of an exchange to DeepSpeed's comms logger; None if its switches skip it.
 
     Args:
         logger: DeepSpeed's comms logger; its switches may change at any time.
         log: DeepSpeed's ``log_dist(line, ranks)``.
+        group: the group, metered.
+        op: a key of :data:`NAMES`.
+        nbytes: bytes that this rank sends to the others.
+        even: whether every member sends as many.
     """
+    selected = logger.enabled and (logger.prof_all or NAMES[op] in logger.prof_ops)
+    return _recorded(logger, log, group, op, nbytes, even) if selected else None
 
-    def __init__(self, logger: Any, log: Callable[..., None]) -> None:
-        self._logger = logger
-        self._log = log
 
-    def listens(self, exchange: Exchange) -> bool:
-        """Return whether the logger's ``enabled``, ``prof_all`` and ``prof_ops`` select an exchange."""
-        logger = self._logger
-        return bool(logger.enabled and (logger.prof_all or NAMES[exchange.op] in logger.prof_ops))
-
-    @contextmanager
-    def timing(self, exchange: Exchange) -> Iterator[None]:
-        """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
-        _synchronize()
-        began = time.perf_counter()
-        yield
-        _synchronize()
-        self._add(row(exchange, time.perf_counter() - began))
-
-    def _add(self, row: Row) -> None:
-        sizes = self._logger.comms_dict.setdefault(row.name, {})
-        entry = sizes.setdefault(row.size, [0, [], [], []])
-        entry[0] += 1
-        for values, value in zip(entry[1:], row[2:], strict=True):
-            values.append(value)
-        if self._logger.verbose:
-            self._log(
-                f"comm op: {row.name} | time (ms): {row.milliseconds:.2f} | msg size: {format_bytes(row.size)} | "
-                f"algbw (Gbps): {row.algorithm:.2f} | busbw (Gbps): {row.bus:.2f}",
-                ranks=[0],
-            )
+@contextmanager
+def _recorded(logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool) -> Iterator[None]:
+    """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
+    _synchronize()
+    began = time.perf_counter()
+    yield
+    _synchronize()
+    name, size, values = record(group, op, nbytes, even, time.perf_counter() - began)
+    entry = logger.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
+    entry[0] += 1
+    for total, value in zip(entry[1:], values, strict=True):
+        total.append(value)
+    if logger.verbose:
+        milliseconds, algorithm, bus = values
+        log(
+            f"comm op: {name} | time (ms): {milliseconds:.2f} | msg size: {format_bytes(size)} | "
+            f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
+            ranks=[0],
+        )
 
 
 def _synchronize() -> None:

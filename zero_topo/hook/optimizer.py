@@ -29,7 +29,7 @@ from zero_topo.hook.frozen import Frozen, described
 from zero_topo.hook.muon import check_muon, orthogonalized
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
-from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward
+from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
 from zero_topo.sync import AgedAdamW, Moment
@@ -327,10 +327,9 @@ class TopoStage3(Stock):
         """Return the momentum of a sub-group, ``[N / O, columns]``, FP32, on the device of its masters."""
         master = self.fp32_partitioned_groups_flat[sub_group]
         state = self.optimizer.state[master]
-        found = state.get("momentum_buffer")
-        if found is None:
-            found = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
-        state["momentum_buffer"] = found.to(torch.float32)
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
+        state["momentum_buffer"] = state["momentum_buffer"].to(torch.float32)
         return self.topo.masters.table(state["momentum_buffer"])
 
     def _apply_muon_to_accumulated_grads(self) -> None:
@@ -450,8 +449,8 @@ class TopoStage3(Stock):
             pin_memory: whether copies are page-locked.
             non_blocking: ignored: copies are queued together, and the host waits for all before it frees memory.
         """
-        told = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
-        kinds = [kind for kind in told if kind not in self.offloaded_states]
+        kinds = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
+        kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self.topo.settle()
         self.empty_partition_cache()  # while the shards still exist
         held = self._offloadable()
@@ -504,13 +503,11 @@ class TopoStage3(Stock):
     @contextmanager
     def _stock_layout(self, share: bool) -> Iterator[None]:
         """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank, within the context."""
-        whole = self.fp32_partitioned_groups_flat
-        try:
-            with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
-                self.fp32_partitioned_groups_flat = narrow
-                yield
-        finally:
-            self.fp32_partitioned_groups_flat = whole
+        with (
+            self.topo.masters.narrowed(self.fp32_partitioned_groups_flat, self.optimizer, share) as narrow,
+            replaced(self, "fp32_partitioned_groups_flat", narrow),
+        ):
+            yield
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
@@ -52,7 +52,7 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
             parts.setdefault(getattr(owner, "__self__", None), []).append(param)
         found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
         if name == "all_gather_coalesced":
-            return found[0] if len(found) == 1 else Handles(found)
+            return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
         return [handle for handles in found for handle in handles or ()]
 
     return call
@@ -79,18 +79,6 @@ class ParameterHandle:
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._params = []
         self._handle = Handle(None, (), list)
-
-
-class Handles:
-    """Several pending gathers with one ``wait``."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for each gather, in the order of their start."""
-        for handle in self._handles:
-            handle.wait(handle_dependency=handle_dependency)
 
 
 class ParameterGathers:
@@ -141,37 +129,35 @@ class ParameterGathers:
         self._stock.clear()
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """Split parameters into our trained and our frozen ones, and all others; without duplicates, by ``ds_id``."""
+        """Split parameters into ours and all others; without duplicates, by ``ds_id``.
+
+        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike.
+        """
         self._require_weights()
-        ours, others = (list[Any](), list[Any]()), list[Any]()
+        groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
         for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
             slot = self._slots.get(param.ds_id)
-            (others if slot is None else ours[slot in self._engine.weights.frozen]).append(param)
-        return [alike for alike in ours if alike], others
+            if slot is None:
+                others.append(param)
+            else:
+                groups.setdefault((slot in self._engine.weights.frozen, bool(param.ds_persist)), []).append(param)
+        return [groups[key] for key in sorted(groups)], others
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
-    ) -> Handles:
+    ) -> MultipleAllGatherHandles:
         ours, others = self._split(params)
         # A graph task exists only inside a backward pass; a prefetch that the forward pass starts has none.
         phase = "gather_backward" if _in_backward() else "gather_forward"
-        handles: list[Any] = []
-        for alike in ours:
-            handles += self._start_in_pass(alike, phase)
+        handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
             self._count_stock(others, phase)
             handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
-        return Handles(handles)
+        return MultipleAllGatherHandles(handles)
 
-    def _start_in_pass(self, params: list[Any], phase: str) -> list[ParameterHandle]:
-        """Begin to gather for a pass: persistent parameters exactly, the others in the plan's format."""
-        handles = self._start([p for p in params if not p.ds_persist], phase)
-        return handles + self._start([p for p in params if p.ds_persist], "gather_exact")
-
-    def _start(self, params: list[Any], phase: str) -> list[ParameterHandle]:
-        """Begin to gather parameters, all trained or all frozen; the list may be empty."""
-        if not params:
-            return []
+    def _start(self, params: list[Any], phase: str) -> ParameterHandle:
+        """Begin to gather parameters of one group of :meth:`_split`: persistent ones exactly."""
+        phase = "gather_exact" if params[0].ds_persist else phase
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
@@ -186,7 +172,7 @@ class ParameterGathers:
             handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
         started = ParameterHandle(params, handle, timing)
         self._started.add(started)
-        return [started]
+        return started
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         world = dist.get_world_size()
@@ -196,15 +182,16 @@ class ParameterGathers:
     def _gather_now(
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
-        ours, others = self._split([param] if param_list is None else param_list)
+        params = [param] if param_list is None else param_list
+        ours, others = self._split(
+            p for p in params if p.ds_id not in self._slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        )
         # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
         # gathers it with the parameters of the module that read it.
         in_forward = getattr(self._module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
         reads = param_list is None and (in_forward or _in_backward())
         phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
-        handles: list[Any] = []
-        for alike in ours:
-            handles += self._start_in_pass([p for p in alike if p.ds_status == ZeroParamStatus.NOT_AVAILABLE], phase)
+        handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
             self._count_stock(others, phase)
             handles += stock(others, async_op=async_op, hierarchy=hierarchy) or []

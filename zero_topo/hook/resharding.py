@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.engine.residual_transfer import STATE_KEY
+from zero_topo.engine.residual_transfer import STATE_KEY, first_line
 
 FRAGMENTS = "frozen_param_fragments"
 GROUPS = "give the optimizer the parameter groups of the run that saved it, or load a universal checkpoint of it"
@@ -42,12 +42,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({line(error)})") from None
-
-
-def line(error: Exception) -> str:
-    """Return the first line of an error, at most 200 characters."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{path} cannot be read ({first_line(error)})") from None
 
 
 class Saved:

@@ -15,7 +15,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
+from zero_topo.hook.seam import replaced
 from zero_topo.units import format_bytes
 
 PART = ".part"
@@ -53,12 +54,9 @@ def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
         ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
         if not ours:  # other checkpoint engines have their own commit
             return save(engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-        engine.checkpoint_engine = beside = Beside(stock, engine.device, save_latest and engine.global_rank == 0)
-        try:
+        beside = Beside(stock, engine.device, save_latest and engine.global_rank == 0)
+        with closing(beside), replaced(engine, "checkpoint_engine", beside):
             return save(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
-        finally:
-            engine.checkpoint_engine = stock
-            beside.clear()
 
     return wrapper
 
@@ -135,7 +133,7 @@ class Beside(CheckpointEngine):
             _remove_parts(latest.parent)
         return True
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Remove temporary files that were not renamed, and folders that are then empty."""
         for path in self._written:
             with suppress(OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -108,6 +108,17 @@ def deepspeed_json(engine: Any) -> dict[str, Any]:
 def has(name: str) -> bool:
     """Return whether the installed release has an entry of :data:`SINCE`."""
     return release(deepspeed.__version__) >= release(SINCE[name])
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Bind a name of DeepSpeed to another value within the context."""
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
 
 
 def at_boundary(optimizer: Any) -> bool:

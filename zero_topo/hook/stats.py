@@ -1,18 +1,35 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero_topo.stats``: an engine's traffic, memory and waiting times."""
+"""``zero_topo.stats``: an engine's traffic, memory and waiting times; and the reports that show them.
+
+With the block's key ``report``, rank 0 writes a line for each optimizer step, and a report of its own measurements when
+the engine is destroyed or the process ends, without a collective. ``zero_topo.report`` gathers the measurements of all
+ranks.
+"""
 
 from __future__ import annotations
 
+import atexit
 import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
-from zero_topo.hook.automatic import request_of
 from zero_topo.hook.inference import TopoInference
+from zero_topo.hook.initialize import request_of
+from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
-from zero_topo.observe.report import Stats
+from zero_topo.hook.seam import deepspeed_json
+from zero_topo.observe.report import RankBytes, Stats, build_report
+from zero_topo.observe.runlog import METRICS, RunLog
 from zero_topo.sync import AdamS, AgedAdamW
 from zero_topo.units import KIB
 
@@ -41,16 +58,16 @@ def stats(engine: Any) -> Stats:
         config=topo.config,
         steps=topo.meter.steps,
         micro_batches=micro_batches,
-        step_bytes=dict(topo.meter.last_step()),
-        total_bytes=dict(topo.meter.total()),
+        step_bytes=dict(topo.meter.last_step),
+        total_bytes=dict(topo.meter.total),
         memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer) if trains else 0},
         work=topo.workload(micro_batches),
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
         optimizer_itemsize=_optimizer_itemsize(optimizer) if trains else 0,
         calls=dict(topo.meter.calls),
-        phase_seconds=dict(topo.meter.last_seconds()),
+        phase_seconds=dict(topo.meter.last_seconds),
         sync_report=topo.gradients.mode.report(),
-        phase_spans=topo.meter.last_spans(),
+        phase_spans=topo.meter.last_spans,
         peak_memory=peak,
         on_device=on_device,
         predicted_memory=optimizer.predicted_memory if trains else {},
@@ -76,3 +93,128 @@ def _optimizer_bytes(optimizer: TopoStage3) -> int:
     """Return the bytes of FP32 masters (unless they are the weights) and optimizer states on this rank."""
     masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
     return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report(
+    engine: Any, folder: str | Path, title: str | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
+
+    The report shows the losses and speeds of the steps in the folder's ``metrics.jsonl``, which the block's key
+    ``report`` writes. For an engine without a ``zero_topo`` block it has no bytes and no memory.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` returned.
+        folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png``.
+        title: one line about model and data; by default the model's class and size.
+        settings: the program's settings, to show in the report.
+    """
+    found = stats(engine) if isinstance(engine.optimizer, TopoStage3 | TopoInference) else None
+    ranks: list[RankBytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found and found.of_rank())
+    recorder = getattr(engine.optimizer, "recorder", None)
+    if recorder is not None and recorder.folder == Path(folder):
+        recorder.finish()
+    if dist.get_rank() == 0:
+        _write(engine, Path(folder), found, [rank for rank in ranks if rank is not None], title, settings)
+
+
+def _write(
+    engine: Any,
+    folder: Path,
+    found: Stats | None,
+    ranks: Sequence[RankBytes],
+    title: str | None,
+    settings: Mapping[str, Any],
+) -> None:
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    if found is not None and found.phase_spans:
+        with RunLog(folder) as log:
+            log.timeline(engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
+    build_report(
+        folder,
+        found,
+        ranks,
+        title=title or f"{type(engine.module).__name__}, {numel:,} parameters",
+        world_size=dist.get_world_size() if found is None else found.config.plan.world_size,
+        settings=settings,
+        deepspeed=deepspeed_json(engine),
+    )
+
+
+class Recorder:
+    """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy has completed.
+
+    Args:
+        engine: DeepSpeed's engine, whose ``backward`` and ``destroy`` are wrapped.
+        folder: the run's folder; a resumed run appends to the log there, a new run replaces it.
+    """
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self.folder = folder
+        self._engine, self._log, self._began = engine, RunLog(folder), time.perf_counter()
+        self._loss: Tensor | None = None
+        self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
+        engine.backward, engine.destroy = self._backward(engine.backward), self._destroy(engine.destroy)
+        atexit.register(self.close)
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                share = 1 if kwargs.get("scale_wrt_gas") is False else 1 / self._engine.gradient_accumulation_steps()
+                part = loss.detach().float().reshape(()) * share
+                self._loss = part if self._loss is None else self._loss + part
+            return backward(loss, *args, **kwargs)
+
+        return wrapper
+
+    def _destroy(self, destroy: Callable[[], None]) -> Callable[[], None]:
+        @wraps(destroy)
+        def wrapper() -> None:
+            self.close()
+            destroy()
+
+        return wrapper
+
+    def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
+        """Log an optimizer step: the bytes that this rank sent, and its speed."""
+        now, engine, loss, event = time.perf_counter(), self._engine, self._loss, None
+        seconds, self._began, self._loss = now - self._began, now, None
+        if loss is not None and not get_accelerator().is_synchronized_device():
+            loss = loss.to("cpu", non_blocking=True)
+            event = get_accelerator().Event()
+            event.record()
+        if engine.global_steps == 1:
+            (self.folder / METRICS).unlink(missing_ok=True)
+        lr = float(engine.get_lr()[0])
+        line = {"step": engine.global_steps, "lr": lr, "seconds": seconds, "sent": sent, "pace": pace}
+        self._waiting.append((event, loss, line))
+        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
+            self._write_line()
+
+    def _write_line(self) -> None:
+        _, loss, line = self._waiting.popleft()
+        self._log.step(**line, loss=None if loss is None else loss.item())
+
+    def finish(self) -> None:
+        """Write the lines whose loss is still pending, and cancel the report at the end of the process."""
+        atexit.unregister(self.close)
+        for event, _, _ in list(self._waiting):
+            if event is not None:
+                event.synchronize()
+            self._write_line()
+
+    def close(self) -> None:
+        """Write the report of this rank."""
+        self.finish()
+        found = stats(self._engine)
+        try:
+            _write(self._engine, self.folder, found, [found.of_rank()], None, {})
+        except OSError as error:
+            LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
+        else:
+            LOGGER.info("zero_topo: report in %s", self.folder)

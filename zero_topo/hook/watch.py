@@ -27,9 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +38,7 @@ from zero_topo.hook.log import users_line
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
 """Environment variable: seconds without progress after which ranks query each other; 0 disables the watch."""
+STILL_S = 60.0  # its default
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Methods of DeepSpeed's engine that a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
@@ -56,27 +55,8 @@ MOST_OF_ERROR = 120
 """Characters of an error that are sent to the other ranks."""
 
 
-class Place(NamedTuple):
-    """The position of a rank: ``words`` for the user, and ``moves``, which changes whenever the rank makes progress."""
-
-    words: str
-    moves: tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Time limits: seconds that a rank may make no progress, and the longest interval of polls for few ranks."""
-
-    still_s: float = 60.0
-    most_look_s: float = 1.0
-
-    def look_s(self, ranks: int) -> float:
-        """Return the seconds between two polls."""
-        return max(min(self.still_s / 6, self.most_look_s), ranks / STORE_QUESTIONS_PER_S)
-
-    def answer_s(self, ranks: int) -> float:
-        """Return the seconds within which every live rank has polled."""
-        return 2 * self.look_s(ranks)
+Position = tuple[str, tuple[object, ...]]
+"""The position of a rank: words for the user, and values that change whenever the rank makes progress."""
 
 
 class Watch:
@@ -85,18 +65,20 @@ class Watch:
     Args:
         store: the store of torch's rendezvous, shared by all ranks.
         seat: this rank, the number of ranks, and its host.
-        place: returns the position of the main thread; called from the watch's thread.
+        position: returns the position of the main thread; called from the watch's thread.
         say: logs a verdict.
-        patience: the time limits, equal on all ranks.
+        still_s: seconds that a rank may make no progress, equal on all ranks.
+        most_poll_s: the longest interval of polls for few ranks, equal on all ranks.
     """
 
     def __init__(
         self,
         store: dist.Store,
         seat: tuple[int, int, str],
-        place: Callable[[], Place],
+        position: Callable[[], Position],
         say: Callable[[str], None],
-        patience: Patience,
+        still_s: float,
+        most_poll_s: float = 1.0,
     ) -> None:
         self._rank, self._ranks, host = seat
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
@@ -105,7 +87,9 @@ class Watch:
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
-        self._place, self._say, self._patience = place, say, patience
+        self._position, self._say, self._still_s = position, say, still_s
+        self._poll_s = poll_s(self._ranks, still_s, most_poll_s)
+        self._answer_s = 2 * self._poll_s  # within which every live rank has polled
         self._error, self._asks = "", False
         self._woken, self._closed = threading.Event(), threading.Event()
         if self._rank == 0:
@@ -146,14 +130,14 @@ class Watch:
             while self._store.check([f"asked {turn}"]):
                 turn += 1
             self._store.set(f"asked {turn}", "")  # the key that all ranks poll
-            end = time.monotonic() + 2 * self._patience.answer_s(self._ranks)
+            end = time.monotonic() + 2 * self._answer_s
             while self._store.add(HEARD, 0) < self._ranks and time.monotonic() < end:
                 time.sleep(0.02)
 
     @property
     def _most_s(self) -> float:
         """Seconds to wait for the thread's end, which would never come if the store is cut off."""
-        return SLACK_S + 4 * self._patience.answer_s(self._ranks)
+        return SLACK_S + 4 * self._answer_s
 
     def ended(self, error: BaseException | None = None) -> None:
         """Record how the process ends; after an error, also log the other ranks' answers.
@@ -173,8 +157,8 @@ class Watch:
 
     def _guard(self) -> None:
         """Log once if the store does not answer for long: its process may be stopped, or cut off."""
-        most_s = self._patience.still_s + 4 * self._patience.answer_s(self._ranks)
-        while not self._closed.wait(self._patience.look_s(self._ranks)):
+        most_s = self._still_s + 4 * self._answer_s
+        while not self._closed.wait(self._poll_s):
             if (since := self._asking_since) and time.monotonic() - since > most_s:
                 return self._say(
                     f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look at it there"
@@ -196,20 +180,20 @@ class Watch:
             if not self._closed.is_set():
                 self._say(f"{STORE} does not answer: it ended or died")
         if self._asks:  # give the node's other ranks time to log too: the launcher kills them when this one ends
-            self._closed.wait(self._patience.answer_s(self._ranks))
+            self._closed.wait(self._answer_s)
 
     def _look_on(self) -> tuple[int, str]:
         """Poll until the thread is woken; return the next question's number and this standstill's verdict."""
-        turn, found, due = 0, "", self._patience.still_s
-        seen, since = self._place(), time.monotonic()
-        while not self._woken.wait(self._patience.look_s(self._ranks)):
-            now = self._place()
-            if now.moves != seen.moves:
-                found, due, since = "", self._patience.still_s, time.monotonic()
+        turn, found, due = 0, "", self._still_s
+        seen, since = self._position(), time.monotonic()
+        while not self._woken.wait(self._poll_s):
+            now = self._position()
+            if now[1] != seen[1]:
+                found, due, since = "", self._still_s, time.monotonic()
             seen, still = now, time.monotonic() - since
             if self._alone:
                 if still > due:
-                    self._say(f"{STORE} ended in good order, and this rank makes no progress: {now.words}")
+                    self._say(f"{STORE} ended in good order, and this rank makes no progress: {now[0]}")
                     due = math.inf
                 continue
             self._asking_since = time.monotonic()
@@ -220,27 +204,22 @@ class Watch:
                     self._store.add(HEARD, 1)
                     self._alone, self._asking_since = True, 0.0
                     continue
-                words = f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}"
+                words = f"{still:.0f} s {now[0]}" if still > 1.5 * self._poll_s else f"moves, {now[0]}"
                 found = self._answer(turn, words)
-                turn, due = turn + 1, AGAIN * max(still, self._patience.still_s)
+                turn, due = turn + 1, AGAIN * max(still, self._still_s)
             self._asking_since = 0.0
         return turn, found
-
-    @property
-    def _look_s(self) -> float:
-        return 1.5 * self._patience.look_s(self._ranks)
 
     def _answer(self, turn: int, words: str) -> str:
         """Post this rank's position, wait for the others' answers, and log the verdict that one rank writes."""
         answers = dist.PrefixStore(f"{turn}", self._store)
         answers.set(f"{self._rank}", words)
-        answer_s = self._patience.answer_s(self._ranks)
-        self._closed.wait(answer_s)
+        self._closed.wait(self._answer_s)
         if answers.add("tellers", 1) == 1:
             answers.set("told", self._verdict(answers))
-        end = time.monotonic() + answer_s
+        end = time.monotonic() + self._answer_s
         while not (told := answers.check(["told"])) and time.monotonic() < end:
-            if self._closed.wait(answer_s / 20):
+            if self._closed.wait(self._answer_s / 20):
                 return ""
         found = answers.get("told").decode() if told else self._verdict(answers)  # its writer may have died
         self._say(found)
@@ -261,6 +240,11 @@ class Watch:
         """Return a rank's host; "unknown" if it died before setting it, for a read would wait until the timeout."""
         key = f"host {rank}"
         return self._store.get(key).decode() if self._store.check([key]) else "unknown"
+
+
+def poll_s(ranks: int, still_s: float, most_s: float = 1.0) -> float:
+    """Return the seconds between two polls of a rank: the more ranks there are, the more rarely each polls."""
+    return max(min(still_s / 6, most_s), ranks / STORE_QUESTIONS_PER_S)
 
 
 def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:
@@ -296,21 +280,21 @@ def watched(store: dist.Store, meter: Meter) -> Watch | None:
     Raises:
         ValueError: if ``ZERO_TOPO_WATCH_S`` is not a number of seconds.
     """
-    said = os.environ.get(SECONDS_VARIABLE, str(Patience.still_s))
+    said = os.environ.get(SECONDS_VARIABLE, str(STILL_S))
     still_s = float(said) if re.fullmatch(r"\d{1,9}(\.\d{0,9})?", said) else -1.0
     if still_s < 0:
         raise ValueError(f"{SECONDS_VARIABLE} = {said!r}: give seconds, such as 60, or 0 for no watch")
     if not still_s or dist.get_world_size() == 1:
         return None
     seat = dist.get_rank(), dist.get_world_size(), socket.gethostname()
-    return Watch(store, seat, partial(main_thread_place, meter), _say, Patience(still_s))
+    return Watch(store, seat, partial(main_thread_position, meter), _say, still_s)
 
 
 def _say(found: str) -> None:
     logger.warning("zero_topo: %s", found)
 
 
-def main_thread_place(meter: Meter) -> Place:
+def main_thread_position(meter: Meter) -> Position:
     """Return the position of the main thread: the engine's method, our phase, and the line of the user's script."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
@@ -321,4 +305,4 @@ def main_thread_place(meter: Meter) -> Place:
         frame = frame.f_back
     phase = meter.phase()
     words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
-    return Place(words, (words, *innermost, sum(list(meter.calls.values()))))
+    return words, (words, *innermost, sum(list(meter.calls.values())))

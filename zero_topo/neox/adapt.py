@@ -41,7 +41,7 @@ def reach(options: Options) -> None:
     if options.cpu:
         cpu.choose_cpu()
         cpu.stand_in(int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or options.ranks or 1))
-    from zero_topo.hook.api import enable
+    from zero_topo.hook.install import enable
 
     enable()
     try:

@@ -103,9 +103,9 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
     values_end, scales = spec.blocks(numel) * spec.block_bytes, spec.scales_offset(numel)
     scales_end = scales + spec.blocks(numel) * spec.scale_bytes
     out[:values_end].copy_(_pack(q, spec.bits))
-    _clear_padding(out, values_end, scales)
+    out[values_end:scales].zero_()
     out[scales:scales_end].copy_(scale.view(torch.uint8))
-    _clear_padding(out, scales_end, out.numel())
+    out[scales_end:].zero_()
 
 
 def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
@@ -166,11 +166,6 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
     if spec.nf4:
         q, scale = torch.tensor(NF4_LEVELS, device=q.device, dtype=q.dtype)[q.long() + 8], _nf4_scale(scale)
     return q.mul_(scale.view(torch.float32)[:, None]).view(-1)[:numel]
-
-
-def _clear_padding(out: Tensor, begin: int, end: int) -> None:
-    if end > begin:
-        out[begin:end].zero_()
 
 
 # -- INT8 weights; see Note [Codes] in ``ops.py`` -------------------------------------------------------------------

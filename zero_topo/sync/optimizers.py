@@ -210,11 +210,9 @@ class AgedAdamW(AdamLike):
         """Create missing state as zeros: all of it, or only the ages if AdamW's state was loaded."""
         state = self.state[p]
         state.setdefault("step", 0)
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key, dtype in (("exp_avg", p.dtype), ("exp_avg_sq", p.dtype), ("age", torch.uint8)):
             if key not in state:
-                state[key] = torch.zeros_like(p)
-        if "age" not in state:
-            state["age"] = torch.zeros_like(p, dtype=torch.uint8)
+                state[key] = torch.zeros_like(p, dtype=dtype)
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         (b1, b2), rate = group["betas"], float(group["lr"])

@@ -45,7 +45,7 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     mode = engine.gradients.mode
     assert isinstance(mode, Sparse)
     told = mode.peers.gather_later(torch.arange(5.0) + rank).wait()
-    return [*found, mode.residual, told], sum(engine.meter.total().values())
+    return [*found, mode.residual, told], sum(engine.meter.total.values())
 
 
 def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
