@@ -113,7 +113,8 @@ def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
     Yields:
         The record so far, after each group of ranks; ``results`` has an entry for each mode, density, source and number
         of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k, seconds (with spread), exchange_s (the part of it
-        in collectives, median; all of it for torch's own reductions), error, xi.
+        in collectives that a mode begins and awaits in one call, median; all of it for torch's own reductions), error,
+        xi.
 
     Raises:
         ValueError: if this machine's memory cannot hold the ranks.

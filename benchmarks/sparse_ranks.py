@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isqrt
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -130,7 +131,7 @@ class AllReduce:
 
 
 class PowerSgd(AllReduce):
-    """Torch's communication hook PowerSGD; to the hook, this object is the one bucket of DistributedDataParallel."""
+    """Torch's communication hook PowerSGD, which takes all gradients as one bucket of DistributedDataParallel."""
 
     def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
         super().__init__(shapes)
@@ -141,31 +142,14 @@ class PowerSgd(AllReduce):
     def reduce(self) -> None:
         """Sum low-rank factors of the matrices, and the vectors."""
         before = self._state.total_numel_after_compression
-        bucket: Any = self
+        gradients = list(parts(self._vector, self._shapes))
+        bucket: Any = SimpleNamespace(
+            buffer=lambda: self._vector, gradients=lambda: gradients, index=lambda: 0, is_last=lambda: True
+        )
         powerSGD_hook(self._state, bucket).wait()
         self._vector *= dist.get_world_size()  # the hook computes the mean
         self.words = self._state.total_numel_after_compression - before
-
-    def end(self) -> tuple[Tensor, float]:
-        """End a step, as :class:`AllReduce` does, and keep the hook's residual."""
         self.residual = self._state.error_dict.get(0, self.residual)
-        return super().end()
-
-    def buffer(self) -> Tensor:
-        """All gradients of the bucket."""
-        return self._vector
-
-    def gradients(self) -> list[Tensor]:
-        """Each parameter's part of the buffer."""
-        return list(parts(self._vector, self._shapes))
-
-    def index(self) -> int:
-        """The number of this bucket."""
-        return 0
-
-    def is_last(self) -> bool:
-        """Whether it is the last one of a step."""
-        return True
 
 
 class Mode:
