@@ -63,7 +63,7 @@ def sparse_cluster_rows(of: str, slowest: str) -> list[str]:
 
 
 def sparse_rows() -> list[str]:
-    """The table of reductions on the same gradients, from the record committed; its seconds are left out."""
+    """The table of modes side by side, from the record committed; its seconds are left out."""
     rows = []
     for result in record("sparse-papers")["results"]:
         words = result["words_per_k"] * result["ranks"] / (result["ranks"] - 1)
