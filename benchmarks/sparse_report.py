@@ -14,7 +14,7 @@ from benchmarks.sparse import WHOLE
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
-WIDTH = 120
+WIDTH = 128
 PICTURES = ("sparse.png",)
 NOTE = (
     "Words per k: 4-byte words that a rank sends for each element it selects; busiest: of the rank that sends most. "
