@@ -1,14 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
 
-For comparison, torch's own all-reduce of the gradients as one vector, and dense sync.
+For comparison: torch's own all-reduce of the gradients as one vector, its PowerSGD of rank 1 and 4, dense sync, and
+Ok-Topk without balancing.
 
 Note [What is measured]
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
     network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over ranks and steps, and
-    ``words_per_k`` the same in 4-byte words per selected element of one rank. ``error`` compares what a mode delivers
-    with the sum of what the ranks had to say (gradient plus residual), as a ratio of L2 norms: for dense it is
-    rounding. Steps before the measured ones let residuals grow and thresholds settle.
+    ``words_per_k`` the same in 4-byte words per selected element of one rank; ``bytes_busiest`` is the mean over steps
+    of the rank that sends most. The all-reduces of torch are counted as ``2 (P - 1) / P`` times their length. ``error``
+    compares what a mode delivers with the sum of the ranks' gradients and residuals, as a ratio of L2 norms: for dense
+    it is rounding. ``xi`` is the ratio of Ok-Topk's Figure 5 (``sparse_ranks.xi``), over the elements of matrices.
+    Steps before the measured ones let residuals grow and thresholds settle.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from zero_topo.topology.presets import emulated
 
 PROGRAM = "benchmarks.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
-ALL_REDUCE, DENSE = WHOLE = "all_reduce", "dense"
+ALL_REDUCE, DENSE, UNBALANCED = "all_reduce", "dense", "oktopk_unbalanced"
+POWER_SGD: Mapping[str, int] = MappingProxyType({f"powersgd_{rank}": rank for rank in (1, 4)})
+WHOLE = (ALL_REDUCE, DENSE, *POWER_SGD)  # without a density
 ELEMENT = 96  # bytes of a rank for an element: gradient, weights, residual, selected elements, and what a mode copies
-MODES = (*WHOLE, *(mode.MODE for mode in SPARSE_MODES))
+MODES = (*WHOLE, *(mode.MODE for mode in SPARSE_MODES), UNBALANCED)
 # Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"oktopk": {"tau": 8, "tau_prime": 8}, "radius": {"interval": 8}}
@@ -41,7 +46,7 @@ class SparseBench:
     """What to measure.
 
     Attributes:
-        modes: of sync, "all_reduce" and "dense" for comparison.
+        modes: of sync, and those for comparison.
         densities: of the sparse ones.
         ranks: sizes of the group.
         sources: of gradients: "synthetic" (heavy tails, half of it common to all ranks) or "model" (the example's GPT).
@@ -84,9 +89,10 @@ class SparseBench:
 
 
 def sync_of(mode: str, density: float) -> dict[str, Any]:
-    """The ``sync`` block of a mode at a density; that of dense sync for torch's all-reduce."""
+    """The ``sync`` block of a mode at a density; that of dense sync for torch's own reductions."""
     if mode in WHOLE:
         return {"mode": DENSE}
+    mode = "oktopk" if mode == UNBALANCED else mode
     share = {"theta": 1 - density} if mode == "tagc" else {"density": density}
     return {"mode": mode, **share, **INTERVALS.get(mode, {})}
 
@@ -106,8 +112,9 @@ def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record so far, after each group of ranks; ``results`` has an entry for each mode, density, source and number
-        of ranks: numel, bytes_per_rank, words_per_k, seconds (with spread), exchange_s (the part of it in collectives,
-        median), error.
+        of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k, seconds (with spread), exchange_s (the part of it
+        in collectives that a mode begins and awaits in one call, median; all of it for torch's own reductions), error,
+        xi.
 
     Raises:
         ValueError: if this machine's memory cannot hold the ranks.

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isqrt
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from benchmarks.bare import bare_engine, matrices
 from benchmarks.control import Control
 from benchmarks.records import Spread
-from benchmarks.sparse import ALL_REDUCE
+from benchmarks.sparse import ALL_REDUCE, POWER_SGD, UNBALANCED
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.config.sparse_config import share
 from zero_topo.engine.stage3 import Stage3
@@ -25,7 +29,9 @@ from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave
 from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
-from zero_topo.sync import Moment
+from zero_topo.sync import Moment, oktopk
+from zero_topo.sync.oktopk import OkTopk
+from zero_topo.sync.picks import Picked
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
@@ -33,7 +39,6 @@ WORD = 4
 RATE = 0.05
 BETA = 0.9
 LAYERS, HEAD, CONTEXT = 2, 16, 64
-Source = Callable[[int], list[Tensor]]
 
 
 def prepare() -> None:
@@ -54,7 +59,8 @@ class Synthetic:
     """Gradients with heavy tails: cubes of normal numbers, half of them common to all ranks and lasting."""
 
     def __init__(self, numel: int) -> None:
-        self.numels, self.dims = (numel,), (2,)
+        rows = next(rows for rows in range(isqrt(numel), 0, -1) if numel % rows == 0)
+        self.shapes = [torch.Size((rows, numel // rows))]
         self._common = torch.randn(numel, generator=torch.Generator().manual_seed(1)) ** 3
 
     def gradients(self, step: int) -> list[Tensor]:
@@ -62,7 +68,7 @@ class Synthetic:
         generator = torch.Generator().manual_seed(1000 * (step + 1) + dist.get_rank())
         return [self._common + torch.randn(self._common.numel(), generator=generator) ** 3]
 
-    def update(self, synced: Sequence[Tensor]) -> None:
+    def update(self, synced: Tensor) -> None:
         """They do not depend on the weights."""
 
 
@@ -80,8 +86,7 @@ class Model:
         self._model = GPT(model_for(numel))
         self._parameters = list(self._model.parameters())
         self._text = Corpus.load(None, CONTEXT).train
-        self.numels = tuple(p.numel() for p in self._parameters)
-        self.dims = tuple(p.dim() for p in self._parameters)
+        self.shapes = [p.shape for p in self._parameters]
 
     def gradients(self, step: int) -> list[Tensor]:
         """Of this rank, on its own text."""
@@ -90,51 +95,204 @@ class Model:
         return [p.grad.reshape(-1) for p in self._parameters if p.grad is not None]
 
     @torch.no_grad()
-    def update(self, synced: Sequence[Tensor]) -> None:
+    def update(self, synced: Tensor) -> None:
         """One step of SGD."""
-        for parameter, gradient in zip(self._parameters, synced, strict=True):
-            parameter.sub_(gradient.view_as(parameter), alpha=RATE)
+        for parameter, gradient in zip(self._parameters, parts(synced, self.shapes), strict=True):
+            parameter.sub_(gradient, alpha=RATE)
+
+
+class AllReduce:
+    """Torch's all-reduce of one vector with the gradients of all parameters.
+
+    Attributes:
+        words: the numbers that a rank passes to all-reduces in a step.
+        residual: what this rank has not sent yet, FP32 ``[n]``.
+        exchange: seconds that the last reduction spent in collectives; None if all of it counts.
+    """
+
+    exchange: float | None = None
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self.words = sum(shape.numel() for shape in shapes)
+        self.residual, self._vector = torch.zeros(self.words), torch.zeros(self.words)
+
+    def add(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Take this rank's gradients of a step; return its part of their mean, FP32 ``[n]``."""
+        self._vector = torch.cat(list(gradients)) / dist.get_world_size()
+        return self._vector.clone()
+
+    def reduce(self) -> None:
+        """Sum over the ranks what :meth:`add` returned on each."""
+        dist.all_reduce(self._vector)
+
+    def end(self) -> tuple[Tensor, float]:
+        """End a step; return the sum, FP32 ``[n]``, and the bytes that this rank sent for it."""
+        return self._vector, 2 * WORD * self.words * (1 - 1 / dist.get_world_size())
+
+
+class PowerSgd(AllReduce):
+    """Torch's communication hook PowerSGD, which takes all gradients as one bucket of DistributedDataParallel."""
+
+    def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
+        super().__init__(shapes)
+        self._shapes = shapes
+        # The hook reduces the first two steps uncompressed, which is the least it accepts with error feedback.
+        self._state = PowerSGDState(None, rank, start_powerSGD_iter=2)
+
+    def reduce(self) -> None:
+        """Sum low-rank factors of the matrices, and the vectors."""
+        before = self._state.total_numel_after_compression
+        gradients = list(parts(self._vector, self._shapes))
+        bucket: Any = SimpleNamespace(
+            buffer=lambda: self._vector, gradients=lambda: gradients, index=lambda: 0, is_last=lambda: True
+        )
+        powerSGD_hook(self._state, bucket).wait()
+        self._vector *= dist.get_world_size()  # the hook computes the mean
+        self.words = self._state.total_numel_after_compression - before
+        self.residual = self._state.error_dict.get(0, self.residual)
+
+
+class Mode:
+    """A mode of sync, in an engine in FP32 of which only the gradients are used.
+
+    It has the methods and attributes of :class:`AllReduce`.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], block: dict[str, Any]) -> None:
+        config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
+        parameters = matrices([shape.numel() for shape in shapes])
+        parameters = [replace(p, dims=len(shape)) for p, shape in zip(parameters, shapes, strict=True)]
+        self._optimizer = Optimizer()
+        self.engine = bare_engine(config, parameters, moments=self._optimizer.moments)
+        self._shapes = shapes
+        self._sparse = self.engine.gradients.mode if isinstance(self.engine.gradients.mode, Sparse) else None
+        self.exchange = 0.0
+        if self._sparse is not None:
+            for name in ("gather", "gather_known", "scatter", "scatter_known"):
+                setattr(self._sparse.peers, name, self._timed(getattr(self._sparse.peers, name)))
+
+    def add(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Add this rank's gradients to its shard."""
+        self.engine.gradients.scatter(range(len(self._shapes)), gradients, last=False)
+        return self._flat(self.engine.gradients.buffer)
+
+    @property
+    def residual(self) -> Tensor:
+        """What this rank has not sent yet, FP32 ``[n]``."""
+        table = self.engine.gradients.buffer
+        return self._flat(torch.zeros_like(table) if self._sparse is None else self._sparse.residual_table())
+
+    def reduce(self) -> None:
+        """Run the mode."""
+        self.exchange = 0.0
+        self.engine.gradients.sync()
+
+    def end(self) -> tuple[Tensor, float]:
+        """Show the mode an optimizer's step, and end the engine's."""
+        rows = self.engine.gradients.optimizer_rows()
+        synced = self._flat(rows)
+        self._optimizer.step(self.engine, rows)
+        self.engine.end_step(skipped=False)
+        return synced, sum(n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync")
+
+    def _flat(self, table: Tensor) -> Tensor:
+        """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
+        spans = self.engine.layout.spans(range(len(self._shapes)))
+        shards = zip(spans, self._shapes, strict=True)
+        return torch.cat([table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards])
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args)
+            self.exchange += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+class Unbalanced(OkTopk):
+    """Ok-Topk without its balancing, which its Figure 7 compares: regions are equally wide, and all chosen sums of a
+    region are sent by its owner."""
+
+    def _balanced(self, picked: Picked) -> Tensor:
+        return self.fresh().bounds
+
+    def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+        return own, counts
+
+
+def reducer(job: dict[str, Any], shapes: Sequence[torch.Size]) -> AllReduce | Mode:
+    """What reduces the gradients of a job."""
+    scheme = job["scheme"]
+    if scheme == ALL_REDUCE:
+        return AllReduce(shapes)
+    if scheme in POWER_SGD:
+        return PowerSgd(shapes, POWER_SGD[scheme])
+    with patch.object(oktopk, "OkTopk", Unbalanced if scheme == UNBALANCED else OkTopk):
+        return Mode(shapes, job["block"])
 
 
 def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One mode; the same numbers on every rank."""
     source = (Synthetic if job["source"] == "synthetic" else Model)(settings["numel"])
-    engine, optimizer = build(job["block"], source.numels, source.dims)
-    clock = _Clock(engine)
-    times, exchanges, errors, sent = [], [], [], 0.0
+    reduces = reducer(job, source.shapes)
+    sparse = torch.cat([torch.full((shape.numel(),), len(shape) > 1) for shape in source.shapes])
+    k, numel = share(job["density"], int(sparse.sum())), len(sparse)
+    rows = []
     for step in range(settings["warmup"] + settings["steps"]):
-        engine.gradients.scatter(range(len(source.numels)), source.gradients(step), last=False)
-        wanted = _wanted(engine)
-        if job["scheme"] == ALL_REDUCE:
-            plain = engine.gradients.buffer.clone()
-            took = exchange = _timed(partial(dist.all_reduce, plain))
-            engine.gradients.sync()
-        else:
-            clock.seconds = 0.0
-            took = _timed(engine.gradients.sync)
-            plain, exchange = engine.gradients.optimizer_rows(), clock.seconds
-        rows = engine.gradients.optimizer_rows()
-        synced = [rows[:, begin:end].reshape(-1) for begin, end in engine.layout.spans(range(len(source.numels)))]
-        source.update([flat[:n] for flat, n in zip(synced, source.numels, strict=True)])
-        optimizer.step(engine, rows)
-        if step >= settings["warmup"]:
-            times.append(took)
-            exchanges.append(exchange)
-            errors.append(float((plain.double() - wanted).norm() / wanted.norm()))
-        engine.end_step(skipped=False)
-        if step >= settings["warmup"]:
-            sent += sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
-    found = {
+        sums = torch.stack([reduces.add(source.gradients(step)), reduces.residual]).double()
+        dist.all_reduce(sums)
+        gradient, wanted = sums[0], sums.sum(dim=0)
+        took = _timed(reduces.reduce)
+        exchange = took if reduces.exchange is None else reduces.exchange
+        synced, sent = reduces.end()
+        source.update(synced)
+        error = float((synced - wanted).norm() / wanted.norm())
+        rows.append([took, exchange, sent, error, xi(synced[sparse], gradient[sparse], wanted[sparse], k)])
+    if isinstance(reduces, Mode):
+        reduces.engine.mesh.destroy()
+    most = torch.tensor(rows[settings["warmup"] :], dtype=torch.float64).T
+    mean = most.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(mean)
+    _, _, sent, error, difference = (mean.mean(dim=1) / dist.get_world_size()).tolist()
+    return {
         "mode": job["scheme"],
         "density": job["density"],
         "source": job["source"],
         "ranks": dist.get_world_size(),
-        "numel": sum(source.numels),
-        **_over_ranks(times, exchanges, errors, sent / settings["steps"]),
+        "numel": numel,
+        "bytes_per_rank": sent,
+        "bytes_busiest": float(most[2].mean()),
+        "words_per_k": sent / WORD / share(job["density"], numel),
+        "seconds": Spread.of(most[0].tolist()).to_json(),
+        "exchange_s": Spread.of(most[1].tolist()).median,
+        "error": error,
+        "xi": difference,
     }
-    k = share(job["density"], found["numel"])
-    engine.mesh.destroy()
-    return {**found, "words_per_k": found["bytes_per_rank"] / WORD / k}
+
+
+def xi(synced: Tensor, gradient: Tensor, wanted: Tensor, k: int) -> float:
+    """Return the ratio that Assumption 1 of Ok-Topk bounds by xi (its Figure 5): L2 norms of two vectors, of
+
+    - the difference between the sums that a mode delivers and the ``k`` largest of the sums that it could deliver,
+    - the sum of the ranks' gradients.
+
+    Args:
+        synced: the delivered sums.
+        gradient: the sum over the ranks of their gradients, FP64.
+        wanted: the sum over the ranks of gradient and residual, FP64.
+        k: the number of elements to select.
+    """
+    best = wanted.abs().topk(k).indices
+    return float((synced - torch.zeros_like(wanted).index_copy_(0, best, wanted[best])).norm() / gradient.norm())
+
+
+def parts(vector: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """Views of consecutive parts of a vector in these shapes."""
+    pieces = vector.split([shape.numel() for shape in shapes])
+    return (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
 class Optimizer:
@@ -156,61 +314,9 @@ class Optimizer:
             self._weights.sub_(rows, alpha=RATE)
 
 
-def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Stage3, Optimizer]:
-    """An engine in FP32 without weights worth the name, of which only the gradients are used; and its optimizer."""
-    optimizer = Optimizer()
-    config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
-    parameters = [replace(p, dims=of) for p, of in zip(matrices(numels), dims, strict=True)]
-    return bare_engine(config, parameters, moments=optimizer.moments), optimizer
-
-
 def _timed(call: Callable[[], object]) -> float:
     """Seconds that a call takes, which all ranks begin together."""
     dist.barrier()
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def _wanted(engine: Stage3) -> Tensor:
-    """The sum over ranks of gradient plus residual, FP64 ``[N, F]``."""
-    total = engine.gradients.buffer.double()
-    mode = engine.gradients.mode
-    if isinstance(mode, Sparse):
-        total += mode.residual_table()
-    dist.all_reduce(total)
-    return total
-
-
-def _over_ranks(times: list[float], exchanges: list[float], errors: list[float], sent: float) -> dict[str, Any]:
-    """The slowest rank's times, everybody's mean bytes."""
-    table = torch.tensor([times, exchanges], dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    total = torch.tensor([sent], dtype=torch.float64)
-    dist.all_reduce(total)
-    return {
-        "bytes_per_rank": float(total) / dist.get_world_size(),
-        "seconds": Spread.of(table[0].tolist()).to_json(),
-        "exchange_s": Spread.of(table[1].tolist()).median,
-        "error": sum(errors) / len(errors),
-    }
-
-
-class _Clock:
-    """Seconds spent in a sparse mode's collectives."""
-
-    def __init__(self, engine: Stage3) -> None:
-        self.seconds = 0.0
-        mode = engine.gradients.mode
-        if isinstance(mode, Sparse):
-            for name in ("gather", "gather_known", "scatter", "scatter_known"):
-                setattr(mode.peers, name, self._timed(getattr(mode.peers, name)))
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*args)
-            self.seconds += time.perf_counter() - began
-            return result
-
-        return timed

@@ -14,11 +14,13 @@ from benchmarks.sparse import WHOLE
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
-WIDTH = 104
+WIDTH = 128
 PICTURES = ("sparse.png",)
 NOTE = (
-    "Words per k: 4-byte words that a rank sends for each element it selects. Error: of the received sums against the "
-    "sum of all ranks' gradients and residuals. Seconds are those of this machine's loopback interface."
+    "Words per k: 4-byte words that a rank sends for each element it selects; busiest: of the rank that sends most. "
+    "Error: of the received sums against the sum of all ranks' gradients and residuals. Xi: of the received sums "
+    "against the k largest of these, over the norm of the gradients. Seconds are those of this machine's loopback "
+    "interface."
 )
 
 
@@ -31,21 +33,27 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of one source and number of ranks."""
-    columns = ("gradients", "ranks", "density", "mode", "bytes per rank", "words per k", "seconds", "exchange", "error")
+    counts = ("bytes per rank", "words per k", "busiest")
+    columns = ("gradients", "ranks", "density", "mode", *counts, "seconds", "exchange", "error", "xi")
     made = figures_table(columns, left=("gradients", "mode"))
     order = sorted(results, key=lambda row: (row["source"], row["ranks"], -row["density"]))
     for place, row in enumerate(order):
         after = order[place + 1] if place + 1 < len(order) else row
+        words = row["words_per_k"]
+        # Older records have neither the busiest rank nor xi.
+        busiest = f"{words * row['bytes_busiest'] / row['bytes_per_rank']:.2f}" if "bytes_busiest" in row else "-"
         made.add_row(
             row["source"],
             str(row["ranks"]),
             f"{row['density']:g}",
             row["mode"],
             format_bytes(row["bytes_per_rank"]),
-            f"{row['words_per_k']:.2f}",
+            f"{words:.2f}",
+            busiest,
             format_seconds(row["seconds"]["median"]),
             format_seconds(row["exchange_s"]),
             f"{row['error']:.2e}",
+            f"{row['xi']:.3g}" if "xi" in row else "-",
             end_section=(row["source"], row["ranks"]) != (after["source"], after["ranks"]),
         )
     return made

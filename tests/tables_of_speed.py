@@ -63,6 +63,18 @@ def sparse_cluster_rows(of: str, slowest: str) -> list[str]:
     return [row(cells) for cells in rows.values()]
 
 
+def sparse_rows() -> list[str]:
+    """The table of modes side by side, from the record committed; its seconds are left out."""
+    rows = []
+    for result in record("sparse-papers")["results"]:
+        words = result["words_per_k"] * result["ranks"] / (result["ranks"] - 1)
+        busiest = words * result["bytes_busiest"] / result["bytes_per_rank"]
+        counts = ["-", "-"] if result["density"] == 1 else [f"{words:.2f}", f"{busiest:.2f}"]
+        sent = format_bytes(result["bytes_per_rank"])
+        rows.append(row([f"`{result['mode']}`", sent, *counts, f"{result['error']:.2f}", f"{result['xi']:.2f}"]))
+    return rows
+
+
 def muon_rows() -> list[str]:
     """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine are left out."""
     content = record("cluster-t8-muon")
@@ -187,6 +199,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, lists": partial(sparse_cluster_rows, "cluster-t8-lists", "zero++"),
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
+        "sparse": sparse_rows,
         "scale": scale_rows,
     }
 )

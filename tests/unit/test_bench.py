@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import quantizers, ranks, sparse
+from benchmarks import quantizers, ranks, sparse, sparse_ranks
 from benchmarks.__main__ import main as benchmarks
 
 KEYS = {"backend", "op", "dtype", "bits", "block_size", "threads", "gb_per_s", "memcpy_gb_per_s", "memcpy_ratio"}
@@ -63,3 +64,10 @@ def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts(
     assert status == 2 and len(said.splitlines()) == 1 and "99,999 ranks of" in said and "take at most" in said
     with pytest.raises(ValueError, match="99,999 ranks of"):
         ranks.Ranks("a:b", {}, [ranks.Place({})] * 99_999)
+
+
+def test_xi_compares_with_the_largest_sums() -> None:
+    """The two largest of [3, -5, 0, 2] are 3 and -5; a mode that delivers 3 and 2 misses [0, -5, 0, -2]."""
+    gradient, residual = torch.tensor([[3.0, -1, 0, 2], [0, -4, 0, 0]], dtype=torch.float64)
+    synced = torch.tensor([3.0, 0, 0, 2])
+    assert sparse_ranks.xi(synced, gradient, gradient + residual, 2) == pytest.approx((29 / 14) ** 0.5)

@@ -38,7 +38,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.config.sparse_config import ScapeSync, share
 from zero_topo.quant import ops
-from zero_topo.quant.operands import Range, packed_ranges
+from zero_topo.quant.operands import Range, merged, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.optimizers import AdamS
 from zero_topo.sync.picks import largest, largest_of_each
@@ -99,7 +99,7 @@ class Scape(Masked):
         overlap = chosen.logical_and(on_mask()).sum() / count  # of the next mask with this one
         row += momentum
         bits = state.bits.wait()
-        mask = lambda: self._of_table(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
+        mask = lambda: self.rows(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
         finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
         settle_masked = exchange.settle
 
@@ -139,18 +139,12 @@ class Scape(Masked):
 
         Neighbouring parameters are merged.
         """
-        parts: list[tuple[slice, slice]] = []
-        for (first, past), (low, high) in zip(run.ranges, packed_ranges(run.ranges), strict=True):
-            if begin <= first < begin + width:
-                if parts and parts[-1][0].stop == first - begin:
-                    columns, places = parts.pop()
-                    first, low = begin + columns.start, places.start
-                parts.append((slice(first - begin, past - begin), slice(low, high)))
-        return parts
-
-    def _of_table(self, rows: Tensor) -> Tensor:
-        """Return the rows of a gradient shard that the table has."""
-        return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
+        before = sum(past - first for first, past in run.ranges if first < begin)
+        columns = merged(span for span in run.ranges if begin <= span[0] < begin + width)
+        return [
+            (slice(first - begin, past - begin), slice(before + low, before + high))
+            for (first, past), (low, high) in zip(columns, packed_ranges(columns), strict=True)
+        ]
 
     def before_update(self, begin: int, width: int) -> None:
         """Move the momentum off the mask out of AdamS, run by run."""

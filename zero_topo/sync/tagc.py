@@ -27,6 +27,11 @@ Note [Without a sketch]
     the union is too dense for any sketch, or rows are too short for one; nothing is padded or sent densely. It even
     needs fewer bytes: no rank selects more than the union, which has 0.57 n / r elements if a sketch is safe, while a
     sketch has n / r values. Sketches save bytes where buffers are added on their way.
+
+Note [Host synchronizations of TAGC]
+    The host reads all lengths at once, after the bitmap. That is the only synchronization of a step without a sketch.
+    The size of a sketch depends on these lengths, and the number of values sent separately on the sketch: a step with a
+    sketch needs a second one.
 """
 
 from __future__ import annotations
@@ -64,6 +69,8 @@ class _Index:
         union: the OR of these bits, bool ``[m]``.
         bits: the union, packed, uint8 ``[ceil(m / 8)]``.
         counts: by row, the number of elements in its union.
+        sizes: by row, the number of elements that this rank selected.
+        expected: by peer, the number of elements that it selected in this rank's row.
     """
 
     mask: Tensor
@@ -71,6 +78,8 @@ class _Index:
     union: Tensor
     bits: Tensor
     counts: list[int]
+    sizes: list[int]
+    expected: list[int]
 
 
 class Tagc(Sparse):
@@ -94,8 +103,8 @@ class Tagc(Sparse):
         """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
         state: int = self._state
         picked = self._largest(total, run)
-        picked = picked.non_zero(self.to_host(picked.values.count_nonzero())[0])
         index = self._index(picked, run.width)
+        picked = picked.non_zero(sum(index.sizes))
         densest = max(index.counts) / run.width
         ratio = self.config.safe_ratio(densest, run.width)
         warming = self.density > self._scheduled.density  # a warm-up is configured to be denser
@@ -140,23 +149,22 @@ class Tagc(Sparse):
 
     def _index(self, picked: Picked, width: int) -> _Index:
         """Send the bits of every row to its owner; collective, and one host synchronization."""
-        mask = torch.zeros(self.peers.size, width, dtype=torch.bool, device=picked.indices.device)
-        mask.view(-1)[picked.indices] = True
+        size = self.peers.size
+        mask = torch.zeros(size, width, dtype=torch.bool, device=picked.indices.device)
+        mask.view(-1)[picked.indices] = picked.values != 0
         received = self.peers.scatter(_bits(mask))
-        union = unpacked(received, 0, width).any(dim=0)
-        counts = self.to_host(self.peers.gather(counts_or_flag(union.sum(), picked.values)))
-        return _Index(mask, received, union, _bits(union[None])[0], counts)
+        masks = unpacked(received, 0, width)
+        union = masks.any(dim=0)
+        counts = self.peers.gather(counts_or_flag(union.sum(), picked.values))
+        numbers = self.to_host(counts, mask.sum(dim=1), masks.sum(dim=1))
+        lengths = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        return _Index(mask, received, union, _bits(union[None])[0], *lengths)
 
     def _plain(self, rounded: Picked, index: _Index) -> Tensor:
-        """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the bits.
-
-        One host synchronization.
-        """
-        size, width = index.mask.shape
-        masks = unpacked(index.received, 0, width)
-        numbers = self.to_host(index.mask.sum(dim=1), masks.sum(dim=1))
-        received = self.peers.scatter_known(rounded.values.to(self.dtype), numbers[:size], numbers[size:])
-        places = positions(masks.reshape(-1), len(received)) % width
+        """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the bits."""
+        width = index.mask.shape[1]
+        received = self.peers.scatter_known(rounded.values.to(self.dtype), index.sizes, index.expected)
+        places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
         return added(Picked(places, received.float()), partial(received.new_zeros, width, dtype=torch.float32))
 
     def _sketched(self, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:

@@ -108,6 +108,8 @@ class TopkDsa(Sparse):
 
     This is the dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). If no rank needs more than its own row,
     the second half is omitted.
+
+    The host waits for the lengths of the packets once in each half: those of the sums are known only after the first.
     """
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
