@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,6 +118,13 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
             _end(process)
             _free_shared_memory(port)
     return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
+
+
+def output(command: Sequence[str | Path], **how: Any) -> str:
+    """What a program that must succeed prints; ``how`` are arguments of ``subprocess.run``."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return str(done.stdout)
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import starting
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo import __version__
 
 BUILD, INSTALL = starting("pip ")
@@ -35,19 +34,14 @@ def built(directory: Path, **env: str) -> Path:
     """The wheel, built with the README's line from a copy of the checkout so that no build directory is left in it."""
     shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
     command = [sys.executable, "-m", *shlex.split(BUILD), *OFFLINE, "--no-build-isolation"]
-    cwd, env = directory / "source", {**os.environ, **env}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return next((cwd / "dist").glob("*.whl"))
+    output(command, cwd=directory / "source", env={**os.environ, **env})
+    return next((directory / "source/dist").glob("*.whl"))
 
 
 def run_outside(code: str, path: Path | None, cwd: Path) -> str:
     """Runs code in a Python that does not see the checkout through its working directory; returns its output."""
     env = {**os.environ, "PYTHONPATH": str(path) if path else ""}
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output([sys.executable, "-P", "-c", code], cwd=cwd, env=env).strip()
 
 
 def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
@@ -66,8 +60,7 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
 def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
     """Where the line before it has left the wheel; what it needs beside is there already."""
     command = [sys.executable, "-m", *shlex.split(INSTALL), *OFFLINE, "--target", str(tmp_path)]
-    done = subprocess.run(command, cwd=wheel.parent.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(command, cwd=wheel.parent.parent)
     assert (tmp_path / "zero_topo" / "csrc" / "zt_wire.h").exists()
 
 

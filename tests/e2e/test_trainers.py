@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, LaunchSettings, launch
+from tests.launching import ROOT, LaunchSettings, launch, output
 
 PROGRAMS = Path(__file__).parent / "programs"
 CLOSE = 1e-5
@@ -122,6 +121,4 @@ def test_every_order_of_imports_and_models_installs_the_hook() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
     command = [sys.executable, "-c", ORDERS, json.dumps(STEPS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("hooked: True") == 24
+    assert output(command, env=env).count("hooked: True") == 24

@@ -7,6 +7,7 @@ A backend is a module or object with the functions of `zero_topo.quant.reference
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ class Format:
 
 PERIOD = 100_003
 """After so many, values come again: making them takes long, and no kernel works in steps of a prime number."""
+
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
 
 FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
 FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
@@ -86,6 +90,12 @@ def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 def calm(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Ordinary values only."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed + 7 * numel)).to(dtype)
+
+
+def untouched(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

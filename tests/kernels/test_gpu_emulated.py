@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from op_builder import source_dir
-from op_builder.jit import cache_dir
 from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
-from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.gpu_library import BOTH, OK, OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.spec import BlockSpec, Cast
@@ -23,15 +22,8 @@ CASES = [
     *(pytest.param(PLAIN, fmt, id=f"wave32-{fmt}") for fmt in (*golden.FORMATS, *golden.CAST_FORMATS)),
     *(pytest.param(OTHER, fmt, id=f"wave64-{fmt}") for fmt in (*golden.FEW_FORMATS, *golden.CAST_FORMATS)),
 ]
-BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 
-OK, LAUNCH_FAILED = 0, 8
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled for the emulation."""
-    return gpu.emulated(source_dir(), cache_dir())
+LAUNCH_FAILED = 8
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
