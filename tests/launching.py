@@ -120,6 +120,13 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
 
 
+def succeeded(command: Sequence[str], settings: LaunchSettings) -> Launch:
+    """A launch that must end with exit code 0."""
+    done = launch(command, settings)
+    assert done.returncode == 0, done.tails()
+    return done
+
+
 def output(command: Sequence[str | Path], **how: Any) -> str:
     """What a program that must succeed prints; ``how`` are arguments of ``subprocess.run``."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
@@ -154,6 +161,12 @@ def rank_environment(**more: str) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
     return env | more
+
+
+def rank_alone() -> dict[str, str]:
+    """The variables of a launcher for one rank that has no peers."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {**names, "MASTER_PORT": str(free_port())}
 
 
 def _no_core_files() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, free_port, output
+from tests.launching import ROOT, output, rank_alone
 from zero_topo.cli import main
 from zero_topo.observe.runlog import read_metrics, read_report
 
@@ -18,15 +18,8 @@ from zero_topo.observe.runlog import read_metrics, read_report
 def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     """No rich, typer or matplotlib; the page is made later, where matplotlib is."""
     folder = tmp_path / "run"
-    job = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
     program = [sys.executable, str(ROOT / "tests/e2e/programs/bare.py"), str(folder)]
-    said = output(program, env={**os.environ, **job, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=300)
+    said = output(program, env={**os.environ, **rank_alone(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=300)
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
     steps = [line for line in read_metrics(folder) if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]

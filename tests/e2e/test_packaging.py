@@ -45,7 +45,7 @@ def run_outside(code: str, path: Path | None, cwd: Path) -> str:
 
 
 def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
-    """Native sources, their finder, presets, example, type marker and licence are inside; tests are not."""
+    """Native sources, their finder, presets, example, type marker and licence; no tests, no records of benchmarks."""
     names = zipfile.ZipFile(wheel).namelist()
     wanted = {"csrc/zt_wire.h", "op_builder/__init__.py", "py.typed", "examples/train_gpt.py", "cli/__init__.py"}
     presets = {f"topology/presets/{path.name}" for path in (ROOT / "zero_topo/topology/presets").glob("*.json")}
@@ -55,6 +55,8 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+    records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
+    assert records and not records & {Path(name).name for name in names} and wheel.stat().st_size < LARGEST
 
 
 def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
@@ -62,14 +64,6 @@ def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", *shlex.split(INSTALL), *OFFLINE, "--target", str(tmp_path)]
     output(command, cwd=wheel.parent.parent)
     assert (tmp_path / "zero_topo" / "csrc" / "zt_wire.h").exists()
-
-
-def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:
-    """Measurements stay in the checkout, with what repeats them; the wheel is code and descriptions of machines."""
-    names = zipfile.ZipFile(wheel).namelist()
-    records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
-    assert records and not [name for name in names if Path(name).name in records or "benchmarks" in name]
-    assert wheel.stat().st_size < LARGEST
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:

@@ -109,38 +109,9 @@ class TestBackend:
                 golden_codes.check_codes(backend, layout, fate, DEVICE)
         golden_codes.check_extremes(backend, block, DEVICE)
 
-    @pytest.mark.parametrize("bits", [8, 4])
-    def test_rounds_half_to_even(self, backend: Any, bits: int) -> None:
-        """Halves and their neighbours, at scales of every exponent: the sum that rounds is one rounding of its own."""
-        spec = BlockSpec(bits)
-        generator = torch.Generator().manual_seed(bits)
-        bound = (1 + torch.rand(224, 1, generator=generator)) * 2.0 ** torch.arange(-99, 125)[:, None]
-        halves = torch.randint(-spec.levels, spec.levels, (224, 256), generator=generator) + 0.5
-        x = bound * halves / spec.levels
-        x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
-        x[:, 0], x[:, 1] = bound[:, 0], 0.0
-        golden.same_message(backend, [golden.whole(x.view(-1))], spec, DEVICE)
-
-    def test_the_smallest_blocks_that_are_not_zero(self, backend: Any) -> None:
-        """A magnitude of exactly 2^-100 is quantized, one below it is not."""
-        edges = [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-101, 2.0**-99]
-        x = torch.stack([torch.linspace(0, edge, 64) for edge in edges])
-        x[:, -1] = torch.tensor(edges)
-        golden.same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64), DEVICE)
-
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    def test_sums_are_rounded_half_to_even(self, backend: Any, dtype: torch.dtype) -> None:
-        """Integers that need one bit more than BF16 has; and what was there survives, if it is denormal, a sum of 0."""
-        spec, generator = BlockSpec(8), torch.Generator().manual_seed(3)
-        x = torch.randint(-127, 128, (3, 2000), generator=generator).float()
-        x[:, ::50], x[:, 1::50] = 127, 0
-        sources = torch.stack([torch.empty(spec.nbytes(2000), dtype=torch.uint8) for _ in x])
-        for values, message in zip(x, sources, strict=True):
-            reference.quantize([golden.whole(values)], spec, to_members(message))
-        smallest = torch.finfo(dtype).smallest_normal / 2
-        for reduce in ((1.0, False), (1.0, True)):
-            held = golden.whole(torch.full((2000,), smallest, dtype=dtype))
-            golden.same_sums(backend, sources.to(DEVICE), spec, [held], reduce)
+    def test_roundings(self, backend: Any) -> None:
+        """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+        golden.check_roundings(backend, DEVICE)
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
