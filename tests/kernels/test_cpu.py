@@ -65,10 +65,11 @@ def test_more_than_a_few(split: Operators) -> None:
     golden_members.check_many_members(split, 100)
 
 
-@pytest.mark.parametrize("work", ["whole", "split"])
-def test_sparse(work: str, request: pytest.FixtureRequest) -> None:
+def test_sparse(module: ModuleType, level: int) -> None:
     """Masks to bits and back, picks above a threshold, count sketches and their inverse; by one thread and several."""
-    golden.check_sparse(request.getfixturevalue(work))
+    for work in ({}, {"values": 64, "threads": 4}):
+        with limited(module, level, **work) as kernels:
+            golden.check_sparse(kernels)
 
 
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)
