@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from op_builder import source_dir
 from tests.kernels import c_types, golden_codes
@@ -33,11 +31,11 @@ from tests.kernels.golden_codes import (
 )
 from tests.kernels.gpu_library import BOTH, OK, GpuLibrary, Settings
 from tests.kernels.operators import serving_module
+from tests.kernels.test_cpu_sanitizers import FencedMemory
 from zero_topo.quant import reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
 from zero_topo.quant.spec import ChangeSpec
 
-PAGE = 4096
 BAD_SPEC, BAD_SIZE, BAD_ALIGNMENT = 1, 3, 7
 
 
@@ -112,15 +110,6 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     check_held()
 
 
-def guarded(nbytes: int) -> Tensor:
-    """Bytes behind which no memory is: who reads on ends the process."""
-    pages = -(-nbytes // PAGE) * PAGE
-    area = mmap.mmap(-1, pages + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(area, dtype=torch.uint8)
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(found.data_ptr() + pages), PAGE, 0) == 0
-    return found[pages - nbytes : pages]
-
-
 ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, max_size=24)
 
 
@@ -130,7 +119,7 @@ def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, ends: list[i
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
     n, spec = case.part.blocks, ChangeSpec(64)
     nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.held.numel()
-    table = guarded(6 * nbytes).view(1, 2, 3, nbytes)
+    table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
     table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
@@ -162,7 +151,7 @@ def test_masters_that_are_not_there_are_zero(library: ctypes.CDLL, cut: tuple[in
     """Slots are known on the device: columns that a table lacks, on either side, are not read."""
     case, backend, (first, past) = Case(single(10), "mixed", "cpu"), GpuLibrary(library), cut
     whole = case.masters(0)
-    there = guarded(4 * (past - first)).view(torch.float32)[None]
+    there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]
     there.copy_(whole.table[:, first:past])
     whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
     whole.table[:, past:] = 0.0
