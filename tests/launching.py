@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,6 +120,20 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
 
 
+def succeeded(command: Sequence[str], settings: LaunchSettings) -> Launch:
+    """A launch that must end with exit code 0."""
+    done = launch(command, settings)
+    assert done.returncode == 0, done.tails()
+    return done
+
+
+def output(command: Sequence[str | Path], **how: Any) -> str:
+    """What a program that must succeed prints; ``how`` are arguments of ``subprocess.run``."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return str(done.stdout)
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:
@@ -147,6 +161,12 @@ def rank_environment(**more: str) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
     return env | more
+
+
+def rank_alone() -> dict[str, str]:
+    """The variables of a launcher for one rank that has no peers."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {**names, "MASTER_PORT": str(free_port())}
 
 
 def _no_core_files() -> None:

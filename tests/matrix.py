@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launching import ROOT, LaunchSettings
-from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite
+from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, show
 from zero_topo.versions import used
 
 RECORD = ROOT / "tests/data/features.json"
@@ -34,7 +34,7 @@ def main(part: str = "") -> int:
         cells = Path(name) / "cells.jsonl"
         env = {CELLS_VARIABLE: str(cells)}
         forked = ("pytest", "deepspeed", "zero_topo")
-        settings = LaunchSettings(Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=forked, on_text=_show)
+        settings = LaunchSettings(Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=forked, on_text=show)
         words = f"test_feature_under_scheme and ({' and '.join(part.split())})" if part else "test_feature_under_scheme"
         run = run_suite([str(ROOT / "tests/launcher/test_matrix.py"), "-k", words], settings)
         found = [json.loads(line) for line in cells.read_text().splitlines()] if cells.exists() else []
@@ -46,11 +46,6 @@ def main(part: str = "") -> int:
     head = {"command": "python -m tests.matrix", "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": used()}
     RECORD.write_text(json.dumps({**head, "ranks": RANKS, "cells": known}, indent=1) + "\n")
     return 0
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _failed(run: SuiteRun) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,12 @@ def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}", "-o", "faulthandler_exit_on_timeout=true"]
     done = launch(["pytest", *options, *arguments], replace(settings, module=True, env={**variables, **settings.env}))
     return _read(done, report)
+
+
+def show(text: str) -> None:
+    """Write text of rank 0's log to the terminal as it comes."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _read(done: Launch, report: Path) -> SuiteRun:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LaunchSettings, launch
+from tests.launching import LaunchSettings, succeeded
 
 PROGRAMS = Path(__file__).parent / "programs"
 CLOSE, NEAR = 1e-6, 0.05
@@ -33,8 +33,7 @@ def test_it_trains_as_under_stock_zero3(client: str, tmp_path: Path) -> None:
             pytest.skip(f"{name} is not installed: pip install 'zero-topo[clients]'")
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     program = PROGRAMS / ("fabric.py" if client == "fabric" else "clients.py")
-    done = launch([str(program), client, str(tmp_path)], LaunchSettings(tmp_path / "logs", 4, timeout_s=600, env=env))
-    assert done.returncode == 0, done.tails()
+    succeeded([str(program), client, str(tmp_path)], LaunchSettings(tmp_path / "logs", 4, timeout_s=600, env=env))
     found = json.loads((tmp_path / f"{client}.json").read_text())
     assert [found[name]["topo"] for name in ("plain", "topo", "default")] == [None, 6, 6]
     assert found["topo"]["losses"] == pytest.approx(found["plain"]["losses"], rel=0, abs=CLOSE)

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks_command
 from tests.documents import commands, starting
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo.cli.app import run as zero_topo_command
 from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
 from zero_topo.examples.train_gpt import parse_arguments
@@ -99,24 +98,20 @@ def program_of(line: str) -> tuple[str, list[str]]:
 def test_the_launchers_lines_give_options_that_the_example_has(program: str) -> None:
     """What they train is trained by ``test_trainers.py``, with the same functions."""
     options = {option for line in OF_DEEPSPEED if program_of(line)[0] == program for option in program_of(line)[1]}
-    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert options and all(option in done.stdout for option in options)
+    said = output([sys.executable, program, "--help"], cwd=ROOT, timeout=120)
+    assert options and all(option in said for option in options)
 
 
 @pytest.mark.parametrize("line", OF_PYTHON)
 def test_python_lines_run(line: str) -> None:
     """Modules that are run by themselves succeed in the checkout and print something."""
-    done = subprocess.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, timeout=120)
-    assert done.returncode == 0 and done.stdout, done.stderr
+    assert output([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, timeout=120)
 
 
 def dry_run(line: str) -> list[str]:
     """The commands that a `make` line would execute, but for setting up."""
     command = [*shlex.split(line), "--dry-run", f"--old-file={ROOT}/.venv/.set-up"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.replace("\\\n", " ").splitlines()
+    return output(command, cwd=ROOT).replace("\\\n", " ").splitlines()
 
 
 @pytest.mark.parametrize("line", [line for line in OF_MAKE if "demo" in line])
@@ -151,7 +146,6 @@ def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
     """The first command a stranger types works, here with a small model and two steps on the demo's eight ranks."""
     words = f"{TINY} --run-dir {tmp_path / 'run'}"
     command = ["make", "demo", f"--old-file={ROOT}/.venv/.set-up", f"ARGS={words}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "2 steps on 8 ranks" in done.stdout and "Sent by each rank" in done.stdout
+    said = output(command, cwd=ROOT, timeout=300)
+    assert "2 steps on 8 ranks" in said and "Sent by each rank" in said
     assert (tmp_path / "run" / "bytes.png").exists()

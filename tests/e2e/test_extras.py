@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT, output, rank_alone
 from zero_topo.cli import main
 from zero_topo.observe.runlog import read_metrics, read_report
 
@@ -18,25 +18,16 @@ from zero_topo.observe.runlog import read_metrics, read_report
 def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     """No rich, typer or matplotlib; the page is made later, where matplotlib is."""
     folder = tmp_path / "run"
-    job = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
     program = [sys.executable, str(ROOT / "tests/e2e/programs/bare.py"), str(folder)]
-    env = {**os.environ, **job, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    said = output(program, env={**os.environ, **rank_alone(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=300)
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
     steps = [line for line in read_metrics(folder) if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["loss"] > 0 and line["tokens_per_s"] > 0 and line["tflops"] > 0 for line in steps)
     peak = read_report(folder)["zero_topo"]["peak"]
     assert peak["min"] > 10_000_000 and not peak["on_device"] and peak["predicted"] > 0
-    assert "3 optimizer steps; the last one: " in done.stdout and "Memory of each rank" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) < 200
+    assert "3 optimizer steps; the last one: " in said and "Memory of each rank" in said
+    assert max(map(len, said.splitlines())) < 200
     assert main(["report", str(folder)]) == 0 and (folder / "report.html").exists()
 
 

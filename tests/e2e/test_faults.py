@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.emulated_cluster import network
 from benchmarks.faults import PHASES, Cluster, Fault, Steps, cluster, meet, steps, whole
-from tests.launching import ROOT, Launch, LaunchSettings, launch
+from tests.launching import ROOT, Launch, LaunchSettings, launch, succeeded
 from tests.marks import late
 
 PROGRAM = ROOT / "benchmarks/faulty_training.py"
@@ -26,12 +26,13 @@ TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between die
 
 
 def run(folder: Path, kind: str, phase: str) -> Launch:
-    """Two ranks in the folder; what they wrote there before is taken up."""
+    """Two ranks in the folder, which take up what was written there; unless a rank is killed, the launch succeeds."""
     folder.mkdir(exist_ok=True)
     words = [str(PROGRAM), str(folder), kind, phase, "3", "1", TREE.get(phase, "dies")]
     logs = folder / f"logs {len(list(folder.glob('logs*')))}"
     env = {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
-    return launch(words, LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=["deepspeed", "zero_topo"]))
+    settings = LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=["deepspeed", "zero_topo"])
+    return launch(words, settings) if kind == "killed" else succeeded(words, settings)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ste
     @cache
     def on(tree: str) -> Steps:
         folder = tmp_path_factory.mktemp(tree)
-        done = run(folder, "none", {"dies": "forward", "nodes": "sync"}[tree])
-        assert done.returncode == 0, done.tails()
+        run(folder, "none", {"dies": "forward", "nodes": "sync"}[tree])
         return steps(folder)
 
     return lambda phase: on(TREE.get(phase, "dies"))
@@ -56,22 +56,19 @@ def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
     done = run(tmp_path, "killed", phase)
     assert (done.returncode, done.timed_out) == (128 + signal.SIGKILL, False), done.tails()
     assert len(steps(tmp_path)) < len(undisturbed(phase))
-    again = run(tmp_path, "none", phase)
-    assert again.returncode == 0, again.tails()
+    run(tmp_path, "none", phase)
     assert steps(tmp_path) == undisturbed(phase)
 
 
 @pytest.mark.long
 def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed: Callable[[str], Steps]) -> None:
     """It is skipped on both, training goes on, and so does a restart from the checkpoint before it, bit for bit."""
-    done = run(tmp_path, "nan", "forward")
-    assert done.returncode == 0, done.tails()
+    run(tmp_path, "nan", "forward")
     found = steps(tmp_path)
     assert [math.isnan(loss) for loss, _ in found.values()] == [False, False, False, True, False]
     assert found[3][1] == found[2][1] and found[4][1] != found[3][1]
     (tmp_path / "latest").write_text("global_step2")
-    again = run(tmp_path, "none", "forward")
-    assert again.returncode == 0, again.tails()
+    run(tmp_path, "none", "forward")
     assert steps(tmp_path) == undisturbed("forward")
 
 
@@ -97,7 +94,6 @@ def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
     thread.start()
     done = run(tmp_path, "stopped", "backward")
     thread.join()
-    assert done.returncode == 0, done.tails()
     assert said and said[0] < 20 * WATCH_S, "in time, on a busy machine"
     (line,) = [line for line in done.log(0).splitlines() if "did not answer" in line]
     assert "rank 1 of host" in line and "rank 0: " in line and "of step 3" in line
@@ -106,7 +102,6 @@ def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
 def test_a_slow_rank_is_told_from_a_dead_one(tmp_path: Path) -> None:
     """Both say where it is, and the run goes on to its end."""
     done = run(tmp_path, "slow", "forward")
-    assert done.returncode == 0, done.tails()
     for rank in (0, 1):
         assert "every rank answers" in done.log(rank) and "did not answer" not in done.log(rank)
         assert "faulty_training.py:" in done.log(rank)

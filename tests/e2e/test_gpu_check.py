@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -25,7 +24,7 @@ from tests.device import Naps
 from tests.gpu import __main__ as gpu_check
 from tests.gpu import goals, one_of_many
 from tests.gpu.__main__ import STAGES, Command, Stage, commands
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 
 FAST = (4, 6)
 
@@ -35,9 +34,8 @@ def test_a_stage_runs_on_the_cpu(stage: int) -> None:
     """Every command of its stand-in succeeds."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
     words = [sys.executable, "-m", "tests.gpu", str(stage)]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in done.stdout and "0 commands failed" in done.stdout
+    said = output(words, cwd=ROOT, env=env)
+    assert f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in said and "0 commands failed" in said
 
 
 def needed(names: Iterable[str]) -> dict[str, Distribution]:
@@ -76,8 +74,7 @@ def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) 
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             (target / top).symlink_to(str(package.locate_file(top)))
     wheels.mkdir()
-    asked = subprocess.run(["make", "-s", "-C", ROOT, "gpu-needs"], capture_output=True, text=True, check=True).stdout
-    for name, package in needed(shlex.split(asked)).items():
+    for name, package in needed(shlex.split(output(["make", "-s", "-C", ROOT, "gpu-needs"]))).items():
         if name not in there:
             pack(package, wheels)
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "runs", "build", "site"))
@@ -86,8 +83,7 @@ def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) 
     words.append(f"TORCH_EXTENSIONS_DIR={ROOT / '.torch_extensions'}")
     nowhere = "http://127.0.0.1:9"
     env = {"PATH": os.defpath, "HOME": str(tmp_path), "http_proxy": nowhere, "https_proxy": nowhere}
-    done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "0 commands failed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "0 commands failed" in output(words, cwd=checkout, env=env)
     assert (checkout / ".venv" / ".set-up-for-gpu").exists()
 
 
@@ -104,9 +100,7 @@ def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
 def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
     """What zero_topo does on the host for a module, beside what DeepSpeed does in its place."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
-    words = [sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    output([sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)], cwd=ROOT, env=env)
 
 
 def test_it_takes_25_minutes_in_pieces_of_nine() -> None:

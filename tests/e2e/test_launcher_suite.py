@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launching import ROOT, LaunchSettings
-from tests.suite import SuiteRun, run_suite
+from tests.suite import SuiteRun, run_suite, show
 
 pytestmark = pytest.mark.alone
 
@@ -41,18 +40,13 @@ def test_launcher_suite(
         world_size=ranks,
         timeout_s=option("--launcher-timeout"),
         forked=() if ranks == 8 or option("--launcher-real") else forked,
-        on_text=_on_terminal,
+        on_text=show,
     )
     with capfd.disabled():
         print(f"\nrank 0 of {settings.world_size}; logs of all ranks are in {settings.log_dir}")
         run = run_suite([str(ROOT / "tests" / "launcher"), *words], settings)
     _report_each(run, subtests)
     _check_whole(run)
-
-
-def _on_terminal(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _report_each(run: SuiteRun, subtests: pytest.Subtests) -> None:

@@ -17,7 +17,7 @@ from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import SPECS, Spec
 from benchmarks.ranks import Address, Ranks, place
-from tests.launching import LaunchSettings, launch
+from tests.launching import LaunchSettings, succeeded
 from zero_topo.topology import Topology
 from zero_topo.topology.render import render_tree
 
@@ -67,11 +67,8 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
 def test_the_command_measures_inside_a_job(tmp_path: Path) -> None:
     """``zero-topo topology --measure`` under a launcher: rank 0 prints what ``--from`` reads back, others nothing."""
     command = ["zero_topo.cli", "topology", "--measure", "--json"]
-    done = launch(
-        command,
-        LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=["zero_topo.collectives.measure"]),
-    )
-    assert done.returncode == 0, done.tails()
+    forked = ["zero_topo.collectives.measure"]
+    done = succeeded(command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=forked))
     text = done.log(0)
     found = Topology.from_json(json.loads(text[text.index("{\n") : text.rindex("}\n") + 2]))
     assert found.world_size == 2 and found.links["node"].bandwidth > 0

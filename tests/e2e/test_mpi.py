@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from tests.launching import ROOT, free_port, rank_environment
+from tests.launching import ROOT, free_port, output, rank_environment
 from tests.marks import late
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
@@ -31,10 +30,7 @@ def test_mpi_carries_the_same_bits(ranks: int) -> None:
     """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp", "-n", str(ranks)]
     command += [sys.executable, str(PROGRAM), str(free_port())]
-    env = rank_environment(OMPI_MCA_rmaps_base_oversubscribe="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "SAME" in done.stdout
+    assert "SAME" in output(command, env=rank_environment(OMPI_MCA_rmaps_base_oversubscribe="1"), timeout=240)
 
 
 def test_mpi_without_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

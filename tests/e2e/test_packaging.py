@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import starting
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo import __version__
 
 BUILD, INSTALL = starting("pip ")
@@ -35,23 +34,18 @@ def built(directory: Path, **env: str) -> Path:
     """The wheel, built with the README's line from a copy of the checkout so that no build directory is left in it."""
     shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
     command = [sys.executable, "-m", *shlex.split(BUILD), *OFFLINE, "--no-build-isolation"]
-    cwd, env = directory / "source", {**os.environ, **env}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return next((cwd / "dist").glob("*.whl"))
+    output(command, cwd=directory / "source", env={**os.environ, **env})
+    return next((directory / "source/dist").glob("*.whl"))
 
 
 def run_outside(code: str, path: Path | None, cwd: Path) -> str:
     """Runs code in a Python that does not see the checkout through its working directory; returns its output."""
     env = {**os.environ, "PYTHONPATH": str(path) if path else ""}
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output([sys.executable, "-P", "-c", code], cwd=cwd, env=env).strip()
 
 
 def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
-    """Native sources, their finder, presets, example, type marker and licence are inside; tests are not."""
+    """Native sources, their finder, presets, example, type marker and licence; no tests, no records of benchmarks."""
     names = zipfile.ZipFile(wheel).namelist()
     wanted = {"csrc/zt_wire.h", "op_builder/__init__.py", "py.typed", "examples/train_gpt.py", "cli/__init__.py"}
     presets = {f"topology/presets/{path.name}" for path in (ROOT / "zero_topo/topology/presets").glob("*.json")}
@@ -61,22 +55,15 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+    records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
+    assert records and not records & {Path(name).name for name in names} and wheel.stat().st_size < LARGEST
 
 
 def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
     """Where the line before it has left the wheel; what it needs beside is there already."""
     command = [sys.executable, "-m", *shlex.split(INSTALL), *OFFLINE, "--target", str(tmp_path)]
-    done = subprocess.run(command, cwd=wheel.parent.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(command, cwd=wheel.parent.parent)
     assert (tmp_path / "zero_topo" / "csrc" / "zt_wire.h").exists()
-
-
-def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:
-    """Measurements stay in the checkout, with what repeats them; the wheel is code and descriptions of machines."""
-    names = zipfile.ZipFile(wheel).namelist()
-    records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
-    assert records and not [name for name in names if Path(name).name in records or "benchmarks" in name]
-    assert wheel.stat().st_size < LARGEST
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:

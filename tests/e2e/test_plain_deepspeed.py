@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT, LaunchSettings, launch
+from tests.launching import ROOT, LaunchSettings, succeeded
 
 PROGRAM = ROOT / "tests/e2e/programs/plain_deepspeed.py"
 
@@ -20,8 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     for forked, words in cases:
         folder = tmp_path_factory.mktemp("plain")
         command = [str(PROGRAM), str(folder / "found.pt"), *words]
-        done = launch(command, LaunchSettings(folder / "logs", world_size=2, timeout_s=300, forked=forked))
-        assert done.returncode == 0, done.tails()
+        succeeded(command, LaunchSettings(folder / "logs", world_size=2, timeout_s=300, forked=forked))
         found.append(torch.load(folder / "found.pt"))
     return found[0], found[1]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import LAUNCHER_PREFIXES
-from tests.launching import ROOT
+from tests.launching import ROOT, free_port
 from tests.marks import late
 
 RANK = """
@@ -33,9 +32,7 @@ dist.destroy_process_group()
 def test_ranks_meet_and_know_their_nodes(kind: str, nodes: int, tmp_path: Path) -> None:
     """Two ranks: of one node, or of two, each with an agent of its own on this host."""
     (tmp_path / "rank.py").write_text(RANK)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     env = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHER_PREFIXES, "MASTER_"))}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     meeting = {

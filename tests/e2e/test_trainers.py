@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, LaunchSettings, launch
+from tests.launching import ROOT, LaunchSettings, output, rank_alone, succeeded
 
 PROGRAMS = Path(__file__).parent / "programs"
 CLOSE = 1e-5
@@ -31,8 +30,7 @@ def outcome(command: list[str], folder: Path, ranks: int = 8) -> dict[str, Any]:
     """What rank 0 of a program wrote."""
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     words = [str(PROGRAMS / command[0]), *command[1:], str(folder)]
-    done = launch(words, LaunchSettings(folder / "logs", ranks, timeout_s=600, env=env))
-    assert done.returncode == 0, done.tails()
+    succeeded(words, LaunchSettings(folder / "logs", ranks, timeout_s=600, env=env))
     return dict(json.loads((folder / f"{Path(command[-1]).stem}.json").read_text()))
 
 
@@ -119,9 +117,6 @@ walk(list(steps))
 @hugging_face
 def test_every_order_of_imports_and_models_installs_the_hook() -> None:
     """A model that exists before DeepSpeed is imported has changed ``torch.nn.Module``; no order needs a block."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    env = {**os.environ, **rank_alone(), "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", ORDERS, json.dumps(STEPS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("hooked: True") == 24
+    assert output(command, env=env).count("hooked: True") == 24

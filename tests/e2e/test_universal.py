@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import LaunchSettings, launch
+from tests.launching import LaunchSettings, succeeded
 
 PROGRAM = Path(__file__).parent / "programs" / "universal.py"
 TIMEOUT_S = 300.0
@@ -29,8 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 def run(verb: str, path: Path, ranks: int) -> Results:
     """What the program found, launched on some ranks."""
     settings = LaunchSettings(path / f"{verb}_logs", ranks, TIMEOUT_S, forked=["deepspeed", "zero_topo"])
-    done = launch([str(PROGRAM), verb, str(path)], settings)
-    assert done.returncode == 0, done.tails()
+    succeeded([str(PROGRAM), verb, str(path)], settings)
     found: Results = json.loads((path / f"{verb}.json").read_text())
     return found
 

@@ -1,14 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels at each instruction set, with the work whole or split."""
+"""The CPU kernels at each instruction set, the work whole or split; the GPU kernels, compiled for the emulation."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
-from op_builder.jit import BuildError
+from op_builder import source_dir
+from op_builder.jit import BuildError, cache_dir
+from tests.kernels import gpu_library
 from tests.kernels.operators import LEVELS, Operators, limited
 
 
@@ -44,3 +47,9 @@ def split(module: ModuleType, level: int) -> Iterator[Operators]:
     """Each operation in pieces of few values, for four threads."""
     with limited(module, level, values=64, threads=4) as kernels:
         yield kernels
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    """The GPU kernels, compiled for the emulation."""
+    return gpu_library.emulated(source_dir(), cache_dir())

@@ -7,6 +7,7 @@ A backend is a module or object with the functions of `zero_topo.quant.reference
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ class Format:
 
 PERIOD = 100_003
 """After so many, values come again: making them takes long, and no kernel works in steps of a prime number."""
+
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
 
 FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
 FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
@@ -86,6 +90,12 @@ def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 def calm(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Ordinary values only."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed + 7 * numel)).to(dtype)
+
+
+def untouched(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -257,6 +267,36 @@ def others_of(spec: Spec) -> list[Spec]:
     """Formats in which sums of this one can go on."""
     alone = isinstance(spec, Cast) or spec.nf4
     return [spec] if alone else [BlockSpec(bits, spec.block_size) for bits in (8, 4)]
+
+
+def check_roundings(backend: Any, device: str = "cpu") -> None:
+    """Halves and their neighbours at scales of every exponent, blocks about the least that is not zero and the largest.
+
+    And sums that need one bit more than the output has, added to the smallest value there is too.
+    """
+    generator = torch.Generator().manual_seed(8)
+    bound = (1 + torch.rand(224, 1, generator=generator)) * 2.0 ** torch.arange(-99, 125)[:, None]
+    for spec in (BlockSpec(8), BlockSpec(4)):
+        halves = torch.randint(-spec.levels, spec.levels, (224, 256), generator=generator) + 0.5
+        x = bound * halves / spec.levels
+        x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
+        x[:, 0], x[:, 1] = bound[:, 0], 0.0
+        same_message(backend, [whole(x.view(-1))], spec, device, "halves")
+    edges = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
+    for spec in (BlockSpec(8, 64), BlockSpec(4, 64)):
+        x = (edges[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
+        message = same_message(backend, [whole(x)], spec, device, "edges")
+        scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
+        assert (scales > 0).tolist() == [True, False, True, True, False]
+    for dtype, digits in ((torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)):
+        message, spec = torch.arange(BlockSpec(8, 64).nbytes(256)).to(torch.uint8), BlockSpec(8, 64)
+        factors = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
+        message[spec.scales_offset(256) :][:16] = factors.view(torch.uint8)
+        smallest = torch.full((256,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
+        for add in (False, True):
+            for sources in (1, 2):
+                messages = message.to(device).expand(sources, -1)
+                same_sums(backend, messages, spec, [whole(smallest)], (1.0, add), "ties")
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:

@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import cpp_extension
@@ -74,6 +75,7 @@ class Settings:
 PLAIN = Settings(wave=32)
 OTHER = Settings(wave=64, descending=True, most_blocks=3)
 """As far from the first as can be: what a kernel computes must not depend on any of these."""
+BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 
 
 class KernelError(Exception):
@@ -84,6 +86,7 @@ class KernelError(Exception):
         self.status = status
 
 
+OK = 0
 PREFIX = "zt_gpu_"
 PIECES = [POINTER(CPiece), c_int32, c_void_p]
 """And a table of them."""
@@ -110,19 +113,17 @@ class GpuLibrary:
 
     Attributes:
         library: the loaded library.
-        settings: of the emulated GPU; set before every call, because all backends of a library share them. None if
-            the library is for a real GPU, and the tensors are on it.
+        settings: of the emulated GPU; set before every call, because all backends of a library share them.
     """
 
     library: ctypes.CDLL
-    settings: Settings | None = field(default_factory=Settings)
+    settings: Settings = PLAIN
 
     def status(self, function: str, *arguments: Any) -> int:
         """Call a function of the library with the settings of this backend."""
         s = self.settings
-        if s is not None:
-            numbers = c_int64(s.most_blocks), c_int64(s.first_block)
-            self.library.zt_emulation_configure(s.wave, int(s.descending), *numbers)
+        numbers = c_int64(s.most_blocks), c_int64(s.first_block)
+        self.library.zt_emulation_configure(s.wave, int(s.descending), *numbers)
         return int(getattr(self.library, function)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -136,9 +137,15 @@ class GpuLibrary:
         if status:
             raise KernelError(status, self._why())
 
+    def status_of(self, name: str, *arguments: Any) -> int:
+        """The status that ``zt_gpu_<name>`` returns."""
+        try:
+            self.call(name, *arguments)
+        except KernelError as error:
+            return error.status
+        return OK
+
     def _why(self) -> str:
-        if self.settings is None:
-            return "no emulation that could say why"
         self.library.zt_emulation_error.restype = c_char_p
         return str(self.library.zt_emulation_error().decode())
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from tests.kernels import golden, golden_members
-from tests.kernels.operators import Operators
+from tests.kernels.operators import Operators, limited
 from zero_topo.quant.operands import DTYPES, FLOATS, View, to_members
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -35,21 +37,25 @@ def test_requantize(whole: Operators, spec: BlockSpec) -> None:
 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS, ids=str)
-def test_casts(whole: Operators, split: Operators, fmt: golden.Format) -> None:
+def test_casts(module: ModuleType, level: int, fmt: golden.Format) -> None:
     """Values that travel as floats, from and to every dtype, alone and summed."""
-    golden.check_operations(whole, fmt, sources=(1, 2, 5))
-    golden.check_operations(split, fmt, sources=(1, 2))
-    golden.check_requantize(split, fmt.spec)
+    with limited(module, level) as whole:
+        golden.check_operations(whole, fmt, sources=(1, 2, 5))
+    with limited(module, level, values=64, threads=4) as split:
+        golden.check_operations(split, fmt, sources=(1, 2))
+        golden.check_requantize(split, fmt.spec)
 
 
 MEMBERS = [*[f for f in golden.FEW_FORMATS if f.spec.block_size != 256], *golden.CAST_FORMATS]
 
 
 @pytest.mark.parametrize("fmt", MEMBERS, ids=str)
-def test_members(whole: Operators, split: Operators, fmt: golden.Format) -> None:
+def test_members(module: ModuleType, level: int, fmt: golden.Format) -> None:
     """All members in one call, or the blocks of all split among calls; tables of one and of two levels."""
-    golden_members.check_members(whole, fmt)
-    golden_members.check_members(split, fmt, members=(5, 1))
+    with limited(module, level) as whole:
+        golden_members.check_members(whole, fmt)
+    with limited(module, level, values=64, threads=4) as split:
+        golden_members.check_members(split, fmt, members=(5, 1))
 
 
 def test_more_than_a_few(split: Operators) -> None:
@@ -59,14 +65,11 @@ def test_more_than_a_few(split: Operators) -> None:
     golden_members.check_many_members(split, 100)
 
 
-def test_sparse(whole: Operators) -> None:
-    """Masks to bits and back, picks above a threshold, count sketches and their inverse."""
-    golden.check_sparse(whole)
-
-
-def test_sparse_work_that_is_split(split: Operators) -> None:
-    """The same by several threads."""
-    golden.check_sparse(split)
+def test_sparse(module: ModuleType, level: int) -> None:
+    """Masks to bits and back, picks above a threshold, count sketches and their inverse; by one thread and several."""
+    for work in ({}, {"values": 64, "threads": 4}):
+        with limited(module, level, **work) as kernels:
+            golden.check_sparse(kernels)
 
 
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)

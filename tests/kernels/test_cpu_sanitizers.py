@@ -20,7 +20,7 @@ import torch
 from op_builder.jit import cache_dir
 from tests.kernels import golden
 from tests.kernels.operators import Operators, limited
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo.quant.operands import FLOATS, Messages, View, to_members, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -102,9 +102,8 @@ def check_kernel_tests(environment: Mapping[str, str], name: str, which: str = "
     """Tests of the kernels pass in a process with this environment."""
     tests = str(ROOT / "tests" / "kernels" / name)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", which, tests]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    assert " passed" in done.stdout and " failed" not in done.stdout
+    said = output(command, cwd=ROOT, env=environment)
+    assert " passed" in said and " failed" not in said
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from op_builder import source_dir
-from op_builder.jit import cache_dir
 from tests.kernels import c_types, golden_codes
 from tests.kernels import gpu_library as gpu
+from tests.kernels.golden import untouched
 from tests.kernels.golden_codes import (
     FATES,
     FILLING,
@@ -31,23 +29,14 @@ from tests.kernels.golden_codes import (
     ragged,
     single,
 )
-from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.gpu_library import BOTH, OK, GpuLibrary, Settings
 from tests.kernels.operators import serving_module
+from tests.kernels.test_cpu_sanitizers import FencedMemory
 from zero_topo.quant import reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
 from zero_topo.quant.spec import ChangeSpec
 
-BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
-NO_RESERVE = 0x4000
-"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
-PAGE = 4096
-OK, BAD_SPEC, BAD_SIZE, BAD_ALIGNMENT = 0, 1, 3, 7
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled for the emulation."""
-    return gpu.emulated(source_dir(), cache_dir())
+BAD_SPEC, BAD_SIZE, BAD_ALIGNMENT = 1, 3, 7
 
 
 @pytest.mark.parametrize("chosen", BOTH)
@@ -70,16 +59,9 @@ def test_codes_through_the_binding() -> None:
             golden_codes.check_codes(native, layout, "mixed")
 
 
-def far(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only where they are touched."""
-    size = numel * torch.empty(0, dtype=dtype).element_size()
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    return torch.frombuffer(area, dtype=dtype)
-
-
 def test_places_beyond_32_bits(library: ctypes.CDLL) -> None:
     """Slots, rows of masters and messages over 2^32 bytes apart are found, read and written."""
-    golden_codes.check_far(GpuLibrary(library), far)
+    golden_codes.check_far(GpuLibrary(library), untouched)
 
 
 def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
@@ -91,12 +73,12 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     count, size = change.ends[-1].tolist()
     message = OPS.encode_changes(masters, near, case.part, change, spec.nbytes(few, count, size))
     slots = torch.tensor([[0, 64 * n, n, 0, 0, 64 * n]])
-    codes, part = Codes(far(68 * n, torch.uint8), slots, far(n, torch.int32), 64), Part(0, n, 1, 1)
-    table = far(64 * n, torch.float32)[None]
+    codes, part = Codes(untouched(68 * n, torch.uint8), slots, untouched(n, torch.int32), 64), Part(0, n, 1, 1)
+    table = untouched(64 * n, torch.float32)[None]
     table[:, tail] = masters.table
-    own, made = Masters(table, 0, 0), far(spec.nbytes(n, count, size), torch.uint8)
-    steps, ends = far(16 * n, torch.uint8).view(n, 1, 2, 8), far(2 * n, torch.int64).view(n, 2)
-    counted, scales = far(n, torch.uint8).view(n, 1), far(n, torch.float32)
+    own, made = Masters(table, 0, 0), untouched(spec.nbytes(n, count, size), torch.uint8)
+    steps, ends = untouched(16 * n, torch.uint8).view(n, 1, 2, 8), untouched(2 * n, torch.int64).view(n, 2)
+    counted, scales = untouched(n, torch.uint8).view(n, 1), untouched(n, torch.float32)
     ends[before:] = change.ends
     backend = GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // 256))
 
@@ -128,15 +110,6 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     check_held()
 
 
-def guarded(nbytes: int) -> Tensor:
-    """Bytes behind which no memory is: who reads on ends the process."""
-    pages = -(-nbytes // PAGE) * PAGE
-    area = mmap.mmap(-1, pages + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(area, dtype=torch.uint8)
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(found.data_ptr() + pages), PAGE, 0) == 0
-    return found[pages - nbytes : pages]
-
-
 ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, max_size=24)
 
 
@@ -146,7 +119,7 @@ def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, ends: list[i
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
     n, spec = case.part.blocks, ChangeSpec(64)
     nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.held.numel()
-    table = guarded(6 * nbytes).view(1, 2, 3, nbytes)
+    table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
     table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
@@ -178,7 +151,7 @@ def test_masters_that_are_not_there_are_zero(library: ctypes.CDLL, cut: tuple[in
     """Slots are known on the device: columns that a table lacks, on either side, are not read."""
     case, backend, (first, past) = Case(single(10), "mixed", "cpu"), GpuLibrary(library), cut
     whole = case.masters(0)
-    there = guarded(4 * (past - first)).view(torch.float32)[None]
+    there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]
     there.copy_(whole.table[:, first:past])
     whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
     whole.table[:, past:] = 0.0
@@ -234,17 +207,10 @@ class Call:
         change = self._change
         into = change.scales.data_ptr(), change.counts.data_ptr(), change.steps.data_ptr()
         return {
-            "assess": self._status("codes_assess", *own, *into),
-            "emit": self._status("codes_emit", *own, a["change"], at, a["messages"].nbytes),
-            "apply": self._status("codes_apply", a["messages"], *own[1:]),
+            "assess": self._backend.status_of("codes_assess", *own, *into),
+            "emit": self._backend.status_of("codes_emit", *own, a["change"], at, a["messages"].nbytes),
+            "apply": self._backend.status_of("codes_apply", a["messages"], *own[1:]),
         }
-
-    def _status(self, name: str, *arguments: object) -> int:
-        try:
-            self._backend.call(name, *arguments)
-        except KernelError as error:
-            return error.status
-        return OK
 
 
 TAKES = {"masters": ("assess", "emit"), "change": ("emit",), "messages": ("apply",)}

@@ -12,20 +12,17 @@ import io
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.hipify import hipify_python
 
 from op_builder import source_dir
 from op_builder.builder import SHARED
 from op_builder.jit import cache_dir
-from tests.kernels import golden, golden_codes, golden_members
-from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
+from tests.kernels.gpu_library import LIBRARY, SIGNATURES, Step, built, kernel_sources
+from tests.launching import output
 
 NVIDIA = (pytest.param("80", marks=pytest.mark.long), "90")
 AMD = "gfx90a"
@@ -270,25 +267,6 @@ def test_the_library_loads(compiler: str) -> None:
         assert count(0) == 8
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="torch sees no NVIDIA GPU")
-def test_the_bits_on_a_gpu() -> None:
-    """On a real GPU the kernels give the reference's bits too."""
-    arch = "".join(map(str, torch.cuda.get_device_capability()))
-    backend = GpuLibrary(ctypes.CDLL(str(nvidia_library(arch) / LIBRARY)), None)
-    for fmt in (*golden.FORMATS, *golden.CAST_FORMATS):
-        golden.check_operations(backend, fmt, "cuda")
-        golden_members.check_members(backend, fmt, "cuda")
-    for spec in golden.SPECS:
-        golden.check_requantize(backend, spec, "cuda")
-    golden_members.check_many(backend, 129, 77, "cuda")
-    golden_members.check_many_pieces(backend, 5000, "cuda")
-    golden_members.check_many_members(backend, 1000, "cuda")
-    golden.check_sparse(backend, "cuda")
-    for layout, fate in product((*golden_codes.RAGGED, *golden_codes.SINGLE), golden_codes.FATES):
-        golden_codes.check_codes(backend, layout, fate, "cuda")
-    golden_codes.check_extremes(backend, device="cuda")
-
-
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:
     """torch's translation of CUDA sources, which its ROCm builds apply to extensions, leaves kernels that compile."""
     needs("hipcc")
@@ -308,9 +286,7 @@ def test_the_sources_survive_hipify(tmp_path: Path) -> None:
     assert len(translated) == len(files)
     for path in translated:
         words = ("hipcc", "-x", "hip", "-std=c++17", f"--offload-arch={AMD}", "-fsyntax-only", str(path))
-        env = {**os.environ, "HIP_PLATFORM": "amd"}
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-        assert done.returncode == 0, done.stderr
+        output(words, env={**os.environ, "HIP_PLATFORM": "amd"})
 
 
 def test_no_source_includes_torch() -> None:

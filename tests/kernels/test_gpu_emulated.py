@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from op_builder import source_dir
-from op_builder.jit import cache_dir
 from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
-from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.gpu_library import BOTH, OK, OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.spec import BlockSpec, Cast
@@ -23,15 +22,8 @@ CASES = [
     *(pytest.param(PLAIN, fmt, id=f"wave32-{fmt}") for fmt in (*golden.FORMATS, *golden.CAST_FORMATS)),
     *(pytest.param(OTHER, fmt, id=f"wave64-{fmt}") for fmt in (*golden.FEW_FORMATS, *golden.CAST_FORMATS)),
 ]
-BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 
-OK, LAUNCH_FAILED = 0, 8
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled for the emulation."""
-    return gpu.emulated(source_dir(), cache_dir())
+LAUNCH_FAILED = 8
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
@@ -69,25 +61,10 @@ def test_masks_anywhere(library: ctypes.CDLL, offset: int) -> None:
     assert torch.equal(back[offset:], mask[offset:]) and bool(back[:offset].all())
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 64)], ids=str)
-def test_smallest_and_largest_blocks(library: ctypes.CDLL, spec: BlockSpec) -> None:
-    """Blocks whose size is at the bound of being zero, just below it, and the largest there is."""
-    sizes = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
-    x = (sizes[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
-    message = golden.same_message(GpuLibrary(library), [golden.whole(x)], spec)
-    scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
-    assert (scales > 0).tolist() == [True, False, True, True, False]
-
-
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, 8), (torch.float16, 11)], ids=["bf16", "fp16"])
-def test_rounding_of_ties(library: ctypes.CDLL, dtype: torch.dtype, digits: int) -> None:
-    """Values half way between two of the output type go to the even one, small ones of FP16 become its denormals."""
-    spec, numel = BlockSpec(8, 64), 64 * 4
-    message = torch.zeros(spec.nbytes(numel), dtype=torch.uint8)
-    message[:numel] = torch.arange(numel) % 256
-    scales = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
-    message[spec.scales_offset(numel) :][:16] = scales.view(torch.uint8)
-    golden.same_values(GpuLibrary(library), message, spec, [golden.whole(torch.empty(numel, dtype=dtype))])
+@pytest.mark.parametrize("chosen", BOTH)
+def test_roundings(library: ctypes.CDLL, chosen: Settings) -> None:
+    """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+    golden.check_roundings(GpuLibrary(library, chosen))
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048)], ids=str)

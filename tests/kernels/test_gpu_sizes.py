@@ -4,43 +4,30 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from op_builder import source_dir
-from op_builder.jit import cache_dir
 from tests.kernels import c_types, golden, golden_members
 from tests.kernels import gpu_library as gpu
-from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.gpu_library import BOTH, OK, OTHER, PLAIN, GpuLibrary, Settings
 from tests.kernels.operators import Operators, serving_module
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Messages, View, to_members
 from zero_topo.quant.spec import BlockSpec, Cast
 
-BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 CASTS = [Cast(name) for name in ("fp32", "fp16", "bf16")]
 SOME = [*golden.FEW_FORMATS[::5], *golden.CAST_FORMATS[::2]]
 
 MANY = [(1, -1), (2, -1), (4, 1), (129, -1), (130, 0), (130, 77), (130, 129), (9408, 5000)]
 """Messages to be summed, and which of them is left out."""
 
-NO_RESERVE = 0x4000
-"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
-
-OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, NO_TABLE, BAD_ALIGNMENT = 0, 1, 2, 3, 6, 7
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled for the emulation."""
-    return gpu.emulated(source_dir(), cache_dir())
+BAD_SPEC, BAD_DTYPE, BAD_SIZE, NO_TABLE, BAD_ALIGNMENT = 1, 2, 3, 6, 7
 
 
 @pytest.fixture(scope="module")
@@ -175,32 +162,17 @@ def test_tables_are_uploaded_once_for_a_layout(native: Operators) -> None:
     assert count() == 256
 
 
-@pytest.fixture
-def huge() -> Iterator[Callable[[int, torch.dtype], Tensor]]:
-    """Makes tensors of zeros that take memory only where they are touched."""
-    maps = []
-
-    def make(numel: int, dtype: torch.dtype) -> Tensor:
-        size = numel * torch.empty(0, dtype=dtype).element_size()
-        maps.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE))
-        return torch.frombuffer(maps[-1], dtype=dtype)
-
-    yield make
-
-
 @pytest.mark.parametrize("spec", [BlockSpec(8, 256), Cast("fp16")], ids=str)
 @pytest.mark.parametrize("members", [1, 3])
-def test_places_beyond_32_bits(
-    library: ctypes.CDLL, huge: Callable[[int, torch.dtype], Tensor], spec: golden.Spec, members: int
-) -> None:
+def test_places_beyond_32_bits(library: ctypes.CDLL, spec: golden.Spec, members: int) -> None:
     """Rows and members over 2^31 elements (and 2^32 bytes) apart, and messages, are found, read and written."""
     backend, apart, nbytes = GpuLibrary(library), 2**31 + 24, spec.nbytes(2997)
-    flat = huge(5 * apart + 1000, torch.bfloat16)
+    flat = golden.untouched(5 * apart + 1000, torch.bfloat16)
     piece = View(flat, 3, 999, apart, members, apart)
     near = View(torch.empty(5 * 1000, dtype=torch.bfloat16), 3, 999, 1000, members, 1000)
     for row in range(5):
         near.flat[row * 1000 :][:1000] = flat[row * apart :][:1000] = golden.calm(1000, torch.bfloat16, row)
-    table = huge(members * 2**33, torch.uint8).view(1, 1, members, -1)[..., 16 : 16 + nbytes]
+    table = golden.untouched(members * 2**33, torch.uint8).view(1, 1, members, -1)[..., 16 : 16 + nbytes]
     expected = torch.empty(members, nbytes, dtype=torch.uint8)
     reference.quantize([near], spec, to_members(expected))
     backend.quantize([piece], spec, Messages(table))
@@ -216,17 +188,11 @@ def test_places_beyond_32_bits(
     [(BlockSpec(8, 256), 32, 32), (BlockSpec(4, 2048), 8, 4)],
     ids=["int8/256", "int4/2048"],
 )
-def test_messages_beyond_32_bits(
-    library: ctypes.CDLL,
-    huge: Callable[[int, torch.dtype], Tensor],
-    spec: BlockSpec,
-    quantized: int,
-    dequantized: int,
-) -> None:
+def test_messages_beyond_32_bits(library: ctypes.CDLL, spec: BlockSpec, quantized: int, dequantized: int) -> None:
     """The last blocks of a message of over 2^32 values: of all thread blocks, only those that have these are run."""
     whole, rest = 2**32, 2 * spec.block_size + 40
     before, blocks = whole // spec.block_size, spec.blocks(rest)
-    x, message = huge(whole + rest, torch.float16), huge(spec.nbytes(whole + rest), torch.uint8)
+    x, message = golden.untouched(whole + rest, torch.float16), golden.untouched(spec.nbytes(whole + rest), torch.uint8)
     x[whole:] = golden.calm(rest, torch.float16)
     last = Settings(most_blocks=2**31, first_block=before // quantized)
     GpuLibrary(library, last).quantize([golden.whole(x)], spec, to_members(message))
@@ -250,16 +216,12 @@ def test_messages_beyond_32_bits(
     ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]
 )
 def test_members_and_rows_beyond_32_bits(
-    library: ctypes.CDLL,
-    huge: Callable[[int, torch.dtype], Tensor],
-    spec: golden.Spec,
-    members: int,
-    rows: int,
-    columns: int,
+    library: ctypes.CDLL, spec: golden.Spec, members: int, rows: int, columns: int
 ) -> None:
     """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread block is run."""
     numel, stride, tile = rows * columns, columns + 8, 4096
-    x, table = huge(members * rows * stride - 8, torch.bfloat16), huge(members * spec.nbytes(numel), torch.uint8)
+    x = golden.untouched(members * rows * stride - 8, torch.bfloat16)
+    table = golden.untouched(members * spec.nbytes(numel), torch.uint8)
     piece, out = View(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
     x[-tile:] = golden.calm(tile, torch.bfloat16)
     last = GpuLibrary(library, Settings(most_blocks=2**31, first_block=members * numel // tile - 1))
@@ -282,32 +244,24 @@ class Call:
     """A call of 300 values in one message, or of as many messages as its fields say, and what may be wrong with it."""
 
     def __init__(self, library: ctypes.CDLL, spec: golden.Spec) -> None:
-        self._backend, self.x, size = GpuLibrary(library), torch.ones(300), spec.nbytes(300)
+        self.backend, self.x, size = GpuLibrary(library), torch.ones(300), spec.nbytes(300)
         self.room = torch.zeros(8, size + 16, dtype=torch.uint8)
         self.spec, self.pieces = c_types.c_spec(spec), c_types.c_pieces([golden.whole(self.x)] * 65)
         self.messages = c_types.c_messages(to_members(self.room[0, :size]))
-
-    def status(self, name: str, *arguments: object) -> int:
-        """What a function of the library returns."""
-        try:
-            self._backend.call(name, *arguments)
-        except KernelError as error:
-            return error.status
-        return OK
 
     def quantize(self, count: int = 1, **fields: int) -> int:
         """With other fields of the specification, the first piece or the messages."""
         for name, value in fields.items():
             owner = next(s for s in (self.spec, self.pieces[0], self.messages) if hasattr(s, name))
             setattr(owner, name, value)
-        return self.status("quantize", self.spec, self.pieces, count, None, self.messages)
+        return self.backend.status_of("quantize", self.spec, self.pieces, count, None, self.messages)
 
     def reduce(self, **fields: int) -> int:
         """With other fields of the messages."""
         for name, value in fields.items():
             setattr(self.messages, name, value)
         piece = self.pieces, 1, None, c_types.CReduce(1.0, 0)
-        return self.status("dequantize_reduce", self.spec, self.messages, *piece)
+        return self.backend.status_of("dequantize_reduce", self.spec, self.messages, *piece)
 
 
 BAD = [
@@ -382,15 +336,15 @@ def test_refusals_of_what_does_not_fit_together(library: ctypes.CDLL) -> None:
     spec, other = BlockSpec(8, 256), c_types.c_spec(BlockSpec(8, 512))
     call, made, plain = Call(library, spec), Call(library, spec), c_types.CReduce(1.0, 0)
     rest = call.messages, call.spec, made.messages, 300
-    assert call.status("requantize", call.spec, *rest, plain) == OK
-    assert call.status("requantize", other, *rest, plain) == BAD_SPEC
-    assert call.status("requantize", call.spec, *rest, c_types.CReduce(1.0, 1)) == BAD_SPEC
+    assert call.backend.status_of("requantize", call.spec, *rest, plain) == OK
+    assert call.backend.status_of("requantize", other, *rest, plain) == BAD_SPEC
+    assert call.backend.status_of("requantize", call.spec, *rest, c_types.CReduce(1.0, 1)) == BAD_SPEC
     cast = [c_types.c_spec(Cast(name)) for name in ("fp16", "bf16")]
-    assert call.status("requantize", cast[0], call.messages, cast[1], made.messages, 300, plain) == BAD_SPEC
+    assert call.backend.status_of("requantize", cast[0], call.messages, cast[1], made.messages, 300, plain) == BAD_SPEC
     made.messages.members = 2
-    assert call.status("requantize", call.spec, *rest, plain) == BAD_SIZE
+    assert call.backend.status_of("requantize", call.spec, *rest, plain) == BAD_SIZE
     call.pieces[0].dtype = 3
     assert call.quantize() == BAD_DTYPE
     x, to = call.x.data_ptr(), call.room.data_ptr()
-    assert call.status("count_above", x, 3, 300, 1.0, to) == BAD_DTYPE
-    assert call.status("sketch_insert", x, 1, 300, 1, 2, to) == BAD_SIZE
+    assert call.backend.status_of("count_above", x, 3, 300, 1.0, to) == BAD_DTYPE
+    assert call.backend.status_of("sketch_insert", x, 1, 300, 1, 2, to) == BAD_SIZE

@@ -20,7 +20,10 @@ from zero_topo.quant.operands import FLOATS, from_sources, to_members
 from zero_topo.quant.operators import BackendUnavailable
 from zero_topo.quant.spec import BlockSpec, Cast
 
-SOME = [f for f in golden.FEW_FORMATS if not str(f.spec).endswith("a") or f.dtype == torch.bfloat16]
+FORMATS = [*golden.FEW_FORMATS, *golden.CAST_FORMATS[::4]]
+FORMATS = FORMATS if ON_GPU else FORMATS[::5]
+FATES = golden_codes.FATES if ON_GPU else ("mixed",)
+"""On the CPU test_cpu.py and test_cpu_codes.py try all of them."""
 
 LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ else 2**20
 
@@ -45,7 +48,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("fmt", [*SOME, *golden.CAST_FORMATS[::4]], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_every_operation_gives_the_references_bits(native: Operators, fmt: golden.Format) -> None:
     """Arguments arrive in the kernels as they were given."""
     golden.check_operations(native, fmt, DEVICE.type, sources=(3,))
@@ -62,6 +65,11 @@ def test_all_members_are_served_in_one_call(native: Operators, fmt: golden.Forma
 def test_sums_are_quantized_again(native: Operators, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec, DEVICE.type)
+
+
+def test_roundings(native: Operators) -> None:
+    """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+    golden.check_roundings(native, DEVICE.type)
 
 
 @pytest.mark.usefixtures("threads")
@@ -85,7 +93,7 @@ def test_the_sparse_operations_give_the_references_values(native: Operators) -> 
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("fate", golden_codes.FATES)
+@pytest.mark.parametrize("fate", FATES)
 def test_codes_have_the_references_bits(native: Operators, fate: str) -> None:
     """Tables, parts and what is left out arrive as they were given; enough blocks to be split."""
     for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE, golden_codes.single(1283)):

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.kernels import golden, golden_codes, golden_members
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Messages, View, from_sources, to_members
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
@@ -56,10 +54,7 @@ class TestElsewhere:
         """Every check of this file passes on CPU tensors, in Triton's interpreter; halves of them for two workers."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
         env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [*command, "-k", which, __file__], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        output([*command, "-k", which, __file__], env=env, cwd=ROOT)
 
 
 class TestBackend:
@@ -114,38 +109,9 @@ class TestBackend:
                 golden_codes.check_codes(backend, layout, fate, DEVICE)
         golden_codes.check_extremes(backend, block, DEVICE)
 
-    @pytest.mark.parametrize("bits", [8, 4])
-    def test_rounds_half_to_even(self, backend: Any, bits: int) -> None:
-        """Halves and their neighbours, at scales of every exponent: the sum that rounds is one rounding of its own."""
-        spec = BlockSpec(bits)
-        generator = torch.Generator().manual_seed(bits)
-        bound = (1 + torch.rand(224, 1, generator=generator)) * 2.0 ** torch.arange(-99, 125)[:, None]
-        halves = torch.randint(-spec.levels, spec.levels, (224, 256), generator=generator) + 0.5
-        x = bound * halves / spec.levels
-        x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
-        x[:, 0], x[:, 1] = bound[:, 0], 0.0
-        golden.same_message(backend, [golden.whole(x.view(-1))], spec, DEVICE)
-
-    def test_the_smallest_blocks_that_are_not_zero(self, backend: Any) -> None:
-        """A magnitude of exactly 2^-100 is quantized, one below it is not."""
-        edges = [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-101, 2.0**-99]
-        x = torch.stack([torch.linspace(0, edge, 64) for edge in edges])
-        x[:, -1] = torch.tensor(edges)
-        golden.same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64), DEVICE)
-
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    def test_sums_are_rounded_half_to_even(self, backend: Any, dtype: torch.dtype) -> None:
-        """Integers that need one bit more than BF16 has; and what was there survives, if it is denormal, a sum of 0."""
-        spec, generator = BlockSpec(8), torch.Generator().manual_seed(3)
-        x = torch.randint(-127, 128, (3, 2000), generator=generator).float()
-        x[:, ::50], x[:, 1::50] = 127, 0
-        sources = torch.stack([torch.empty(spec.nbytes(2000), dtype=torch.uint8) for _ in x])
-        for values, message in zip(x, sources, strict=True):
-            reference.quantize([golden.whole(values)], spec, to_members(message))
-        smallest = torch.finfo(dtype).smallest_normal / 2
-        for reduce in ((1.0, False), (1.0, True)):
-            held = golden.whole(torch.full((2000,), smallest, dtype=dtype))
-            golden.same_sums(backend, sources.to(DEVICE), spec, [held], reduce)
+    def test_roundings(self, backend: Any) -> None:
+        """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+        golden.check_roundings(backend, DEVICE)
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
@@ -204,12 +170,6 @@ class TestBackend:
 FAR = 2**32 + 5000
 
 
-def untouched(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    return torch.from_numpy(np.zeros(count * size, np.uint8)).view(dtype)
-
-
 def tail_of(message: torch.Tensor, spec: BlockSpec | Cast, numel: int, tail: int) -> torch.Tensor:
     """What a message has of the last values, without its planes' padding."""
     if isinstance(spec, Cast):
@@ -245,7 +205,7 @@ class TestFar:
     def test_members_and_rows_far_apart(self, backend: Any) -> None:
         """Each is read from, and written to, where it lies."""
         for columns, present in ((100, None), (128, 77)):
-            flat = untouched(FAR, torch.bfloat16)
+            flat = golden.untouched(FAR, torch.bfloat16)
             piece = View(flat, 2, columns, 2**31 + 8, 3, 2**30 + 80, present)
             piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
             for spec in (BlockSpec(8, 64), Cast("fp32")):
@@ -259,14 +219,14 @@ class TestFar:
 
     def test_codes_far_apart(self, backend: Any) -> None:
         """Slots of codes, their masters' rows and messages."""
-        golden_codes.check_far(backend, untouched)
+        golden_codes.check_far(backend, golden.untouched)
 
     def test_messages_far_apart(self, backend: Any) -> None:
         """So are messages, of each source and member."""
         for spec in (BlockSpec(4, 64), Cast("fp16")):
             few = golden.messages_of(spec, 100, 27).view(3, 3, 3, -1)
             strides = (2**30, 2**30 + 2**12, 2**30 + 2**16)  # of 32 bits, but not when they are taken twice
-            table = untouched(3 * 2**31 + 2**18, torch.uint8).as_strided(few.shape, (*strides, 1))
+            table = golden.untouched(3 * 2**31 + 2**18, torch.uint8).as_strided(few.shape, (*strides, 1))
             table.copy_(few)
             piece, expected = (View(torch.zeros(900), 1, 100, 100, 9, 100) for _ in range(2))
             reference.dequantize_reduce(Messages(few), spec, [expected])
@@ -277,11 +237,11 @@ class TestFar:
     def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
         """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
         tail, stride = FAR % 4096, FAR // 8 + 8
-        rows = View(untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
-        for piece in (View(untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
+        rows = View(golden.untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
+        for piece in (View(golden.untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
             last = golden.whole(piece.flat[-tail:])
             last.flat.copy_(golden.calm(tail, torch.bfloat16))
-            made = {name: untouched(spec.nbytes(FAR), torch.uint8) for name in ("quantized", "again")}
+            made = {name: golden.untouched(spec.nbytes(FAR), torch.uint8) for name in ("quantized", "again")}
             backend.quantize([piece], spec, to_members(made["quantized"]))
             backend.requantize(to_members(made["quantized"]), spec, spec, to_members(made["again"]), FAR)
             small = golden.same_message(reference, [last], spec)
@@ -296,7 +256,7 @@ class TestFar:
 
     def test_masks_and_picks_beyond_2_32(self, backend: Any, last_program: None, monkeypatch: Any) -> None:
         """Packed, unpacked and picked at the end; and nothing is written where room ended 2^31 picks before."""
-        mask, bits, again = (untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
+        mask, bits, again = (golden.untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
         mask[-9::4] = 1
         backend.mask_pack(mask.view(torch.bool), bits)
         assert bits[-3:].tolist() == [0, 0b10000000, 0b10001000]
@@ -305,7 +265,7 @@ class TestFar:
 
         from zero_topo.quant import triton_sparse
 
-        x, chunks = untouched(FAR, torch.bfloat16), -(-FAR // triton_sparse.CHUNK.value)
+        x, chunks = golden.untouched(FAR, torch.bfloat16), -(-FAR // triton_sparse.CHUNK.value)
         x[-9::4] = torch.tensor([1.0, 2.0, 3.0])
         indices, values = torch.full((5,), -7), torch.full((5,), -7.0, dtype=torch.bfloat16)
         for before, wanted in ((1, [-7, FAR - 9, FAR - 5, FAR - 1, -7]), (2**31 + 5000, [-7] * 5)):

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, from_sources, to_members
 from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
@@ -233,8 +233,7 @@ def compile_for(target: str, directory: Path) -> None:
     env.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory(dir=directory.parent) as made:
         command = [sys.executable, "-m", "tests.kernels.test_triton_compile", made, target]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        output(command, env=env, cwd=ROOT)
         shutil.copytree(made, directory)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from op_builder import source_dir
 from tests.kernels import golden
+from tests.launching import output
 from zero_topo.quant import reference
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, ChangeSpec
 
@@ -77,8 +77,7 @@ LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**
 def asked(program: Path, cases: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """(valid, blocks, scales offset, nbytes) of (bits, block size, dtype, elements)."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
-    output = subprocess.run([program], input=lines, capture_output=True, text=True, check=True).stdout
-    return [[int(word) for word in line.split()] for line in output.splitlines()]
+    return [[int(word) for word in line.split()] for line in output([program], input=lines).splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +93,7 @@ def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
     source, program = directory / "wire.c", directory / "wire"
     source.write_text(text)
     command = [*COMPILERS[compiler], f"-I{source_dir()}", str(source), "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(command)
     return program
 
 
@@ -186,5 +184,5 @@ int main(void) {
 
 def test_every_status_has_a_sentence(tmp_path: Path) -> None:
     """zt_error_text says something of its own for each status of the header, and something for any other number."""
-    before, *texts, after = subprocess.check_output([compiled("g++", tmp_path, TEXTS)], text=True).splitlines()
+    before, *texts, after = output([compiled("g++", tmp_path, TEXTS)]).splitlines()
     assert len(set(texts)) == 9 and before == after == "an unknown error" not in texts

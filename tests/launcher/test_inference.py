@@ -77,10 +77,12 @@ def outputs(*engines: Any) -> list[Tensor]:
         *(late("topo", CODES, 100, False), late("topo", PLAIN, 0, True)),
     ],
 )
-def test_a_reference_begins_as_its_policy(scheme: str, quantize: dict[str, Any], kept: int, zero_init: bool) -> None:
+def test_a_reference_begins_as_its_policy(
+    scheme: str, quantize: dict[str, Any], kept: int, zero_init: bool, shared_path: Path
+) -> None:
     """Bit for bit, also in INT8, so that a KL divergence begins at 0; what it sends and stores is the plan's.
 
-    Only ``topo`` sends nothing of it between nodes.
+    Only ``topo`` sends nothing of it between nodes. Its report has the bytes of a forward pass of all ranks.
     """
     run = replace(job(scheme, quantize, kept), zero_init=zero_init)
     with running(run) as policy, reference(run) as frozen:
@@ -89,11 +91,17 @@ def test_a_reference_begins_as_its_policy(scheme: str, quantize: dict[str, Any],
         for _ in range(2):  # in its first two passes DeepSpeed does not keep small parameters whole
             assert torch.equal(outputs(frozen)[0], theirs)
         stats = zero_topo.stats(frozen)
+        zero_topo.report(frozen, shared_path)
         advance(run, policy, 0, 2)
         assert torch.equal(outputs(frozen)[0], theirs)
     assert stats.steps == 3 and stats.step_bytes == step_bytes(stats.config, stats.work) != {}
     assert stats.memory == memory_bytes(stats.config, stats.work, 2)
     assert ("world" in by_domain(stats.step_bytes)) == (scheme == "zero++")
+    if dist.get_rank() == 0:
+        found = json.loads((shared_path / "report.json").read_text())["zero_topo"]
+        assert found["ranks"] == dist.get_world_size()
+        assert {row["phase"] for row in found["sent"] if row["max"]} - {"gather_exact"} == {"gather_forward"}
+        assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])
 
 
 def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
@@ -154,15 +162,3 @@ def test_a_model_is_evaluated_before_it_is_trained() -> None:
     policy.train()
     assert advance(run, policy, 0, run.steps) == expected
     close(policy)
-
-
-def test_its_report_has_the_bytes_of_a_forward_pass(shared_path: Path) -> None:
-    """Of all ranks, beside the formula."""
-    with reference(job("topo", CODES)) as evaluation:
-        outputs(evaluation)
-        zero_topo.report(evaluation, shared_path)
-    if dist.get_rank() == 0:
-        found = json.loads((shared_path / "report.json").read_text())["zero_topo"]
-        assert found["ranks"] == dist.get_world_size()
-        assert {row["phase"] for row in found["sent"] if row["max"]} == {"gather_forward"}
-        assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])

@@ -22,7 +22,7 @@ from zero_topo.examples.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp: tests/unit/test_config_resolve.py
-STEPS = 12
+STEPS = 8
 CONTEXT = 32
 
 

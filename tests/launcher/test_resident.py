@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from tests.launcher.feature_jobs import zero
 from tests.launcher.models import Tied
 from tests.launcher.parity import run
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, weights
@@ -24,7 +25,7 @@ from tests.suite import LONG_VARIABLE
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import coded_slots
 
-STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 12
+STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 8
 CODES: dict[str, Any] = {
     "quantize": {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
 }
@@ -66,11 +67,6 @@ def follow(engine: Any, step: int) -> None:
 def job(dtype: str = "bf16", **more: Any) -> Job:
     """A run whose codes are looked at after every step."""
     return Job(net, block("topo", **CODES), STEPS, dtype=dtype, after_step=follow, **more)
-
-
-def zero(**keys: Any) -> dict[str, Any]:
-    """A DeepSpeed config's ``zero_optimization``."""
-    return {"zero_optimization": keys}
 
 
 def overflow(engine: Any, x: Tensor, y: Tensor) -> Tensor:

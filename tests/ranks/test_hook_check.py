@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import deepspeed
 import pytest
 import torch
 
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from tests.marks import late
 from zero_topo.hook import install, optimizer, seam
 
@@ -211,9 +210,8 @@ def test_every_way_installs_the_hook_once(ways: list[str], tmp_path: Path) -> No
         script.write_text(f"{WAYS[script.stem]}\n{REPORT}")
     command = [sys.executable, "-c", FORKS, *map(str, scripts)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")] == [[1, 1, 1]] * len(ways)
+    lines = output(command, env=env).splitlines()
+    assert [json.loads(line) for line in lines if line.startswith("[")] == [[1, 1, 1]] * len(ways)
 
 
 def test_installing_again_changes_nothing() -> None:
