@@ -28,6 +28,11 @@ def convergence_rows(name: str = "convergence", baseline: str = "stock") -> list
     return rows
 
 
+def formats_rows() -> list[str]:
+    """The table of what ranks send in one format or another; the record of `paper` has the baseline of the other."""
+    return [*convergence_rows("formats", "exact"), convergence_rows("formats-paper")[-1]]
+
+
 def scatter_rows() -> list[str]:
     """The table of what the INT4 scatter leaves of gradients, from the record committed."""
     return [row(cells) for cells in scatter.rows(record("scatter")["results"])]
@@ -155,7 +160,7 @@ def fragment_sentences() -> list[str]:
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
-        "formats": partial(convergence_rows, "formats", "exact"),
+        "formats": formats_rows,
         "scatter": scatter_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),

@@ -10,9 +10,6 @@ from typing import Any
 
 from benchmarks.scale_report import launches
 from tests.documents import record, row
-from zero_topo.cli.inputs import machine
-from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.cost import Workload, memory_bytes
 from zero_topo.quant.spec import NF4
 from zero_topo.units import format_bytes
 
@@ -31,6 +28,10 @@ def cluster_rows() -> list[str]:
     return rows
 
 
+TERNARY = "topo-ternary"
+SPARSE = ("node-ternary", "zero2-ternary", "topo-oktopk", "topo-radius", "topo-tagc", "topo-scape")
+
+
 def cluster_rows_in_short() -> list[str]:
     """The same, a row for each scheme."""
     rows: dict[str, list[str]] = {}
@@ -39,28 +40,17 @@ def cluster_rows_in_short() -> list[str]:
     return [row(cells) for cells in rows.values()]
 
 
-def codes_rows() -> list[str]:
-    """The table of codes at a large model's learning rate; what a rank holds is by the formula."""
-    content = record("cluster-t8-codes")
-    blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
+def modes_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
+    """A table of schemes at a large model's learning rate, from two records: of one micro-batch, and of eight."""
+    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-modes")["settings"]["jobs"]}
+    one, eight = _cluster("cluster-t8-modes", slowest), _cluster("cluster-t8-modes-8", slowest)
     rows = []
-    for (name, count), (result, faster) in _cluster("cluster-t8-codes", "zero++").items():
-        block = ZeroTopoConfig.parse(blocks[name])
-        work = Workload.uniform([content["message_bytes"] // 2])
-        held = sum(memory_bytes(resolve_config(block, machine(block.topology, 8)), work, 2).values())
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([str(count), f"`{name}`", f"{_median(result):.2f} s", faster, sent, format_bytes(held)]))
+    for name in schemes:
+        (few, faster), (many, than) = one[name, 1], eight[name, 8]
+        sent = format_bytes(few["uplink_bytes_per_step_per_node"])
+        steps = [f"{_median(few):.2f} s", faster, f"{_median(many):.1f} s", than]
+        rows.append(row([f"`{name}`", optimizers[name], sent, *steps]))
     return rows
-
-
-def sparse_cluster_rows(of: str, slowest: str) -> list[str]:
-    """The table of sparse sync on the emulated cluster, from a record committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record(of)["settings"]["jobs"]}
-    rows: dict[str, list[str]] = {}
-    for (name, _), (result, faster) in _cluster(of, slowest).items():
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.setdefault(name, [f"`{name}`", optimizers[name], sent]).extend([f"{_median(result):.2f} s", faster])
-    return [row(cells) for cells in rows.values()]
 
 
 def sparse_rows() -> list[str]:
@@ -194,9 +184,8 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "cluster": cluster_rows,
         "cluster, short": cluster_rows_in_short,
-        "cluster, codes": codes_rows,
-        "cluster, sparse": partial(sparse_cluster_rows, "cluster-t8-sparse", "topo"),
-        "cluster, lists": partial(sparse_cluster_rows, "cluster-t8-lists", "zero++"),
+        "cluster, large": partial(modes_rows, "zero++", ("zero++", "topo", "topo-q4", "codes-q4", TERNARY, "zero2-q4")),
+        "cluster, sparse": partial(modes_rows, "topo", ("topo", "topo-q4", "zero2-q4", TERNARY, *SPARSE)),
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "sparse": sparse_rows,

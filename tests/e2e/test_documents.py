@@ -43,7 +43,7 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 # Added to a benchmark's command, so that it takes seconds.
 SMALLER = {
     "python -m benchmarks quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
-    "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
+    "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 --params 1e5 --layers 1",
     "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
     "python -m benchmarks scatter": "--widths 64 --ranks 2 --steps 1",
     "python -m benchmarks sparse": (

@@ -269,7 +269,7 @@ def test_what_grows_in_the_long_run_is_not_flat() -> None:
 
 
 LOSSES = [
-    "convergence",
+    *("convergence", "muon-4"),
     *(f"sparse-{of}" for of in ("training", "feedback", "rates", "rates-above", "rates-aged", "denser-8")),
     *(f"sparse-{of}" for of in ("20m", "3000", "fragments", "feedback-4", "feedback-8")),
     *(f"sparse-{of}-{nodes}" for of in ("aged", "sharded", "ternary") for nodes in (2, 4, 8)),
