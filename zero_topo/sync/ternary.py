@@ -51,7 +51,8 @@ class Ternary(Sparse):
         rows, blocks, now = total.view(size, width), -(-width // BLOCK), self.now
         mine, others = rows.new_empty(1, blocks * BLOCK), rows.new_empty(size - 1, blocks * BLOCK)
         mine[:, :width], others[:own, :width], others[own:, :width] = rows[own], rows[:own], rows[own + 1 :]
-        mine[:, width:], others[:, width:] = 0, 0
+        for padded in (mine, others):
+            padded[:, width:].zero_()
         begins = torch.arange(size, device=total.device)[:, None] * width
         begins = begins + torch.arange(0, width, BLOCK, device=total.device)  # of each block in a table of all rows
         sent, count = self._send_largest(others.view(-1, BLOCK), size - 1)
