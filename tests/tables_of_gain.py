@@ -13,6 +13,7 @@ from tests.documents import record, row
 from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.model_files import load_model
+from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import Pipeline, best_pipeline, pipeline_step
 from zero_topo.cost.planner import Price, Request, rank_plans
 from zero_topo.cost.step import Job, predict_step
@@ -69,6 +70,18 @@ def _seconds(price: Price, overlap: float, sign: int) -> float:
     rates, job = price.request.rates, replace(price.request.job, overlap=overlap)
     share = 1 + sign * rates.spread.get("compute", UNKNOWN_SPREAD)
     return price.predict(price.config, job, replace(rates, peak_flops=rates.peak_flops * share)).seconds
+
+
+def muon_steps() -> list[str]:
+    """What the page of optimizers says Muon adds to a step."""
+    job, muon = Job(load_model("gpt-neox-20b"), 1, 8), method_of({"optimizer": {"type": "Muon"}})
+    steps = []
+    for place in ("node", "world"):
+        request = Request(load_preset("frontier", 384), job)
+        config = resolve(request.topology, scheme="topo", optimizer=place)
+        adam, other = (replace(request, job=own).price(config).seconds for own in (job, replace(job, muon=muon)))
+        steps += [f"{other - adam:.2f} s", f"{adam:.2f} s"]
+    return ['adds {} to AdamW\'s step of {} with "node", and {} to {} with "world"'.format(*steps)]
 
 
 TOKENS = 2048

@@ -20,7 +20,7 @@ from tests.commands import Run
 from tests.documents import PAGES, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
-from tests.tables_of_gain import GAINS
+from tests.tables_of_gain import GAINS, muon_steps
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import SPEEDS, cluster_sentences, muon_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
@@ -226,6 +226,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/optimizers.md", muon_sentences),
+        (ROOT / "docs/optimizers.md", muon_steps),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (ROOT / "docs/kernels.md", block_sentences),
         (README, loss_sentences),
