@@ -198,6 +198,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, sparse": partial(modes_rows, "topo-q4", (*QUANTIZED, *TERNARY, *SPARSE)),
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
+        "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
         "sparse": sparse_rows,
         "scale": scale_rows,
     }
