@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks formats``: the loss of a training of which only what ranks send is quantized, by format.
+"""``python -m benchmarks formats``: the loss of a training in which only what ranks send is quantized.
 
 All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
 each rank's gradients reach the owners of its node, and in ``paper`` also that of the weights, which the two GCDs of a

@@ -153,7 +153,7 @@ class PowerSgd(AllReduce):
 
 
 class Mode:
-    """A mode of sync, in an engine in FP32 of which only the gradients are used.
+    """Reduces with a mode of sync, in an FP32 engine; its gradient buffer alone is used.
 
     It has the methods and attributes of :class:`AllReduce`.
     """

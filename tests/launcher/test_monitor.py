@@ -80,7 +80,7 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
 def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_path: Path) -> None:
     """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of its batches.
 
-    On the other ranks, whose engines nobody watches, the step is DeepSpeed's own.
+    Other ranks write nothing, and their engines keep DeepSpeed's own step.
     """
     folder = shared_path / "run"
     job = Job(zero_topo=block("topo", report=str(folder)), steps=STEPS, micro_batches=MICRO_BATCHES)

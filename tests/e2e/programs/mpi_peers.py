@@ -44,8 +44,8 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
         engine.end_step(skipped=False)
     mode = engine.gradients.mode
     assert isinstance(mode, Sparse)
-    told = mode.peers.gather_later(torch.arange(5.0) + rank).wait()
-    return [*found, mode.residual, told], sum(engine.meter.total.values())
+    gathered = mode.peers.gather_later(torch.arange(5.0) + rank).wait()
+    return [*found, mode.residual, gathered], sum(engine.meter.total.values())
 
 
 def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
