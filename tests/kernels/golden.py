@@ -398,7 +398,8 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
 def check_rows(backend: Any, device: str = "cpu") -> None:
     """The largest of each row: NaN and infinity before all, of equal magnitudes the first, all of a row.
 
-    Also of long rows, of which the CPU's kernel looks at a sample of 2048 first: that it misleads, both ways.
+    Also of long rows, of which the CPU's kernel looks at a sample of 2048 first: that it misleads, both ways. And of
+    short ones of unequal size, for which it begins with the threshold of the row before.
     """
     short = ((1, 1, 1), (3, 64, 5), (2, 4096, 205), (5, 4097, 1), (2, 300, 300), (70, 4096, 41))
     for rows, columns, k in (*short, (2, 40_001, 400), (1, 40_000, 5_000), (1, 32_768, 1)):
@@ -407,7 +408,8 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
         few[:, :: 2 * columns // k] = x[:, :: 2 * columns // k]
         seen, stride = x.clone(), max(columns // 2048, 1)
         seen[:, (sample * stride + (sample * 2654435761 >> 12) % stride) % columns] *= 100
-        for case in (x, x.round(), x.sign(), torch.zeros_like(x), torch.where(x > 1, torch.nan, x), few, seen):
+        uneven = x * 10.0 ** (torch.arange(rows) % 5 - 2)[:, None]
+        for case in (x, uneven, x.round(), x.sign(), torch.zeros_like(x), torch.where(x > 1, torch.nan, x), few, seen):
             wanted, actual = (torch.full((rows, k), -7, device=at) for at in ("cpu", device))
             reference.row_largest(case, wanted)
             backend.row_largest(case.to(device), actual)
