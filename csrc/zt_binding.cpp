@@ -219,12 +219,12 @@ zt_masters masters_of(const at::Tensor &table, Numbers own) {
 
 void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
                   const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
-                  const at::Tensor &steps) {
+                  const at::Tensor &steps, const at::Tensor &sizes) {
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
     ZT_STREAM(held);
     ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part,
-          scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>());
+          scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>(), sizes.data_ptr<int64_t>());
 }
 
 void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,

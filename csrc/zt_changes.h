@@ -6,7 +6,8 @@
  *     [counts: uint8 per tile of min(block, 128) values; padded to 128 bytes]
  *     [scales: fp32 per block sent whole; padded to 128 bytes]
  *     [codes: int8, a block's values per block sent whole]
- *     [changes: of each tile of the other blocks a list of positions, or a mask and signs; padded to 128 bytes]
+ *     [changes: of each tile of the other blocks the positions and signs, or positions and new codes, of its changes;
+ *      padded to 128 bytes]
  *
  * zero_topo/quant/spec.py says what they mean; tests/kernels/test_wire_header.py holds the two equal.
  */
@@ -19,6 +20,7 @@
 
 #define ZT_CHANGES_CHUNK ((int64_t)32) /* blocks with one entry of ends */
 #define ZT_CHANGES_TILE 128            /* values of a tile, or all of a smaller block */
+#define ZT_CHANGES_LARGE 128           /* added to the count of a tile in which a code changes by more than 1 */
 #define ZT_CHANGES_WHOLE 255           /* the count of the tiles of a block sent whole */
 
 /* 1 if blocks may have so many values, else 0. */
@@ -30,10 +32,28 @@ ZT_WIRE_FN int zt_changes_valid(int32_t block) {
 ZT_WIRE_FN int32_t zt_changes_tile(int32_t block) { return block < ZT_CHANGES_TILE ? block : ZT_CHANGES_TILE; }
 ZT_WIRE_FN int64_t zt_changes_chunks(int64_t blocks) { return (blocks + ZT_CHANGES_CHUNK - 1) / ZT_CHANGES_CHUNK; }
 
-/* Bytes of a tile with so many changes: of a list, or of a mask and signs. */
+/* The most changes of a tile; a block that has a tile with more is sent whole. */
+ZT_WIRE_FN int32_t zt_changes_most(int32_t tile) { return tile - tile / 8; }
+
+/* How many codes change in a tile with such a count, and whether one of them changes by more than 1. */
+ZT_WIRE_FN int32_t zt_changes_number(int32_t count) { return count & (ZT_CHANGES_LARGE - 1); }
+ZT_WIRE_FN int zt_changes_large(int32_t count) { return count >= ZT_CHANGES_LARGE; }
+
+/* Bytes of the signs of a mask, or of the new codes. */
+ZT_WIRE_FN int32_t zt_changes_values(int32_t count) {
+    return zt_changes_large(count) ? zt_changes_number(count) : (count + 7) / 8;
+}
+
+/* Whether the positions are a list, whose bytes hold the signs too, or a mask. */
+ZT_WIRE_FN int zt_changes_listed(int32_t tile, int32_t count) {
+    return zt_changes_number(count) <= tile / 8 + (zt_changes_large(count) ? 0 : zt_changes_values(count));
+}
+
+/* Bytes of a tile with such a count. */
 ZT_WIRE_FN int32_t zt_changes_bytes(int32_t tile, int32_t count) {
-    const int32_t masked = tile / 8 + (count + 7) / 8;
-    return count < masked ? count : masked;
+    const int32_t values = zt_changes_values(count);
+    if (!zt_changes_listed(tile, count)) return tile / 8 + values;
+    return zt_changes_number(count) + (zt_changes_large(count) ? values : 0);
 }
 
 /* Bytes at which the counts, the scales, the codes and the changes begin. */

@@ -72,10 +72,12 @@ struct Picks {
     int64_t capacity;
 };
 
-/* What is written about the changes of a block: of each tile a count, and masks of what changes and of what decreases. */
+/* What is written about the changes of a block: of each tile a count, and masks of what changes and of what decreases; 1
+ * if it is sent whole, else 0, and the bytes of its changes. */
 struct Steps {
     uint8_t *counts;
     uint8_t *masks;
+    int64_t *size;
 };
 
 struct Sketch {

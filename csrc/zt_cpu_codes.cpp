@@ -134,7 +134,7 @@ struct Layout {
 bool add_block(const uint8_t *counts, const Layout &layout, Ends *ends) {
     if (*counts == ZT_CHANGES_WHOLE) return ++ends->whole, true;
     for (int64_t t = 0; t < layout.tiles; ++t) {
-        if (counts[t] > layout.tile) return false;
+        if (zt_changes_number(counts[t]) > zt_changes_most(layout.tile)) return false;
         ends->bytes += zt_changes_bytes(layout.tile, counts[t]);
     }
     return true;
@@ -142,44 +142,50 @@ bool add_block(const uint8_t *counts, const Layout &layout, Ends *ends) {
 
 int8_t change_of(uint32_t less) { return less ? -1 : 1; }
 
-/* Applies the steps of a tile to its codes and encodes them. */
-void pack_tile(const uint8_t *steps, int32_t tile, int32_t count, int8_t *codes, uint8_t *out) {
-    const int32_t masked = tile / 8;
-    const bool list = zt_changes_bytes(tile, count) == count;
+/* Applies the steps of a tile to its codes and encodes them; in one with large changes, codes become the fresh ones. */
+void pack_tile(const uint8_t *steps, int32_t tile, int32_t count, const int8_t *fresh, int8_t *codes, uint8_t *out) {
+    const int32_t masked = tile / 8, number = zt_changes_number(count);
+    const bool list = zt_changes_listed(tile, count), large = zt_changes_large(count);
+    uint8_t *const values = out + (list ? number : masked);
     if (!list) {
         memcpy(out, steps, static_cast<size_t>(masked));
-        memset(out + masked, 0, static_cast<size_t>((count + 7) / 8));
+        memset(values, 0, static_cast<size_t>(zt_changes_values(count)));
     }
     int32_t rank = 0;
     for (int32_t word = 0; word < tile; word += 64) {
         const auto less = read<uint64_t>(steps + masked + word / 8);
-        for (auto left = read<uint64_t>(steps + word / 8); left && rank < count; left &= left - 1, ++rank) {
+        for (auto left = read<uint64_t>(steps + word / 8); left && rank < number; left &= left - 1, ++rank) {
             const int bit = __builtin_ctzll(left);
-            const auto minus = static_cast<uint32_t>(less >> bit & 1);
-            if (list)
-                out[rank] = static_cast<uint8_t>(static_cast<uint32_t>(word + bit) | minus << 7);
-            else
-                out[masked + rank / 8] = static_cast<uint8_t>(out[masked + rank / 8] | minus << rank % 8);
-            codes[word + bit] = static_cast<int8_t>(codes[word + bit] + change_of(minus));
+            const auto minus = large ? 0 : static_cast<uint32_t>(less >> bit & 1);
+            int8_t *const code = codes + word + bit;
+            *code = static_cast<int8_t>(large ? fresh[word + bit] : *code + change_of(minus));
+            if (list) out[rank] = static_cast<uint8_t>(static_cast<uint32_t>(word + bit) | minus << 7);
+            if (large)
+                values[rank] = static_cast<uint8_t>(*code);
+            else if (!list)
+                values[rank / 8] = static_cast<uint8_t>(values[rank / 8] | minus << rank % 8);
         }
     }
 }
 
 /* Applies an encoded tile to its codes. */
 void unpack_tile(const uint8_t *in, int32_t tile, int32_t count, int8_t *codes) {
-    const int32_t masked = tile / 8;
-    if (zt_changes_bytes(tile, count) == count) {
-        for (int32_t rank = 0; rank < count; ++rank) {
+    const int32_t number = zt_changes_number(count);
+    const bool large = zt_changes_large(count);
+    if (zt_changes_listed(tile, count)) {
+        for (int32_t rank = 0; rank < number; ++rank) {
             int8_t *const code = codes + (in[rank] & (tile - 1));
-            *code = static_cast<int8_t>(*code + change_of(in[rank] >> 7));
+            *code = static_cast<int8_t>(large ? static_cast<int8_t>(in[number + rank]) : *code + change_of(in[rank] >> 7));
         }
         return;
     }
+    const uint8_t *const values = in + tile / 8;
     int32_t rank = 0;
     for (int32_t word = 0; word < tile; word += 64)
-        for (auto left = read<uint64_t>(in + word / 8); left && rank < count; left &= left - 1, ++rank) {
+        for (auto left = read<uint64_t>(in + word / 8); left && rank < number; left &= left - 1, ++rank) {
             int8_t *const code = codes + word + __builtin_ctzll(left);
-            *code = static_cast<int8_t>(*code + change_of(in[masked + rank / 8] >> rank % 8 & 1));
+            const int8_t stepped = static_cast<int8_t>(*code + change_of(values[rank / 8] >> rank % 8 & 1));
+            *code = large ? static_cast<int8_t>(values[rank]) : stepped;
         }
 }
 
@@ -209,9 +215,9 @@ struct Writer {
         auto *const held = reinterpret_cast<int8_t *>(codes.held + place.codes);
         const uint8_t *const counts = change.counts + block * layout.tiles;
         Ends at = before(block);
+        const float scale = change.scales[block];
+        alignas(64) float buffer[kMostBlock];
         if (*counts == ZT_CHANGES_WHOLE) {
-            alignas(64) float buffer[kMostBlock];
-            const float scale = change.scales[block];
             kernels.recode(values(masters, walk, place, codes.block, buffer), zt_codes_inverse(scale), codes.block, held);
             memcpy(codes.held + place.scale, &scale, 4);
             memcpy(message + layout.scales + 4 * at.whole, &scale, 4);
@@ -221,7 +227,11 @@ struct Writer {
         const uint8_t *const steps = change.steps + block * (codes.block / 4);
         for (int64_t t = 0; t < layout.tiles; ++t) {
             if (!counts[t]) continue;
-            pack_tile(steps + t * (layout.tile / 4), layout.tile, counts[t], held + t * layout.tile,
+            alignas(64) int8_t fresh[ZT_CHANGES_TILE];
+            if (zt_changes_large(counts[t]))
+                kernels.recode(values(masters, walk, place, codes.block, buffer) + t * layout.tile, zt_codes_inverse(scale),
+                               layout.tile, fresh);
+            pack_tile(steps + t * (layout.tile / 4), layout.tile, counts[t], fresh, held + t * layout.tile,
                       message + layout.changes + at.bytes);
             at.bytes += zt_changes_bytes(layout.tile, counts[t]);
         }
@@ -279,10 +289,10 @@ void apply(const uint8_t *message, const zt_codes &codes, Walk walk, int64_t blo
 }  // namespace
 
 extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts,
-                                   uint8_t *steps, zt_range blocks, int32_t level) {
+                                   uint8_t *steps, int64_t *sizes, zt_range blocks, int32_t level) {
     ZT_TRY(check_masters(masters, codes, part));
     if (!inside(blocks, blocks_of(part))) return ZT_BAD_RANGE;
-    if (blocks.begin < blocks.end && (!scales || !counts || !steps)) return ZT_BAD_SIZE;
+    if (blocks.begin < blocks.end && (!scales || !counts || !steps || !sizes)) return ZT_BAD_SIZE;
     Walk walk(codes, part, masters.member);
     ZT_TRY(check_columns(walk, part.end - part.begin, blocks, &masters));
     const Kernels *chosen = kernels(level);
@@ -295,7 +305,7 @@ extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part p
         const float *const x = values(masters, walk, place, codes.block, buffer);
         const auto *const held = reinterpret_cast<const int8_t *>(codes.held + place.codes);
         memcpy(scales + block, codes.held + place.scale, 4);
-        const Steps out = {counts + block * tiles, steps + block * (codes.block / 4)};
+        const Steps out = {counts + block * tiles, steps + block * (codes.block / 4), sizes + 2 * block};
         chosen->assess(x, held, codes.block, scales + block, out);
     }
     return ZT_OK;

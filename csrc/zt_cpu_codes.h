@@ -37,24 +37,20 @@ ZT_INLINE const float *usable(const float *x, float inverse) {
     return inverse > 0.0f ? x : zeros;
 }
 
-struct Measured {
-    uint32_t top; /* the bits of the largest |x|; those of NaN are larger than those of any number */
-    uint8_t most; /* the largest change + 1 of a code, modulo 256: above 2 if one changes by more than 1 */
-};
-
-/* Writes the masks of each tile, and how many of its codes change. */
-ZT_INLINE Measured measure(const float *x, float inverse, const int8_t *codes, int64_t n, zt::Steps out) {
+/* Writes the masks and the count of each tile. Returns the bits of the largest |x|; those of NaN are larger than those of
+ * any number. */
+ZT_INLINE uint32_t measure(const float *x, float inverse, const int8_t *codes, int64_t n, zt::Steps out) {
     const int64_t tile = n < ZT_CHANGES_TILE ? n : ZT_CHANGES_TILE;
-    Measured measured = {0, 0};
+    uint32_t top = 0;
     for (int64_t word = 0; word < n; word += kWord) {
-        uint8_t changed[kWord], less[kWord];
+        uint8_t changed[kWord], less[kWord], most = 0; /* the largest change + 1, modulo 256: above 2 if one is large */
         for (int64_t i = 0; i < kWord; ++i) {
             uint32_t bits;
             memcpy(&bits, x + word + i, 4);
             bits &= 0x7fffffff;
             const auto change = static_cast<uint8_t>(code_of(x[word + i], inverse) + 1 - codes[word + i]);
-            measured.top = bits > measured.top ? bits : measured.top;
-            measured.most = change > measured.most ? change : measured.most;
+            top = bits > top ? bits : top;
+            most = change > most ? change : most;
             changed[i] = change != 1;
             less[i] = change == 0;
         }
@@ -64,24 +60,35 @@ ZT_INLINE Measured measure(const float *x, float inverse, const int8_t *codes, i
         mask_pack(less, kWord, masks + tile / 8);
         memcpy(&set, masks, 8);
         uint8_t *const count = out.counts + word / tile;
-        *count = static_cast<uint8_t>((word % tile ? *count : 0) + __builtin_popcountll(set));
+        const int before = word % tile ? *count : 0, number = zt_changes_number(before) + __builtin_popcountll(set);
+        const bool large = most > 2 || zt_changes_large(before);
+        *count = static_cast<uint8_t>((number < 127 ? number : 127) | (large ? ZT_CHANGES_LARGE : 0));
     }
-    return measured;
+    return top;
 }
 
 /* A block that gets another scale is sent whole, so what its codes would be does not matter: one pass is enough. */
 void assess(const float *x, const int8_t *codes, int64_t n, float *scale, zt::Steps out) {
     const float inverse = zt_codes_inverse(*scale);
     fetch(x, codes, n);
-    Measured measured = measure(x, inverse, codes, n, out);
+    const uint32_t bits = measure(x, inverse, codes, n, out);
     float top;
-    memcpy(&top, &measured.top, 4);
+    memcpy(&top, &bits, 4);
     const float now = zt_codes_scale(top, *scale);
     const bool rescaled = memcmp(&now, scale, 4) != 0;
     *scale = now;
-    if (!(inverse > 0.0f)) measured = measure(usable(x, inverse), inverse, codes, n, out);
-    if (!rescaled && measured.most <= 2) return;
-    memset(out.counts, ZT_CHANGES_WHOLE, static_cast<size_t>((n + ZT_CHANGES_TILE - 1) / ZT_CHANGES_TILE));
+    if (!(inverse > 0.0f)) measure(usable(x, inverse), inverse, codes, n, out);
+    const auto tile = static_cast<int32_t>(n < ZT_CHANGES_TILE ? n : ZT_CHANGES_TILE);
+    const int64_t tiles = n / tile;
+    bool whole = rescaled;
+    out.size[0] = out.size[1] = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+        whole |= zt_changes_number(out.counts[t]) > zt_changes_most(tile);
+        out.size[1] += zt_changes_bytes(tile, out.counts[t]);
+    }
+    if (!whole) return;
+    out.size[0] = 1, out.size[1] = 0;
+    memset(out.counts, ZT_CHANGES_WHOLE, static_cast<size_t>(tiles));
 }
 
 void recode(const float *x, float inverse, int64_t n, int8_t *__restrict codes) {

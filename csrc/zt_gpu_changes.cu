@@ -12,8 +12,8 @@ struct zt_sent {
 
 /* A count that a tile may have. */
 ZT_DEVICE int zt_count_at(const uint8_t *counts, int tile) {
-    const int count = zt_load<uint8_t>(counts);
-    return count < tile ? count : tile;
+    const int count = zt_load<uint8_t>(counts), more = zt_changes_number(count) - zt_changes_most(tile);
+    return more > 0 ? count - more : count;
 }
 
 /* Block i, or none if there is no such block; scales of blocks sent whole are taken over. */
@@ -46,17 +46,25 @@ ZT_DEVICE zt_sent zt_sent_block(const zt_codes_arguments &a, const uint8_t *mess
 
 /* Applies an encoded tile with so many changes to its codes. */
 ZT_DEVICE void zt_apply_tile(const uint8_t *from, int tile, int count, uint8_t *codes, int lane) {
-    if (zt_changes_bytes(tile, count) == count) {
-        for (int k = lane; k < count; k += ZT_WARP) {
+    const int number = zt_changes_number(count);
+    const bool large = zt_changes_large(count);
+    if (zt_changes_listed(tile, count)) {
+        for (int k = lane; k < number; k += ZT_WARP) {
             const uint32_t entry = zt_load<uint8_t>(from + k);
             uint8_t *code = codes + (entry & (uint32_t)(tile - 1));
-            zt_store<uint8_t>(code, (uint8_t)(zt_load<uint8_t>(code) + 1 - 2 * (entry >> 7)));
+            const uint32_t stepped = zt_load<uint8_t>(code) + 1 - 2 * (entry >> 7);
+            zt_store<uint8_t>(code, large ? zt_load<uint8_t>(from + number + k) : (uint8_t)stepped);
         }
         return;
     }
+    const uint8_t *values = from + tile / 8;
     uint32_t left = zt_four_of(from, tile, lane), more = 0, less = 0;
-    for (int rank = (int)zt_before_lane(left, lane); left && rank < count; left &= left - 1, rank++) {
-        const uint32_t minus = zt_load<uint8_t>(from + tile / 8 + rank / 8) >> rank % 8 & 1u;
+    for (int rank = (int)zt_before_lane(left, lane); left && rank < number; left &= left - 1, rank++) {
+        if (large) {
+            zt_store<uint8_t>(codes + 4 * lane + __ffs((int)left) - 1, zt_load<uint8_t>(values + rank));
+            continue;
+        }
+        const uint32_t minus = zt_load<uint8_t>(values + rank / 8) >> rank % 8 & 1u;
         more |= (left & -left) * (minus ^ 1), less |= (left & -left) * minus;
     }
     zt_step(codes, lane, more, less);

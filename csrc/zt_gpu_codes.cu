@@ -113,28 +113,38 @@ ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_A
             const float top = zt_bits<float>(zt_top<UNITS * ZT_UNIT>(v, lanes));
             const float scale = zt_codes_scale(top, zt_bits<float>(old));
             const float inverse = zt_codes_inverse(scale);
-            uint32_t far = 0, masks[UNITS];
+            const int values = group * ZT_UNIT;
+            const int64_t block = begin + from;
+            bool many = false;
+            uint32_t size = 0, counts[UNITS];
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 const zt_packed<8> now = zt_code_unit(v + u * ZT_UNIT, inverse), was = zt_biased(before[u]);
-                far |= zt_far(now.word[0], was.word[0]) | zt_far(now.word[1], was.word[1]);
-                masks[u] = zt_masks(now, was);
-            }
-            const uint32_t moved = zt_ballot(far != 0) >> (lane - place.lane) & (uint32_t)((2ull << (lanes - 1)) - 1);
-            const bool whole = moved || zt_bits<uint32_t>(scale) != old;
-            const int64_t block = begin + from;
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                uint32_t count = (uint32_t)__popc(masks[u] & 255);
+                const uint32_t masks = zt_masks(now, was);
+                const bool far = zt_far(now.word[0], was.word[0]) | zt_far(now.word[1], was.word[1]);
+                uint32_t count = (uint32_t)__popc(masks & 255) + ((uint32_t)far << 16);
                 for (int by = group / 2; by > 0; by /= 2) count += zt_shuffle_xor(count, by, group);
+                many |= (int)(count & 0xffff) > zt_changes_most(values);
+                counts[u] = (count & 0xffff) + (count >> 16 ? ZT_CHANGES_LARGE : 0);
                 const int unit = zt_unit_of(place, u), tile = unit / group, inside = unit % group;
+                if (inside == 0) size += (uint32_t)zt_changes_bytes(values, (int)counts[u]);
                 if (!home.codes) continue;
                 uint8_t *to = a.steps + block * (a.codes.block / 4) + tile * 2 * group + inside;
-                zt_store<uint8_t>(to, (uint8_t)masks[u]), zt_store<uint8_t>(to + group, (uint8_t)(masks[u] >> 8));
-                uint8_t *counts = a.counts + block * (a.codes.block / (group * ZT_UNIT));
-                if (inside == 0) zt_store<uint8_t>(counts + tile, whole ? ZT_CHANGES_WHOLE : (uint8_t)count);
+                zt_store<uint8_t>(to, (uint8_t)masks), zt_store<uint8_t>(to + group, (uint8_t)(masks >> 8));
             }
-            if (home.codes && place.lane == 0) zt_store<float>(a.scales + block, scale);
+            const uint32_t full = zt_ballot(many) >> (lane - place.lane) & (uint32_t)((2ull << (lanes - 1)) - 1);
+            const bool whole = full || zt_bits<uint32_t>(scale) != old;
+            for (int by = lanes / 2; by > 0; by /= 2) size += zt_shuffle_xor(size, by, lanes);
+            if (!home.codes) continue;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                const int unit = zt_unit_of(place, u);
+                uint8_t *to = a.counts + block * (a.codes.block / values) + unit / group;
+                if (unit % group == 0) zt_store<uint8_t>(to, whole ? ZT_CHANGES_WHOLE : (uint8_t)counts[u]);
+            }
+            if (place.lane) continue;
+            zt_store<float>(a.scales + block, scale);
+            zt_store<uint64_t>(a.sizes + 2 * block, whole), zt_store<uint64_t>(a.sizes + 2 * block + 1, whole ? 0 : size);
         }
     }
 }
@@ -165,22 +175,42 @@ ZT_DEVICE void zt_emit_signs(uint32_t changed, uint32_t less, uint32_t before, i
     }
 }
 
-/* The steps of a tile, of which so many change, are applied and encoded. */
+/* The new code of one value of a block. */
+ZT_DEVICE uint8_t zt_code_at(zt_home home, int index, float inverse) {
+    if (index >= home.present || !(inverse > 0.0f)) return 0;
+    const float code = zt_mul(zt_load<float>(home.values + 4 * index), inverse);
+    return (uint8_t)zt_bits<uint32_t>(zt_add(fminf(fmaxf(code, -127.0f), 127.0f), 12582912.0f));
+}
+
+/* The steps of a tile are applied and encoded; of one with large changes, only the positions are. */
 ZT_DEVICE void zt_emit_tile(const uint8_t *steps, int tile, int count, uint8_t *codes, int lane, uint8_t *to) {
-    const int masked = tile / 8;
-    const uint32_t changed = zt_four_of(steps, tile, lane), less = zt_four_of(steps + masked, tile, lane) & changed;
-    const uint32_t before = zt_before_lane(changed, lane);
-    if (zt_changes_bytes(tile, count) == count) {
+    const int masked = tile / 8, number = zt_changes_number(count);
+    const uint32_t stepped = zt_changes_large(count) ? 0 : ~0u; /* no flag: those of 64 lanes are in short supply */
+    const uint32_t changed = zt_four_of(steps, tile, lane), before = zt_before_lane(changed, lane);
+    const uint32_t less = zt_four_of(steps + masked, tile, lane) & changed & stepped;
+    if (zt_changes_listed(tile, count)) {
         int rank = (int)before;
-        for (uint32_t left = changed; left && rank < count; left &= left - 1, rank++) {
+        for (uint32_t left = changed; left && rank < number; left &= left - 1, rank++) {
             const int k = __ffs((int)left) - 1;
             zt_store<uint8_t>(to + rank, (uint8_t)((uint32_t)(4 * lane + k) | (less >> k & 1) << 7));
         }
     } else {
         if (lane < masked) zt_store<uint8_t>(to + lane, zt_load<uint8_t>(steps + lane));
-        zt_emit_signs(changed, less, before, lane, count, to + masked);
+        zt_emit_signs(changed, less, before, lane, (int)((uint32_t)count & stepped), to + masked);
     }
-    zt_step(codes, lane, changed & ~less, less);
+    zt_step(codes, lane, changed & ~less & stepped, less);
+}
+
+/* The codes that change in a tile with large changes become those of its masters, from `first` on, and are written. */
+ZT_DEVICE void zt_emit_new(const uint8_t *steps, int tile, int number, zt_home home, float inverse, int first, int lane,
+                           uint8_t *to) {
+    uint32_t left = zt_four_of(steps, tile, lane);
+#pragma unroll 1
+    for (int rank = (int)zt_before_lane(left, lane); left && rank < number; left &= left - 1, rank++) {
+        const int at = first + 4 * lane + __ffs((int)left) - 1;
+        const uint8_t code = zt_code_at(home, at, inverse);
+        zt_store<uint8_t>(to + rank, code), zt_store<uint8_t>(home.codes + at, code);
+    }
 }
 
 /* 32 lanes take 32 blocks. Nothing is written if the message has no room for all blocks' changes. */
@@ -221,10 +251,19 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
             }
             const uint8_t *counts = a.change.counts + (begin + from) * tiles;
             const uint8_t *steps = a.change.steps + (begin + from) * (block / 4);
+            uint8_t *next = out;
+            bool large = false;
             for (int t = 0; t < tiles; t++) {
                 const int count = zt_load<uint8_t>(counts + t);
-                if (count) zt_emit_tile(steps + t * (tile / 4), tile, count, home.codes + t * tile, lane, out);
+                if (count) zt_emit_tile(steps + t * (tile / 4), tile, count, home.codes + t * tile, lane, next);
+                next += zt_changes_bytes(tile, count);
+                large |= zt_changes_large(count);
+            }
+            for (int t = 0; large && t < tiles; t++) {
+                const int count = zt_load<uint8_t>(counts + t), number = zt_changes_number(count);
                 out += zt_changes_bytes(tile, count);
+                if (zt_changes_large(count))
+                    zt_emit_new(steps + t * (tile / 4), tile, number, home, inverse, t * tile, lane, out - number);
             }
         }
     }
@@ -241,13 +280,14 @@ static int zt_take_masters(zt_masters masters, zt_codes_arguments *out) {
 }
 
 int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts, uint8_t *steps,
-                        void *stream) {
+                        int64_t *sizes, void *stream) {
     zt_codes_arguments a = {};
     int status = zt_take_codes(codes, part, &a);
     if (status == ZT_OK) status = zt_take_masters(masters, &a);
     if (status != ZT_OK) return status;
-    if (a.blocks > 0 && (!scales || !counts || !steps)) return ZT_BAD_SIZE;
-    a.scales = scales, a.counts = counts, a.steps = steps, a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
+    if (a.blocks > 0 && (!scales || !counts || !steps || !sizes)) return ZT_BAD_SIZE;
+    a.scales = scales, a.counts = counts, a.steps = steps, a.sizes = sizes;
+    a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
     if (codes.block <= 256) return zt_launch_codes(zt_assess_kernel<1>, a, stream);
     if (codes.block == 512) return zt_launch_codes(zt_assess_kernel<2>, a, stream);
     return zt_launch_codes(codes.block == 1024 ? zt_assess_kernel<4> : zt_assess_kernel<8>, a, stream);

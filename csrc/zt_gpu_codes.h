@@ -27,6 +27,7 @@ struct zt_codes_arguments {
     zt_masters masters;    /* assessing and emitting */
     float *scales;         /* assessing */
     uint8_t *counts, *steps;
+    int64_t *sizes;
     zt_change change; /* emitting */
     uint8_t *message;
     int64_t nbytes; /* of a message */

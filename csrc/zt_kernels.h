@@ -99,7 +99,8 @@ typedef struct zt_masters {
 /* What is to become of the blocks of a part. */
 typedef struct zt_change {
     const float *scales;
-    const uint8_t *counts; /* of each tile the codes that change, or ZT_CHANGES_WHOLE */
+    const uint8_t *counts; /* of each tile the codes that change, more by ZT_CHANGES_LARGE if one changes by more than 1,
+                              or ZT_CHANGES_WHOLE */
     const uint8_t *steps;  /* of each tile a mask of the codes that change, then one of those that decrease */
     const int64_t *ends;   /* two numbers per block: blocks sent whole and bytes of changes up to its end */
 } zt_change;
@@ -209,11 +210,13 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
 
 /* -- CPU, codes: ranges are in blocks of a part --------------------------------------------------------------------- */
 
-/* Each block's new scale, and the counts and steps of its change. Changes nothing else. */
+/* Each block's new scale, the counts and steps of its change, and two sizes: 1 if it is sent whole, else 0, and the bytes
+ * of its changes. Changes nothing else. */
 int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts,
-                        uint8_t *steps, zt_range blocks, int32_t level);
+                        uint8_t *steps, int64_t *sizes, zt_range blocks, int32_t level);
 
-/* Codes and scales change as `change` says; those of blocks sent whole become the masters'. Scales, codes and changes of
+/* Codes and scales change as `change` says; those of blocks sent whole, and those that change in tiles with large changes,
+ * become the masters'. Scales, codes and changes of
  * the message (`nbytes`, perhaps more than it needs) are written. */
 int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
                       int64_t nbytes, zt_range blocks, int32_t level);
@@ -264,7 +267,7 @@ int zt_gpu_aged_adamw(zt_aged aged, void *stream); /* all of it in device memory
 /* The tables of codes and of what changes are in device memory too. Whatever a message says, nothing outside it, and of
  * the codes nothing but the part, is read or written. */
 int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *counts, uint8_t *steps,
-                        void *stream);
+                        int64_t *sizes, void *stream);
 int zt_gpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
                       int64_t nbytes, void *stream);
 int zt_gpu_codes_apply(zt_messages messages, zt_codes codes, zt_part part, void *stream);

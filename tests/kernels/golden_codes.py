@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.kernels.operators import serving
 from zero_topo.quant import ops, reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
-from zero_topo.quant.spec import BLOCK_SIZES, WHOLE, ChangeSpec
+from zero_topo.quant.spec import BLOCK_SIZES, LARGE, WHOLE, ChangeSpec
 
 
 class Served:
@@ -103,16 +103,21 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     masters, part = case.masters(0), case.part
     masters.table.fill_(-torch.inf)
     change = empty_change(case)
-    backend.codes_assess(masters, case.codes, part, change.scales, change.counts, change.steps)
+    backend.codes_assess(masters, case.codes, part, change.scales, change.counts, change.steps, change.ends)
     assert change.scales.isnan().all() and (change.counts == WHOLE).all(), "Inf passes for a value that fits"
     spec = ChangeSpec(block)
     case = Case(single(256 // spec.tiles, block), "none", device)
     n = case.part.blocks
     for counts, packed in (
-        (torch.ones(256), torch.arange(256)),
-        (torch.arange(256) % (spec.tile + 1), torch.arange(2**14) * 2654435761 >> 8),
+        (torch.ones(256, dtype=torch.int64), torch.arange(256)),
+        (
+            torch.arange(256) // 128 * 128 + (torch.arange(256) % 128).clamp(max=spec.most),
+            torch.arange(2**15) * 2654435761 >> 8,
+        ),
     ):
-        sizes = torch.minimum(counts, (counts + 7) // 8 + spec.tile // 8).view(n, spec.tiles).sum(1)
+        number, mask = counts % 128, spec.tile // 8
+        signed, new = torch.minimum(number, (number + 7) // 8 + mask), torch.minimum(number, number * 0 + mask) + number
+        sizes = torch.where(counts < 128, signed, new).view(n, spec.tiles).sum(1)
         ends = torch.stack([sizes * 0, sizes], 1).cumsum(0).to(torch.int32)
         message = torch.zeros(spec.nbytes(n, 0, int(ends[-1, 1])), dtype=torch.uint8)
         chunks = torch.cat([ends[31:-1:32], ends[-1:]]).view(torch.uint8).view(-1)
@@ -123,6 +128,15 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
         ):
             message[at : at + plane.numel()] = plane.to(torch.uint8)
         check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
+    case = Case(single(2, block), "none", device)
+    masters, (stored, scales) = case.masters(0), reference._stored(case.codes, case.part, 0)
+    rows = stored * scales[:, None]
+    rows[0, : spec.most] += 1.2 * scales[0]
+    rows[1, : spec.most + 1] += 1.2 * scales[1]
+    masters.table.copy_(rows.view(1, -1))
+    change = OPS.assess_changes(masters, case.codes, case.part)
+    assert change.counts[:, 0].tolist() == [spec.most, WHOLE], "one change more than a tile may have"
+    check_assessed(backend, masters, case.codes, case, change)
     for add in (0.01, -0.01, torch.inf, torch.nan):
         check_edited(backend, block, add, device)
 
@@ -153,11 +167,13 @@ def empty_change(case: Case) -> Change:
 def check_assessed(backend: Any, masters: Masters, codes: Codes, case: Case, change: Change) -> None:
     """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
     made = empty_change(case)
-    backend.codes_assess(masters, codes, case.part, made.scales, made.counts, made.steps)
+    backend.codes_assess(masters, codes, case.part, made.scales, made.counts, made.steps, made.ends)
     assert_same(made.scales, change.scales, "scales")
     assert_same(made.counts, change.counts, "counts")
-    kept = change.counts[:, 0] != WHOLE
-    assert_same(made.steps[kept], change.steps[kept], "steps")
+    kept, signed = change.counts[:, 0] != WHOLE, change.counts < LARGE
+    assert_same(made.steps[kept][:, :, 0], change.steps[kept][:, :, 0], "steps")
+    assert_same(made.steps[:, :, 1][signed], change.steps[:, :, 1][signed], "which steps decrease")
+    assert_same(made.ends.cumsum(0), change.ends, "sizes")
 
 
 def message_bytes(codes: Codes, change: Change) -> int:
@@ -332,13 +348,13 @@ def moved(whole: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         before[0] = after[0] = 0.03  # the largest, and in every block
         scale = 0.03 * 1.0625 / 127
         if whole.view(-1)[number]:
-            _leave(after, number % 10, scale)
+            _leave(after, number % 9)
         else:
             _stay(before, after, number, tie * TIE, shake * scale)
     return x, now
 
 
-def _leave(now: Tensor, kind: int, scale: float) -> None:
+def _leave(now: Tensor, kind: int) -> None:
     specials = {2: -torch.inf, 3: torch.nan, 4: 3.3e38, 5: 3e38}
     if kind in specials:
         now[0] = specials[kind]
@@ -348,18 +364,20 @@ def _leave(now: Tensor, kind: int, scale: float) -> None:
         now[:] = torch.sign(now) * 1e-42
     elif kind == 8:
         now.mul_(LEAST / 0.03)
-    elif kind == 9:
-        now[0] -= 2.2 * scale
     else:
         now.mul_((2.0, 0.7)[kind])
 
 
 def _stay(before: Tensor, now: Tensor, number: int, ties: Tensor, noise: Tensor) -> None:
-    kind, scale = number % 9, 0.03 * 1.0625 / 127
-    if kind > 5:  # a list or a mask, of any number of codes
+    kind, scale = number % 12, 0.03 * 1.0625 / 127
+    if kind > 5:  # a list or a mask, of any number of codes that change by one or, from 9 on, by any number
         before.copy_((before / scale).round() * scale)
-        changes = noise.abs().argsort()[: 7 * number % 31 if kind == 6 else 37 * number % len(now)]
-        now.copy_(before)[changes] += noise[changes].sign() * scale
+        order = noise.abs()
+        order[::8] = -1  # an eighth stays, lest the block be sent whole
+        many = 37 * number % (7 * len(now) // 8 + 1)
+        changes = order.argsort(descending=True)[: 7 * number % 31 if kind % 3 == 0 else many]
+        steps = noise[changes].sign() if kind < 9 else (noise[changes] / scale * 50).round()
+        now.copy_(before)[changes] += steps * scale
         before[0] = now[0] = 0.03
     elif kind == 0:
         now[1:] += noise[1:] * 0.95

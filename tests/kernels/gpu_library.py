@@ -101,7 +101,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "sketch_insert": [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p],
     "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
     "aged_adamw": [c_types.CAged],
-    "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p, c_void_p],
+    "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p, c_void_p, c_void_p],
     "codes_emit": [CMasters, CCodes, CPart, CChange, c_void_p, c_int64],
     "codes_apply": [CMessages, CCodes, CPart],
 }
@@ -231,7 +231,7 @@ class GpuLibrary:
         self.call("aged_adamw", c_types.CAged(*addresses, p.numel(), table.data_ptr(), *settings))
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
-        """Scales, counts and steps."""
+        """Scales, counts, steps and sizes."""
         self.call("codes_assess", *c_owned(masters, codes, part), *(tensor.data_ptr() for tensor in made))
 
     def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:

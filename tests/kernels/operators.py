@@ -42,7 +42,7 @@ class Operators:
         OPS.requantize.default(*sums, source.code, *made, spec.code, numel, factor)
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
-        """Scales, counts and steps."""
+        """Scales, counts, steps and sizes."""
         OPS.codes_assess.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
 
     def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:

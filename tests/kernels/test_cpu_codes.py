@@ -49,7 +49,7 @@ class Calls:
         message = golden_codes.OPS.encode_changes(masters, case.copy(), part, change, nbytes)
         self.table = message.expand(*layout.members, -1).contiguous()
         made = golden_codes.empty_change(case)
-        assessed = made.scales, made.counts, made.steps
+        assessed = made.scales, made.counts, made.steps, made.ends
         self.memory = [codes.held, self.table, *assessed, message]
         self.held, self.counts, self.ends = codes.held, change.counts, change.ends
         self.slots, self.slot_of = codes.slots, codes.slot_of

@@ -79,7 +79,6 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     own, made = Masters(table, 0, 0), untouched(spec.nbytes(n, count, size), torch.uint8)
     steps, ends = untouched(16 * n, torch.uint8).view(n, 1, 2, 8), untouched(2 * n, torch.int64).view(n, 2)
     counted, scales = untouched(n, torch.uint8).view(n, 1), untouched(n, torch.float32)
-    ends[before:] = change.ends
     backend = GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // 256))
 
     def restore() -> None:
@@ -91,7 +90,9 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
         assert_same(codes.held[64 * n + 4 * before :], near.held[64 * few :][: 4 * few], "scales that are held")
 
     restore()
-    backend.codes_assess(own, codes, part, scales, counted, steps)
+    backend.codes_assess(own, codes, part, scales, counted, steps, ends)
+    assert_same(ends[before:].cumsum(0), change.ends, "sizes")
+    ends[before:] = change.ends
     assert_same(scales[before:], change.scales, "scales")
     assert_same(counted[before:], change.counts, "counts")
     backend.codes_emit(own, codes, part, Change(scales, counted, steps, ends), made)
@@ -194,7 +195,7 @@ class Call:
         self._change = OPS.assess_changes(masters, self._case.codes, part)
         size = message_bytes(self._case.codes, self._change)
         self._message = OPS.encode_changes(masters, self._case.codes, part, self._change, size)
-        self._masters = masters
+        self._masters, self._sizes = masters, torch.empty_like(self._change.ends)
         c = c_types.c_masters(masters), c_types.c_codes(self._case.codes), c_types.c_part(part)
         self.with_: dict[str, Any] = dict(zip(("masters", "codes", "part"), c, strict=True))
         self.with_ |= {"change": c_types.c_change(self._change), "shift": 0}
@@ -205,7 +206,7 @@ class Call:
         a, at = self.with_, self._message.data_ptr() + self.with_["shift"]
         own = a["masters"], a["codes"], a["part"]
         change = self._change
-        into = change.scales.data_ptr(), change.counts.data_ptr(), change.steps.data_ptr()
+        into = [x.data_ptr() for x in (change.scales, change.counts, change.steps, self._sizes)]
         return {
             "assess": self._backend.status_of("codes_assess", *own, *into),
             "emit": self._backend.status_of("codes_emit", *own, a["change"], at, a["messages"].nbytes),

@@ -112,6 +112,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     built = Codes.build([(0, 64)], 2, 64, CPU)
     held = built.held, built.slots, built.slot_of, [64, 0, 1, 2, 1]
     assessed = torch.zeros(2), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(2, 1, 2, 8, dtype=torch.uint8)
+    sizes = torch.zeros(2, 2, dtype=torch.int64)
     return {
         "quantize": (*pieces, code, torch.zeros_like(table), -1),
         "dequantize_reduce": (table, -1, -1, code, *pieces, 0.5, True),
@@ -124,13 +125,13 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "sketch_insert": (floats, 5, torch.zeros(2, 3, 1024)),
         "sketch_peel": (torch.zeros(3, 1024), bits, 5, torch.zeros(16)),
         "aged_adamw": (*(torch.randn(16) for _ in range(4)), mask.byte(), torch.rand(4, 257), [0.9, 0.8, 1e-8, -0.1]),
-        "codes_assess": (floats, [0, 0], *held, *assessed),
+        "codes_assess": (floats, [0, 0], *held, *assessed, sizes),
         "codes_emit": (
             floats,
             [0, 0],
             *held,
             *assessed,
-            torch.zeros(2, 2, dtype=torch.int64),
+            sizes,
             torch.zeros(1024, dtype=torch.uint8),
         ),
         "codes_apply": (torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), -1, *held),

@@ -344,9 +344,10 @@ class Change:
 
     Attributes:
         scales: FP32 ``[blocks]``: the new scale of each block.
-        counts: uint8 ``[blocks, tiles]``: the codes that change in each tile, 255 if the block is sent whole.
+        counts: uint8 ``[blocks, tiles]``: the codes that change in each tile, plus 128 if one changes by more than 1;
+            255 if the block is sent whole.
         steps: uint8 ``[blocks, tiles, 2, T / 8]``: two masks of the values of each tile: which codes change, and which
-            decrease. Undefined for blocks sent whole.
+            decrease. Undefined for blocks sent whole; the second also where one changes by more than 1.
         ends: int64 ``[blocks, 2]``: the blocks sent whole and the bytes of changes, summed up to and including each
             block.
     """

@@ -51,7 +51,8 @@ SCHEMAS = (
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
     "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "
     "float[] settings) -> ()",
-    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps) -> ()",
+    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps, "
+    "Tensor(d!) sizes) -> ()",
     f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
     "Tensor ends, Tensor(b!) message) -> ()",
     f"codes_apply(Tensor messages, int without_member, Tensor(a!) held, {_CODES}) -> ()",

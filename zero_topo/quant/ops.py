@@ -15,9 +15,10 @@ Note [Codes]
     weights become NaN. Every step is one FP32 operation, correctly rounded. As a result, scales change rarely, and a
     code changes only when its weight has moved by about one quantization step.
 
-    :func:`assess_changes` decides by how much the codes of blocks that are not sent whole change, by at most one each.
-    :func:`encode_changes` applies and sends these changes, and reads only the masters of blocks that are sent whole.
-    All copies therefore stay equal even if a master is edited in between.
+    :func:`assess_changes` decides which codes of blocks that are not sent whole change, and by one up or down where a
+    tile has no larger change. :func:`encode_changes` applies and sends these changes. It reads the masters again only
+    where it sends new codes, and stores what it sends. All copies therefore stay equal even if a master is edited in
+    between.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, WHOLE, Cast, ChangeSpec, Format
+from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
 
@@ -175,10 +176,9 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
     counts = torch.empty(part.blocks, spec.tiles, dtype=torch.uint8, device=device)
     steps = torch.empty(part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device)
-    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps)
-    whole, changed = counts[:, :1] == WHOLE, counts.to(torch.int16)
-    sizes = torch.minimum(changed, (changed + 7 >> 3) + spec.tile // 8).sum(1, keepdim=True).masked_fill_(whole, 0)
-    return Change(scales, counts, steps, torch.cat([whole, sizes], 1).cumsum(0))
+    sizes = torch.empty(part.blocks, 2, dtype=torch.int64, device=device)
+    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes)
+    return Change(scales, counts, steps, sizes.cumsum_(0))
 
 
 def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:

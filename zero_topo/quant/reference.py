@@ -44,6 +44,7 @@ from zero_topo.quant.spec import (
     HEADROOM,
     KEPT_FROM,
     KEPT_TO,
+    LARGE,
     NF4_BOUNDS,
     NF4_LEVELS,
     NF4_NEAREST,
@@ -171,15 +172,19 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
 # -- INT8 weights; see Note [Codes] in ``ops.py`` -------------------------------------------------------------------
 
 
-def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor) -> None:
-    """Compute each block's new scale, the number of codes that change in each tile, and which these are."""
-    x = _masters_in_blocks(masters, codes, part)
+def codes_assess(
+    masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor, sizes: Tensor
+) -> None:
+    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of the message."""
+    spec, x = ChangeSpec(codes.block), _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
-    changes = _coded(x, scales) - old_codes
-    whole = (changes.abs().amax(1) > 1) | (scales.view(torch.int32) != old.view(torch.int32))
-    tiles = changes.view(*counts.shape, -1)
-    counts.copy_((tiles != 0).sum(2)).masked_fill_(whole[:, None], WHOLE)
+    tiles = (_coded(x, scales) - old_codes).view(*counts.shape, -1)
+    number, large = (tiles != 0).sum(2), tiles.abs().amax(2) > 1
+    whole = (number > spec.most).any(1) | (scales.view(torch.int32) != old.view(torch.int32))
+    counts.copy_(number + LARGE * large).masked_fill_(whole[:, None], WHOLE)
+    sizes[:, 0] = whole
+    sizes[:, 1] = _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape).sum(1).masked_fill_(whole, 0)
     mask_pack(torch.stack([tiles != 0, tiles < 0], 2).view(-1), steps.view(-1))
 
 
@@ -198,18 +203,23 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     whole, count = change.counts[:, 0] == WHOLE, int(change.ends[-1, 0])
     masks = torch.empty(8 * change.steps.numel(), dtype=torch.bool, device=message.device)
     mask_unpack(change.steps.view(-1), masks)
-    changed, less = masks.view(n, spec.tiles, 2, spec.tile).unbind(2)
-    new = _stored(codes, part, masters.member)[0]
-    new += (changed.to(torch.int8) - 2 * less.to(torch.int8)).view(n, block)
-    new[whole] = _coded(_masters_in_blocks(masters, codes, part), change.scales)[whole]
+    changed, less = masks.view(-1, 2, spec.tile).unbind(1)
+    new = _stored(codes, part, masters.member)[0].view(-1, spec.tile)
+    fresh = _coded(_masters_in_blocks(masters, codes, part), change.scales).view(-1, spec.tile)
+    large = (change.counts.view(-1) >= LARGE)[:, None]
+    stepped = new + changed.to(torch.int8) - 2 * less.to(torch.int8)
+    new = torch.where(changed, torch.where(large, fresh, stepped), new)
+    new.view(n, block)[whole] = fresh.view(n, block)[whole]
     at = spec.scales_offset(n)
     message[at : at + 4 * count].copy_(change.scales[whole].view(torch.uint8))
+    new = new.to(torch.int8).view(torch.uint8)
     at = spec.codes_offset(n, count)
-    message[at : at + block * count].copy_(new[whole].to(torch.int8).view(torch.uint8).view(-1))
-    packed = _packed_tiles(changed[~whole].view(-1, spec.tile), less[~whole].view(-1, spec.tile))
+    message[at : at + block * count].copy_(new.view(n, block)[whole].view(-1))
+    sent = ~whole.repeat_interleave(spec.tiles)
+    packed = _Tiles(change.counts.view(-1)[sent], spec.tile).packed(changed[sent], less[sent], new[sent])
     at = spec.changes_offset(n, count)
     message[at : at + packed.numel()].copy_(packed)
-    _store(codes, part, masters.member, new, change.scales)
+    _store(codes, part, masters.member, new.view(n, block), change.scales)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -225,8 +235,9 @@ def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tupl
     counts = message[at : at + n * spec.tiles].view(n, spec.tiles)
     whole = counts[:, 0] == WHOLE
     count = int(whole.sum())
-    packed = message[spec.changes_offset(n, count) :]
-    codes[~whole] += _unpacked_tiles(packed, counts[~whole].view(-1), spec.tile).view(-1, block)
+    tiles = _Tiles(counts[~whole].view(-1), spec.tile)
+    changed = tiles.unpacked(message, spec.changes_offset(n, count), codes[~whole].view(-1, spec.tile))
+    codes[~whole] = changed.view(-1, block)
     at = spec.codes_offset(n, count)
     codes[whole] = message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
     at = spec.scales_offset(n)
@@ -234,41 +245,52 @@ def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tupl
     return codes, scales
 
 
-def _placed_tiles(counts: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for tiles with ``counts`` changes their bytes, the byte at which each begins, and whether it is a list."""
-    counts = counts.to(torch.int64)
-    sizes = torch.minimum(counts, tile // 8 + (counts + 7) // 8)
-    return sizes, sizes.cumsum(0) - sizes, sizes == counts
+class _Tiles:
+    """Encodes and decodes tiles of ``size`` values with given counts ``[tiles]``."""
 
+    def __init__(self, counts: Tensor, size: int) -> None:
+        counts = counts.to(torch.int64)
+        self._size, self._large, self._number = size, counts >= LARGE, counts % LARGE
+        values = torch.where(self._large, self._number, (self._number + 7) // 8)
+        self._listed = self._number <= size // 8 + values.masked_fill(self._large, 0)
+        self._positions = torch.where(self._listed, self._number, size // 8)  # bytes
+        self.sizes = self._positions + values.masked_fill(self._listed & ~self._large, 0)
+        self._starts = self.sizes.cumsum(0) - self.sizes
 
-def _packed_tiles(changed: Tensor, less: Tensor) -> Tensor:
-    """Encode tiles from two masks ``[tiles, T]``: which values change, and which decrease."""
-    size = changed.shape[1]
-    sizes, starts, listed = _placed_tiles(changed.sum(1), size)
-    tile, position = changed.nonzero(as_tuple=True)
-    rank, minus = changed.cumsum(1)[tile, position] - 1, less[tile, position].to(torch.int64)
-    start, in_list = starts[tile], listed[tile]
-    out = torch.zeros(int(sizes.sum()), dtype=torch.int64, device=changed.device)
-    out[(start + rank)[in_list]] = (position + 128 * minus)[in_list]
-    for at, bit in ((position, torch.ones_like(minus)), (size + rank, minus)):
-        out.index_add_(0, (start + at // 8)[~in_list], (bit << at % 8)[~in_list])
-    return out.to(torch.uint8)
+    def packed(self, changed: Tensor, less: Tensor, new: Tensor) -> Tensor:
+        """Encode two masks ``[tiles, T]``, which values change and which decrease, and the new codes."""
+        tile, position = changed.nonzero(as_tuple=True)
+        start, listed, large = self._starts[tile], self._listed[tile], self._large[tile]
+        rank, minus = changed.cumsum(1)[tile, position] - 1, less[tile, position].long().masked_fill(large, 0)
+        values = start + self._positions[tile]
+        out = torch.zeros(int(self.sizes.sum()), dtype=torch.int64, device=changed.device)
+        out[(start + rank)[listed]] = (position + 128 * minus)[listed]
+        out[(values + rank)[large]] = new[tile, position][large].to(torch.int64)
+        out.index_add_(0, (start + position // 8)[~listed], (torch.ones_like(minus) << position % 8)[~listed])
+        signed = ~listed & ~large
+        out.index_add_(0, (values + rank // 8)[signed], (minus << rank % 8)[signed])
+        return out.to(torch.uint8)
 
+    def unpacked(self, message: Tensor, at: int, codes: Tensor) -> Tensor:
+        """Apply the changes that begin at a byte of a message to codes ``[tiles, T]``, in place."""
+        size, starts = self._size, self._starts + at
 
-def _unpacked_tiles(packed: Tensor, counts: Tensor, tile: int) -> Tensor:
-    """Decode the changes, -1, 0 or 1, of tiles ``[tiles, T]``."""
-    sizes, starts, listed = _placed_tiles(counts, tile)
-    changes = torch.zeros(len(counts), tile, device=packed.device)
-    of = torch.repeat_interleave(torch.arange(len(counts), device=packed.device), sizes)
-    entries = packed[: len(of)].to(torch.int64)[listed[of]]
-    changes.index_put_((of[listed[of]], entries % tile), 1.0 - 2 * (entries // 128), accumulate=True)
-    start, position = starts[~listed, None], torch.arange(tile, device=packed.device)
-    mask = packed[start + position // 8] >> position % 8 & 1
-    rank, count = mask.cumsum(1), counts[~listed, None].to(torch.int64)
-    at = tile - 1 + torch.minimum(rank.clamp(min=1), count)  # the bit of the sign of each change
-    less = packed[start + at // 8] >> at % 8 & 1
-    changes[~listed] = (mask & (rank <= count)) * (1.0 - 2 * less)
-    return changes
+        def byte(index: Tensor) -> Tensor:
+            return message[index.clamp(max=len(message) - 1)].to(torch.int64)
+
+        listed = torch.arange(size, device=codes.device) < self._number.masked_fill(~self._listed, 0)[:, None]
+        tile, rank = listed.nonzero(as_tuple=True)
+        entry = byte(starts[tile] + rank)
+        position = torch.arange(size, device=codes.device)
+        mask = byte(starts[:, None] + position // 8) >> position % 8 & 1
+        ranks = mask.cumsum(1) - 1
+        of, place = (mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])).nonzero(as_tuple=True)
+        sign = byte(starts[of] + size // 8 + ranks[of, place] // 8) >> ranks[of, place] % 8 & 1
+        tile, position = torch.cat([tile, of]), torch.cat([entry % size, place])
+        rank, minus = torch.cat([rank, ranks[of, place]]), torch.cat([entry // 128, sign])
+        fresh = byte(starts[tile] + self._positions[tile] + rank).to(torch.uint8).view(torch.int8)
+        codes[tile, position] = torch.where(self._large[tile], fresh, codes[tile, position] + 1 - 2 * minus)
+        return codes
 
 
 def _coded(x: Tensor, scales: Tensor) -> Tensor:

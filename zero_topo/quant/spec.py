@@ -17,19 +17,22 @@ Note [NF4]
     ``csrc/zt_nf4.h``.
 
 Note [Changes]
-    A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. A block in which one weight changes
-    by more than 1, or whose scale changes, is sent whole. In all other blocks most weights do not change. They are cut
-    into tiles of ``T = min(B, 128)`` values, and each tile with ``c`` changes takes the smaller of two forms:
+    A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. Most do not change. Blocks are cut
+    into tiles of ``T = min(B, 128)`` values, and each tile with ``c`` changes takes the smaller of two forms, which
+    begin with the positions of its changes:
 
     - a list: a byte for each change, in ascending order: its position in the tile, plus 128 if the weight decreases;
     - a mask: ``T / 8`` bytes, bit ``i % 8`` of byte ``i / 8`` set if value ``i`` changes; then, for each change in
       ascending order, a bit set if the weight decreases, padded to whole bytes.
 
-    A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list wins a tie. With
-    ``W`` blocks sent whole, the message is::
+    A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list wins a tie. Where a
+    weight of the tile changes by more than 1, as when an optimizer makes up for many steps at once, the positions are
+    without signs, and the new weights follow, a byte each: ``min(c, T / 8) + c`` bytes. A block whose scale changes,
+    or that has a tile with more than ``7/8 T`` changes, is sent whole. With ``W`` such blocks, the message is::
 
         [ends: two uint32 per 32 blocks, the blocks sent whole and the bytes of changes up to their end; padded to 128]
-        [counts: uint8 per tile, its changes ``c``, or 255 in all tiles of a block sent whole; padded to 128 bytes]
+        [counts: uint8 per tile: ``c``, ``128 + c`` if one change is larger than 1, or 255 in all tiles of a block sent
+         whole; padded to 128 bytes]
         [scales: fp32, one per block sent whole, in order; padded to 128 bytes]
         [codes: int8, B per block sent whole, in order]
         [changes: the tiles of the other blocks, in order; padded to 128 bytes]
@@ -56,6 +59,7 @@ NF4_SCALE = 84 << 23  # bits of 2**-43, the FP32 scale of byte 0; bytes count in
 NF4_NEAREST = 3 << 18  # added before a scale is truncated to such a step: 3/8 of it has the smallest error
 TILE = 128  # values whose changes are listed together: a position and a sign fit into a byte
 CHUNK = 32  # blocks with one entry in ``ends``
+LARGE = 128  # added to the count of a tile in which a weight changes by more than 1
 WHOLE = 255  # count of the tiles of a block that is sent whole
 HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
 KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
@@ -193,6 +197,11 @@ class ChangeSpec:
     def tile(self) -> int:
         """Return the number of values of a tile."""
         return min(self.block_size, TILE)
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of changes of a tile; a block with more in one of its tiles is sent whole."""
+        return self.tile - self.tile // 8
 
     @property
     def tiles(self) -> int:

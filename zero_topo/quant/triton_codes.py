@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
-from zero_topo.quant.spec import CHUNK, HEADROOM, KEPT_FROM, KEPT_TO, WHOLE, ChangeSpec
+from zero_topo.quant.spec import CHUNK, HEADROOM, KEPT_FROM, KEPT_TO, LARGE, WHOLE, ChangeSpec
 from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
 from zero_topo.quant.triton_sparse import launch
 
 LEVELS = tl.constexpr(127.0)
 CHUNKED = tl.constexpr(CHUNK)
 WHOLLY = tl.constexpr(WHOLE)
+LARGELY = tl.constexpr(LARGE)
 FEWER = tl.constexpr(TILE.value // 2)  # values of a program that emits or applies: so many need no spills
 RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
@@ -69,12 +70,14 @@ class _Sizes(NamedTuple):
     scales: int
 
 
-def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor) -> None:
-    """Compute each block's new scale, the number of codes that change in each tile, and which these are."""
+def codes_assess(
+    masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor, sizes: Tensor
+) -> None:
+    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of the message."""
     if part.blocks:
         programs, tile = triton.cdiv(part.blocks, TILE.value // codes.block), ChangeSpec(codes.block).tile
         arguments = _weights(codes, part), _own(masters), codes.block, tile
-        launch(_assess, programs, scales, counts, steps, *arguments)
+        launch(_assess, programs, scales, counts, steps, sizes, *arguments)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
@@ -90,7 +93,8 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
         sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
         changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
         arguments = _weights(codes, part), _own(masters), codes.block, spec.tile
-        launch(_emit, triton.cdiv(n, FEWER.value // codes.block), changes, *arguments)
+        for kernel in (_emit, _emit_new):
+            launch(kernel, triton.cdiv(n, FEWER.value // codes.block), changes, *arguments)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -175,12 +179,13 @@ def _assess(
     scales: tl.tensor,
     counts: tl.tensor,
     steps: tl.tensor,
+    sizes: tl.tensor,
     weights: _Weights,
     own: _Own,
     SIZE: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Compute the new scales of some blocks, and how many and which codes of their tiles of ``VALUES`` change."""
+    """Compute of some blocks the new scales, the counts of their tiles of ``VALUES``, which codes change, and sizes."""
     n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
@@ -193,13 +198,17 @@ def _assess(
     fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))  # the product may be Inf
     scale = tl.where((old > 0) & fits, old, fresh)
     change = _coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
-    whole = tl.max(tl.abs(change), axis=1) > 1
-    whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
     changed, less = (change != 0).to(tl.int32), (change < 0).to(tl.int32)
     tile = tl.arange(0, SIZE // VALUES)[None, :]
-    count = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
-    count = tl.where(whole[:, None], WHOLLY, count).to(tl.uint8)
-    tl.store(counts + mine[:, None] * (SIZE // VALUES) + tile, count, mask=(mine < n)[:, None])
+    number = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
+    far = tl.max(tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2) > 1
+    whole = tl.max(number, axis=1) > VALUES - VALUES // 8
+    whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
+    count = tl.where(whole[:, None], WHOLLY, number + LARGELY * far.to(tl.int32))
+    tl.store(counts + mine[:, None] * (SIZE // VALUES) + tile, count.to(tl.uint8), mask=(mine < n)[:, None])
+    size = tl.where(whole, 0, tl.sum(_tile_bytes(count, VALUES), axis=1))
+    tl.store(sizes + 2 * mine, whole.to(tl.int64), mask=mine < n)
+    tl.store(sizes + 2 * mine + 1, size.to(tl.int64), mask=mine < n)
     byte = tl.arange(0, SIZE // 8)[None, :]
     at = steps + mine[:, None] * (SIZE // 4) + byte // (VALUES // 8) * (VALUES // 4) + byte % (VALUES // 8)
     tl.store(at, _packed(changed, SIZE), mask=(mine < n)[:, None])
@@ -216,18 +225,40 @@ def _packed(bits: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _tile_bytes(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
-    """Return the bytes of tiles with so many changes: of a list, or of a mask and signs."""
-    return tl.minimum(count, VALUES // 8 + (count + 7) // 8)
+    """Return the bytes of tiles with given counts."""
+    number = count % LARGELY
+    signed = tl.minimum(number, VALUES // 8 + (number + 7) // 8)
+    return tl.where(count < LARGELY, signed, tl.minimum(number, VALUES // 8) + number)
+
+
+@triton.jit
+def _listed(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
+    """Return whether positions are a list, for tiles with given counts."""
+    number = count % LARGELY
+    return number <= VALUES // 8 + tl.where(count < LARGELY, (number + 7) // 8, 0)
+
+
+@triton.jit
+def _possible(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
+    """Return counts that tiles may have."""
+    return count // LARGELY * LARGELY + tl.minimum(count % LARGELY, VALUES - VALUES // 8)
+
+
+@triton.jit
+def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
+    """Return the number of blocks, where codes and changes begin, and whether the message has room for all of them."""
+    n, nbytes = tl.cast(weights.blocks >> 2, tl.int64), tl.cast(changes.nbytes >> 2, tl.int64)
+    every, total = tl.load(changes.ends + 2 * n - 2), tl.load(changes.ends + 2 * n - 1)
+    whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
+    tiles_at = whole_at + every * SIZE
+    return n, whole_at, tiles_at, (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes)
 
 
 @triton.jit
 def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
     """Emit some blocks, unless the message is too small for all."""
-    n, nbytes = tl.cast(weights.blocks >> 2, tl.int64), tl.cast(changes.nbytes >> 2, tl.int64)
-    every, total = tl.load(changes.ends + 2 * n - 2), tl.load(changes.ends + 2 * n - 1)
-    whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
-    tiles_at = whole_at + every * SIZE
-    if (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes):
+    n, whole_at, tiles_at, fits = _room(changes, weights, SIZE)
+    if fits:
         mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
         block = tl.minimum(mine, n - 1)
         whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
@@ -257,31 +288,60 @@ def _emit_whole(changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, S
 def _emit_tiles(
     changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
 ) -> None:
-    """Apply the steps of blocks that are not sent whole, and encode them."""
+    """Apply the steps of blocks that are not sent whole, and encode them; of large changes only the positions."""
     block, exists, start = at
     tile, value = tl.arange(0, SIZE // VALUES), tl.arange(0, VALUES)[None, None, :]
     count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
     count = tl.where(exists[:, None], count, 0)
-    size = _tile_bytes(count, VALUES)
+    size, number, listed = _tile_bytes(count, VALUES), count % LARGELY, _listed(count, VALUES)
     out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
     masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
     of_value = masks[:, :, None] + value // 8
     changed = (tl.load(of_value) >> value % 8 & 1).to(tl.int32) * (count > 0).to(tl.int32)[:, :, None]
     less = (tl.load(of_value + VALUES // 8) >> value % 8 & 1).to(tl.int32) & changed
+    less = tl.where((count < LARGELY)[:, :, None], less, 0)
     codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
     pointers = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
     new = tl.load(pointers).to(tl.int32) + changed - 2 * less
-    tl.store(pointers, new.to(tl.int8), mask=changed == 1)
+    tl.store(pointers, new.to(tl.int8), mask=(changed == 1) & (count < LARGELY)[:, :, None])
     rank = tl.cumsum(changed, axis=2) - changed
-    listed = (size == count)[:, :, None]
-    fits = (changed == 1) & (rank < count[:, :, None])
-    tl.store(out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed)
-    if tl.max(tl.max(count - size, axis=1), axis=0) > 0:
+    fits = (changed == 1) & (rank < number[:, :, None])
+    tl.store(out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed[:, :, None])
+    if tl.min(tl.min(listed.to(tl.int32), axis=1), axis=0) == 0:
         byte = tl.arange(0, VALUES // 8)[None, None, :]
-        tl.store(out[:, :, None] + byte, tl.load(masks[:, :, None] + byte), mask=(size < count)[:, :, None])
+        tl.store(out[:, :, None] + byte, tl.load(masks[:, :, None] + byte), mask=(listed == 0)[:, :, None])
+        signed = (listed == 0) & (count < LARGELY)
         for k in tl.range(0, VALUES // 8):
             signs = tl.sum(tl.where(rank // 8 == k, less << rank % 8, 0), axis=2)
-            tl.store(out + (VALUES // 8 + k), signs.to(tl.uint8), mask=(size < count) & (8 * k < count))
+            tl.store(out + (VALUES // 8 + k), signs.to(tl.uint8), mask=signed & (8 * k < number))
+
+
+@triton.jit
+def _emit_new(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+    """Store and send the new codes of some blocks' tiles with large changes, unless the message is too small for all.
+
+    This is a kernel of its own because together with the others it would need more registers than GPUs have.
+    """
+    n, _, tiles_at, fits = _room(changes, weights, SIZE)
+    mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
+    block, tile = tl.minimum(mine, n - 1), tl.arange(0, SIZE // VALUES)
+    count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
+    count = tl.where((mine < n)[:, None] & (count != WHOLLY), count, 0)
+    if fits & (tl.max(tl.max(count, axis=1), axis=0) >= LARGELY):
+        size, number = _tile_bytes(count, VALUES), count % LARGELY
+        start = tiles_at + tl.load(changes.ends + 2 * block - 1, mask=block > 0, other=0)
+        out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - number))
+        masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
+        value = tl.arange(0, VALUES)[None, None, :]
+        changed = (tl.load(masks[:, :, None] + value // 8) >> value % 8 & 1).to(tl.int32)
+        rank = tl.cumsum(changed, axis=2) - changed
+        codes, _, row, first, left = _places(weights, block, own.member >> 2, SIZE)
+        new = _coding(_values(own, row, first, left, SIZE), tl.load(changes.scales + block)).to(tl.int8)
+        new = tl.reshape(new, (FEWER // SIZE, SIZE // VALUES, VALUES))
+        sent = (changed == 1) & (rank < tl.where(count >= LARGELY, number, 0)[:, :, None])
+        tl.store(out[:, :, None] + rank, new.to(tl.uint8, bitcast=True), mask=sent)
+        held = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
+        tl.store(held, new, mask=sent)
 
 
 @triton.jit
@@ -302,11 +362,11 @@ def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr
     rank = tl.load(ends - 2, mask=chunk > 0, other=0).to(tl.int64)
     rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // (SIZE // VALUES)
     begin = tl.load(ends - 1, mask=chunk > 0, other=0).to(tl.int64)
-    begin += tl.sum(tl.where(earlier == WHOLLY, 0, _tile_bytes(tl.minimum(earlier, VALUES), VALUES)), axis=1)
+    begin += tl.sum(tl.where(earlier == WHOLLY, 0, _tile_bytes(_possible(earlier, VALUES), VALUES)), axis=1)
     every = tl.load(message.to(tl.pointer_type(tl.uint32)) + (n - 1) // CHUNKED * 2).to(tl.int64)
     whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
     whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
-    count = tl.where(whole[:, None], 0, tl.minimum(count, VALUES))
+    count = tl.where(whole[:, None], 0, _possible(count, VALUES))
     begin += whole_at + every * SIZE
     codes, scales_at, _, _, _ = _places(weights, block, member, SIZE)
     there = whole & (mine < n) & (whole_at + (rank + 1) * SIZE <= nbytes)
@@ -324,23 +384,30 @@ def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr
 
 @triton.jit
 def _apply_tiles(message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
-    """Apply encoded tiles with ``count`` changes to their codes."""
+    """Apply encoded tiles with given counts to their codes."""
     begin, codes, count = at
-    size = _tile_bytes(count, VALUES)
+    size, number, is_list = _tile_bytes(count, VALUES), count % LARGELY, _listed(count, VALUES)
+    large = (count >= LARGELY)[:, :, None]
     start = message + (begin[:, None] + (tl.cumsum(size, axis=1) - size))
     tile, value = tl.arange(0, SIZE // VALUES)[None, :, None], tl.arange(0, VALUES)[None, None, :]
-    listed = tl.where(size == count, count, 0)
-    masked = (size < count)[:, :, None]
-    by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
+    listed = tl.where(is_list, number, 0)
+    by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)  # steps or, of large changes, new codes
+    changed = by
     for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
         entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
-        by += tl.where((value == entry % VALUES) & (k < listed)[:, :, None], 1 - 2 * (entry >> 7), 0)
-    if tl.max(tl.max(count - size, axis=1), axis=0) > 0:
+        code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(tl.int32)[:, :, None]
+        hit = (value == entry % VALUES) & (k < listed)[:, :, None]
+        by = tl.where(hit, tl.where(large, code, by + 1 - 2 * (entry >> 7)), by)
+        changed = tl.where(hit, 1, changed)
+    if tl.max(tl.max(number - listed, axis=1), axis=0) > 0:
+        masked = (listed < number)[:, :, None]
         bit = tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32) >> value % 8 & 1
         rank = tl.cumsum(bit, axis=2) - bit
-        bit = tl.where(rank < count[:, :, None], bit, 0)
-        less = tl.load(start[:, :, None] + VALUES // 8 + rank // 8, mask=bit == 1, other=0).to(tl.int32)
-        by += bit * (1 - 2 * (less >> rank % 8 & 1))
+        bit = tl.where(rank < number[:, :, None], bit, 0)
+        at_rank = start[:, :, None] + VALUES // 8 + tl.where(large, rank, rank // 8)
+        sent = tl.load(at_rank, mask=bit == 1, other=0).to(tl.int32)
+        by = tl.where(bit == 1, tl.where(large, sent, 1 - 2 * (sent >> rank % 8 & 1)), by)
+        changed += bit
     pointers = (data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile * VALUES + value
-    new = tl.load(pointers, mask=by != 0, other=0).to(tl.int32) + by
-    tl.store(pointers, new.to(tl.int8), mask=by != 0)
+    old = tl.load(pointers, mask=changed == 1, other=0).to(tl.int32)
+    tl.store(pointers, tl.where(large, by, old + by).to(tl.int8), mask=changed == 1)
