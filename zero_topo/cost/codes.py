@@ -5,10 +5,10 @@ Note [Expected changes]
     The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the data. In a matrix whose
     weights have the standard deviation ``sigma``, the share ``7.4 lr / sigma`` of the INT8 weights changes in a step of
     Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. Changes are taken to be independent of each other, so
-    the number of changes of a tile is binomial. The share of blocks sent whole follows from the share of changes
-    (:data:`WHOLE`, measured with blocks of 256 over 600 steps of a small model): an eighth of the blocks in the
-    warm-up, under a hundredth once an eighth of the INT8 weights or less changes. By default ``lr / sigma`` is a
-    hundredth, for example 1e-4 to .01. This describes the second half of a training.
+    the number of changes of a tile is binomial. How many blocks are sent whole, and how many tiles have a change larger
+    than 1, follows from the share of changes (:data:`SHARES`, measured with blocks of 256 over 600 steps of a small
+    model): almost none once an eighth of the INT8 weights or less changes. By default ``lr / sigma`` is a hundredth,
+    for example 1e-4 to .01. This describes the second half of a training.
 """
 
 from __future__ import annotations
@@ -16,35 +16,43 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable
 from functools import cache
-from math import ceil, comb, log
+from math import ceil, comb
 
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
 COUNT_BYTES = 16  # per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
 CHANGED = 7.4  # share of INT8 weights that change in a step, divided by lr / sigma
 LR_OVER_SIGMA = 0.01
-WHOLE = ((0.021, 0.0007), (0.057, 0.002), (0.12, 0.008), (0.20, 0.124), (0.27, 0.132))
-"""Pairs: the share of INT8 weights that change in a step, and the share of blocks that are sent whole."""
-
-
-def whole_share(lr_over_sigma: float = LR_OVER_SIGMA) -> float:
-    """Return the share of blocks that a step sends whole; see Note [Expected changes].
-
-    Args:
-        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
-    """
-    changed = min(max(CHANGED * lr_over_sigma, WHOLE[0][0]), WHOLE[-1][0])
-    at = min(bisect(WHOLE, (changed,)), len(WHOLE) - 1) or 1
-    (low, few), (high, many) = WHOLE[at - 1 : at + 1]
-    return few * (many / few) ** (log(changed / low) / log(high / low))
+SHARES = (
+    (0.0, 0.0, 0.0),
+    (0.1, 0.002, 0.0),
+    (0.16, 0.005, 0.005),
+    (0.2, 0.006, 0.08),
+    (0.25, 0.016, 0.25),
+    (0.3, 0.03, 0.31),
+)
+"""By the share of INT8 weights that change: the share of blocks sent whole, and of tiles with larger changes."""
 
 
 @cache
-def tile_share(block_size: int, lr_over_sigma: float) -> float:
-    """Return the expected bytes of changes per INT8 weight of a block that is not sent whole."""
-    tile, share = ChangeSpec(block_size).tile, min(CHANGED * lr_over_sigma, 1.0)
-    chances = (comb(tile, c) * share**c * (1 - share) ** (tile - c) for c in range(tile + 1))
-    return sum(chance * min(c, tile // 8 + ceil(c / 8)) for c, chance in enumerate(chances)) / tile
+def expected_shares(block_size: int, lr_over_sigma: float = LR_OVER_SIGMA) -> tuple[float, float]:
+    """Return the share of blocks that a step sends whole, and the bytes of changes per INT8 weight of the others.
+
+    See Note [Expected changes].
+
+    Args:
+        block_size: number of values that share a scale.
+        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
+    """
+    tile, share = ChangeSpec(block_size).tile, min(CHANGED * lr_over_sigma, SHARES[-1][0])
+    above = bisect(SHARES, (share,), lo=1, hi=len(SHARES) - 1)
+    (low, *few), (high, *many) = SHARES[above - 1 : above + 1]
+    whole, large = (a + (b - a) * (share - low) / (high - low) for a, b in zip(few, many, strict=True))
+    bytes_of = 0.0
+    for c in range(tile + 1):
+        signed, new = min(c, tile // 8 + ceil(c / 8)), min(c, tile // 8) + c
+        bytes_of += comb(tile, c) * share**c * (1 - share) ** (tile - c) * ((1 - large) * signed + large * new)
+    return whole, bytes_of / tile
 
 
 def codes_bytes(rows: int, width: int, spec: BlockSpec) -> int:
@@ -62,8 +70,9 @@ def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec, lr_over_sigm
         lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
     """
     blocks = rows * sum(map(spec.blocks, widths))
-    whole = ceil(whole_share(lr_over_sigma) * blocks)
-    changes = ceil(tile_share(spec.block_size, lr_over_sigma) * (blocks - whole) * spec.block_size)
+    whole_share, change_share = expected_shares(spec.block_size, lr_over_sigma)
+    whole = ceil(whole_share * blocks)
+    changes = ceil(change_share * (blocks - whole) * spec.block_size)
     return ChangeSpec(spec.block_size).nbytes(blocks, whole, changes)
 
 
