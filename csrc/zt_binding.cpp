@@ -248,6 +248,20 @@ void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tens
           part);
 }
 
+// settings: factor of the weights, root of the second moment's correction, eps, negative learning rate.
+void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean, const at::Tensor &square,
+                const at::Tensor &age, const at::Tensor &table, at::ArrayRef<double> settings) {
+    TORCH_CHECK(settings.size() == 4 && table.numel() == 4 * ZT_AGES, "four settings, and as many rows of factors");
+    const auto set = [&](size_t i) { return static_cast<float>(settings[i]); };
+    const zt_aged aged = {p.data_ptr<float>(), g.data_ptr<float>(), mean.data_ptr<float>(), square.data_ptr<float>(),
+                          age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3)};
+#ifdef ZT_FOR_GPU
+    check(zt_gpu_aged_adamw(aged, stream_of(p)));
+#else
+    split(aged.n, grain, [&](zt_range elements) { return zt_cpu_aged_adamw(aged, elements); });
+#endif
+}
+
 #ifdef ZT_FOR_GPU
 
 void mask_pack(const at::Tensor &mask, const at::Tensor &bits) {
@@ -292,16 +306,6 @@ at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t
     check(zt_gpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed, sketch.size(0),
                              out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), stream_of(out)));
     return left;
-}
-
-// settings: factor of the weights, root of the second moment's correction, eps, negative learning rate.
-void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean, const at::Tensor &square,
-                const at::Tensor &age, const at::Tensor &table, at::ArrayRef<double> settings) {
-    TORCH_CHECK(settings.size() == 4 && table.numel() == 4 * ZT_AGES, "four settings, and as many rows of factors");
-    const auto set = [&](size_t i) { return static_cast<float>(settings[i]); };
-    check(zt_gpu_aged_adamw({p.data_ptr<float>(), g.data_ptr<float>(), mean.data_ptr<float>(), square.data_ptr<float>(),
-                             age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3)},
-                            stream_of(p)));
 }
 
 #else
@@ -420,9 +424,8 @@ void serve(const std::string &key) {
     ZT_KERNEL(codes_assess);
     ZT_KERNEL(codes_emit);
     ZT_KERNEL(codes_apply);
-#ifdef ZT_FOR_GPU
     ZT_KERNEL(aged_adamw);
-#else
+#ifndef ZT_FOR_GPU
     ZT_KERNEL(row_largest);
 #endif
 }

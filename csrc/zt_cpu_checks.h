@@ -25,6 +25,10 @@ inline bool fits(int64_t count, int64_t step) {
     return !__builtin_mul_overflow(count, step, &extent) && extent <= kMost && extent >= -kMost;
 }
 
+inline bool inside(zt_range range, int64_t n) {
+    return 0 <= range.begin && range.begin <= range.end && range.end <= n;
+}
+
 inline int check_piece(const zt_piece &piece, int32_t members, int64_t *numel) {
     if (piece.dtype != ZT_FP32 && piece.dtype != ZT_FP16 && piece.dtype != ZT_BF16) return ZT_BAD_DTYPE;
     if (piece.rows < 0 || piece.present < 0 || piece.present > piece.columns) return ZT_BAD_SIZE;
@@ -73,8 +77,7 @@ inline int check_written(zt_wire_spec spec, int64_t numel, const zt_messages &me
 }
 
 inline int check_range(zt_wire_spec spec, int64_t numel, int32_t members, zt_range blocks) {
-    const int64_t all = zt_wire_blocks(spec, numel) * members;
-    return 0 <= blocks.begin && blocks.begin <= blocks.end && blocks.end <= all ? ZT_OK : ZT_BAD_RANGE;
+    return inside(blocks, zt_wire_blocks(spec, numel) * members) ? ZT_OK : ZT_BAD_RANGE;
 }
 
 /* The message of source 0 to a member. */

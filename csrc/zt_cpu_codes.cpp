@@ -97,8 +97,6 @@ int check_columns(Walk walk, int64_t columns, zt_range blocks, const zt_masters 
     return ZT_OK;
 }
 
-bool inside(zt_range range, int64_t n) { return 0 <= range.begin && range.begin <= range.end && range.end <= n; }
-
 template <class T> T read(const uint8_t *p) {
     T x;
     memcpy(&x, p, sizeof x);

@@ -17,8 +17,6 @@ int64_t size_of_element(int32_t dtype) { return dtype == ZT_FP32 ? 4 : 2; }
 
 bool valid_dtype(int32_t dtype) { return dtype == ZT_FP32 || dtype == ZT_FP16 || dtype == ZT_BF16; }
 
-bool inside(zt_range range, int64_t n) { return 0 <= range.begin && range.begin <= range.end && range.end <= n; }
-
 /* Elements of a mask, of which one call takes whole bytes. */
 int check_mask(const void *mask, int64_t n, const void *bits, zt_range elements) {
     if (n < 0 || (n > 0 && (!mask || !bits))) return ZT_BAD_SIZE;

@@ -208,6 +208,9 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
     return zt_sketch_hash(seed, block, j) >> 63 ? -1.0f : 1.0f;
 }
 
+/* AgedAdamW's update of a range of elements. */
+int zt_cpu_aged_adamw(zt_aged aged, zt_range elements);
+
 /* -- CPU, codes: ranges are in blocks of a part --------------------------------------------------------------------- */
 
 /* Each block's new scale, the counts and steps of its change, and two sizes: 1 if it is sent whole, else 0, and the bytes

@@ -77,15 +77,15 @@ def serving(backend: Any, device: torch.device | str = "cpu") -> Iterator[None]:
 @contextmanager
 def limited(module: ModuleType, level: int = -1, values: int = 1 << 15, threads: int = 1) -> Iterator[Operators]:
     """Within it the CPU's kernels serve, with these instructions, values per piece of work, and threads."""
-    before = torch.get_num_threads()
-    operators.use("native", operators.CPU)
+    threads_before, before = torch.get_num_threads(), operators.use("native", operators.CPU)
     module.limit(level, values)
     torch.set_num_threads(threads)
     try:
         yield Operators()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
         module.limit(-1, 1 << 15)
+        operators.use(before, operators.CPU)
 
 
 @contextmanager

@@ -362,7 +362,7 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
 
 
 def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]) -> None:
-    """Update the weights and the state of ``AgedAdamW``; FP32 parameters in one kernel on a GPU.
+    """Update the weights and the state of ``AgedAdamW``; FP32 parameters in one kernel.
 
     Args:
         state: weights, gradients, both moments, and the steps that each element has waited (uint8), ``[n]`` each,

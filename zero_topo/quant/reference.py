@@ -59,7 +59,6 @@ from zero_topo.quant.spec import (
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
 LANES = 1024
-FEW = 3  # if fewer than 1 in 3 elements arrive, a CPU updates only those, gathered by index
 UPDATED = 1 << 22  # elements that the optimizer updates at once: bounds the scratch memory
 _MASK = (1 << 64) - 1
 
@@ -474,37 +473,15 @@ def aged_adamw(
 
 
 def _update_aged(chunk: tuple[Tensor, ...], table: Tensor, settings: Sequence[float]) -> None:
-    """Update some elements; on a CPU, if few arrive, moments are computed for these only."""
+    """Update some elements, in the order of operations of ``AdamW``."""
     p, g, mean, square, age = chunk
-    few = g.device.type == "cpu" and FEW * int(g.count_nonzero()) < len(g)
-    index = g.nonzero()[:, 0] if few else None
-    if settings[0] != 1:
-        p.mul_(settings[0])
-    parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
-    steps = parts.pop(0).int().add_(1)
-    age.clamp_(max=254).add_(1)
-    if index is None:
-        arrived = g != 0
-        steps.mul_(arrived)
-        age.masked_fill_(arrived, 0)
-    else:
-        age.index_fill_(0, index, 0)
-    _update_arrived(parts, steps, table, settings)
-    if index is not None:
-        for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
-            whole.index_copy_(0, index, part)
-
-
-def _update_arrived(parts: Sequence[Tensor], steps: Tensor, table: Tensor, settings: Sequence[float]) -> None:
-    """Update weights and both moments of some elements, in the order of operations of ``AdamW``.
-
-    Args:
-        parts: weights, gradient and both moments, ``[n]`` each.
-        steps: steps since the last arrival, 0 for elements without an arrival now, int32 ``[n]``.
-        table, settings: of ``ops.aged_adamw``.
-    """
-    p, g, mean, square = parts
-    g, (share, weight, left, gain), (_, correction, eps, rate) = g.to(p.dtype), table, settings
+    (share, weight, left, gain), (decay, correction, eps, rate) = table, settings
+    if decay != 1:
+        p.mul_(decay)
+    arrived = g != 0
+    steps = age.int().add_(1).mul_(arrived)  # since the last arrival; 0 without one now
+    age.clamp_(max=254).add_(1).masked_fill_(arrived, 0)
+    g = g.to(p.dtype)
     mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
     square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
     norm = square.sqrt().div_(correction).add_(eps)

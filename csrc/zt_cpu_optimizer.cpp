@@ -1,0 +1,52 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * AgedAdamW's update (zero_topo/sync/optimizers.py) on CPUs, in one pass. Operations and their order are those of torch,
+ * where lerp and addcmul fuse a product and a sum. Mostly few elements arrive, and the others only age and decay.
+ */
+#include <cmath>
+
+#include "zt_cpu_checks.h"
+
+using namespace zt;
+
+namespace {
+
+constexpr int64_t kTogether = 64;
+
+/* One element that arrives after `steps` steps. */
+void update(const zt_aged &a, int64_t i, int steps) {
+    const float *const factors = a.table + steps;
+    const float g = a.g[i], share = factors[0] * g, weight = factors[ZT_AGES], change = share - a.mean[i];
+    const float left = a.square[i] * factors[2 * ZT_AGES];
+    a.mean[i] = weight < 0.5f ? std::fma(weight, change, a.mean[i]) : std::fma(weight - 1.0f, change, share);
+    a.square[i] = std::fma(factors[3 * ZT_AGES] * g, g, left);
+    const float norm = std::sqrt(a.square[i]) / a.correction + a.eps;
+    a.p[i] += a.rate * (a.mean[i] * static_cast<float>(steps)) / norm;
+}
+
+}  // namespace
+
+extern "C" int zt_cpu_aged_adamw(zt_aged a, zt_range elements) {
+    if (a.n < 0 || a.n > kMost || (a.n > 0 && (!a.p || !a.g || !a.mean || !a.square || !a.age || !a.table)))
+        return ZT_BAD_SIZE;
+    if (!inside(elements, a.n)) return ZT_BAD_RANGE;
+    for (int64_t first = elements.begin; first < elements.end; first += kTogether) {
+        const int64_t n = elements.end - first < kTogether ? elements.end - first : kTogether;
+        uint8_t arrived[kTogether] = {}, steps[kTogether];
+        for (int64_t i = 0; i < n; ++i) {
+            arrived[i] = a.g[first + i] != 0.0f; /* NaN arrives */
+            steps[i] = a.age[first + i];
+            a.age[first + i] = static_cast<uint8_t>(arrived[i] ? 0 : steps[i] < 255 ? steps[i] + 1 : 255);
+            a.p[first + i] *= a.decay;
+        }
+        for (int64_t byte = 0; byte < n; byte += 8) {
+            uint64_t left;
+            memcpy(&left, arrived + byte, 8);
+            for (; left; left &= left - 1) {
+                const int64_t i = byte + __builtin_ctzll(left) / 8;
+                update(a, first + i, steps[i] + 1);
+            }
+        }
+    }
+    return ZT_OK;
+}
