@@ -70,6 +70,12 @@ def stock_loads(
     return [Load(phase, "world", dict.fromkeys(LEVELS, nbytes)) for phase, nbytes in sent.items()]
 
 
+def all_reduce_loads(numels: Iterable[int], spec: Spec, itemsize: int) -> list[Load]:
+    """Loads of one optimizer step in which torch's all-reduce, gloo's ring, sums all gradients."""
+    sent = 2 * (spec.world_size - 1) / spec.world_size * sum(numels) * itemsize
+    return [Load("all_reduce", "world", dict.fromkeys(LEVELS, sent))]
+
+
 def uplink_bytes(found: Sequence[Load]) -> float:
     """Bytes that leave each node in an optimizer step."""
     return sum(load.out["node"] for load in found)

@@ -23,6 +23,7 @@ class BenchScheme:
         optimizer: ``optimizer.type`` of the DeepSpeed config.
         lr: its learning rate; None is the benchmark's. Muon's is of its matrices; the others keep the benchmark's.
         change: size of a random change of the initial weights; "benchmarks convergence" alone makes it.
+        stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's all-reduce.
     """
 
     name: str
@@ -31,15 +32,16 @@ class BenchScheme:
     optimizer: str = "AdamW"
     lr: float | None = None
     change: float = 0.0
+    stage: int = 3
 
     def at(self, lr: float) -> BenchScheme:
         """The same with a learning rate of its own, which its name tells."""
         return replace(self, name=f"{self.name}@{lr:g}", lr=lr)
 
     def job_on(self, topology: Mapping[str, Any]) -> dict[str, Any]:
-        """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer`` and any ``lr``."""
+        """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer`` and others."""
         block = None if self.block is None else {"topology": dict(topology), **self.block}
-        job = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
+        job = {"scheme": self.name, "block": block, "optimizer": self.optimizer, "stage": self.stage}
         return job if self.lr is None else {**job, "lr": self.lr}
 
     def resolve(self, topology: Topology) -> ResolvedConfig | None:
@@ -82,6 +84,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
         for scheme in (
             BenchScheme("stock", None),
             BenchScheme("stock-ring", None, ring=True),
+            BenchScheme("all-reduce", None, stage=0),
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),

@@ -30,7 +30,7 @@ import zero_topo
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
-from benchmarks.floors import floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.floors import all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
@@ -144,8 +144,8 @@ def measure_all(settings: dict[str, Any], control: Control) -> None:
     """Measure every job of the settings, one after the other; the program of ``benchmarks cluster``.
 
     Args:
-        settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``, ``block``, ``ring``
-            and ``micro_batches``.
+        settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``, ``block``, ``ring``,
+            ``stage`` and ``micro_batches``.
         control: the line to the benchmark.
     """
     bench = Bench.start(settings, control)
@@ -215,8 +215,12 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
 
 def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this rank."""
-    if job["block"] is None:
-        parameters = list(engine.module.parameters())
+    parameters = list(engine.module.parameters())
+    if job.get("stage", 3) == 0:
+        sizes = [parameter.numel() for parameter in parameters]
+        expected = all_reduce_loads(sizes, spec, parameters[0].element_size())
+        table = phases(expected, spec)
+    elif job["block"] is None:
         numels = [parameter.ds_numel for parameter in parameters]
         matrices = [parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)]
         expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices)

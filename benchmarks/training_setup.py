@@ -60,6 +60,8 @@ class TrainingSetup:
     def of_job(self, job: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
         """The DeepSpeed config of a scheme's job, whose optimizer may have a rate of its own."""
         config = self.deepspeed(job["block"], micro_batches, job["optimizer"])
+        if job.get("stage", 3) == 0:
+            config["zero_optimization"] = {"stage": 0}
         if "lr" in job:
             config["optimizer"]["params"]["muon_lr" if job["optimizer"] == "Muon" else "lr"] = job["lr"]
         return config

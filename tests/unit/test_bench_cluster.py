@@ -16,7 +16,7 @@ from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.counters import Traffic
 from benchmarks.emulated_cluster.spec import LEVELS, SPECS, LinkRates, Spec
-from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.floors import Load, all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.recording import save
 from benchmarks.schemes import KNOWN, BenchScheme
 from benchmarks.training_setup import TrainingSetup
@@ -51,6 +51,7 @@ def test_stock_moves_all_but_one_shard_over_every_link() -> None:
     """A ring passes (d-1)/d of the model over each link, twice to gather and once to reduce; gloo's own, twice."""
     ring, own = (sum(load.out["node"] for load in stock_loads([800], 2, SPECS["t8"], way)) for way in (True, False))
     assert ring == 2 * 3 * 7 * 100 * 2 and own == 2 * 4 * 7 * 100 * 2
+    assert uplink_bytes(all_reduce_loads([800], SPECS["t8"], 4)) == 2 * 7 * 100 * 4
 
 
 def test_floors_add_hops_or_overlap_them() -> None:

@@ -182,9 +182,9 @@ class AgedAdamW(AdamLike):
     3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
 
     Moments of elements that do not arrive are unchanged. All weights decay by ``1 - lr * weight_decay``, as in AdamW.
-    If every element arrives in every step, the result equals ``torch.optim.AdamW`` but for the last bit of a square root. Noisy
-    gradients that arrive in sums move a weight as far as single ones under AdamW; a constant gradient moves it more
-    slowly, by the root of ``a``.
+    If every element arrives in every step, the result equals ``torch.optim.AdamW`` but for the last bit of a square
+    root. Noisy gradients that arrive in sums move a weight as far as single ones under AdamW; a constant gradient moves
+    it more slowly, by the root of ``a``.
 
     Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``. One kernel updates an FP32 parameter.
 
