@@ -322,7 +322,7 @@ def _emit_new(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexp
 
     This is a kernel of its own because together with the others it would need more registers than GPUs have.
     """
-    n, _, tiles_at, fits = _room(changes, weights, SIZE)
+    n, _whole_at, tiles_at, fits = _room(changes, weights, SIZE)
     mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
     block, tile = tl.minimum(mine, n - 1), tl.arange(0, SIZE // VALUES)
     count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
