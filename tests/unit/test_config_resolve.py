@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.plans import TREE, resolve
 from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
-from zero_topo.config.parts import QuantizeConfig
 from zero_topo.config.sync_config import QuantizedSync
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology

@@ -51,15 +51,8 @@ def reduce_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
     return [Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False) for lo, hi in groups]
 
 
-class Kept(NamedTuple):
-    """Holds the bytes that a mode stores on a rank between steps."""
-
-    residual: int = 0
-    masks: int = 0
-
-
 class Scratch(NamedTuple):
-    """Holds the scratch bytes of a mode on a rank, in addition to the shards and to :class:`Kept`.
+    """Holds the scratch bytes of a mode on a rank, in addition to the shards and to what it stores between steps.
 
     Attributes:
         peak: the most bytes at one time, ``kept`` included.
@@ -124,8 +117,8 @@ class SyncSettings(StrictModel):
         """
 
     @abstractmethod
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return the bytes that a rank stores between steps.
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
+        """Return the bytes of the residual and of the masks that a rank stores between steps.
 
         Args:
             plan: the degrees.
@@ -182,9 +175,9 @@ class DenseSync(SyncSettings):
         row, shard = sum(widths) * itemsize, plan.gradients if self.reduce == "all_reduce" else plan.optimizer
         return reduce_moves(plan, plan.hop("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return zero bytes: this mode stores nothing between steps."""
-        return Kept()
+        return 0, 0
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
         """Return the bytes of the buffers sent to the owners of all rows, and of the equally large ones received."""
@@ -239,9 +232,9 @@ class QuantizedSync(SyncSettings):
         across = reduce_moves(plan, outer, rows_message(1, widths, self.spec, itemsize))
         return within + across + gather_moves(plan, (plan.optimizer, plan.world_size), row)
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
-        return Kept((sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0)
+        return (sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
         """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where those are needed.

@@ -86,7 +86,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     columns = sum(work.shards(config.plan))
     held |= {"optimizer": 0} if job.offload else {}
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
-    masks = config.sync.memory(config.plan, columns, False).masks
+    masks = config.sync.memory(config.plan, columns, False)[1]
     beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
