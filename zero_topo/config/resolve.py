@@ -119,14 +119,13 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         )
     name = None if config.scheme is None and config.weights is not None else config.scheme or DEFAULT_SCHEME
     block = config if name is None else _completed(config, SCHEMES[name])
-    quantize, sync = block.quantize, block.sync
-    plan = Plan.build(topology, [getattr(block, role) for role in ROLES], config.two_hop)
-    dropped = plan.weights == 1 and plan.secondary is not None
-    plan = replace(plan, secondary=None) if dropped else plan
-    if problem := sync.problem(plan):
+    quantize = block.quantize
+    plan = Plan.build(topology, [getattr(block, role) for role in ROLES], block.two_hop)
+    plan = replace(plan, secondary=None) if plan.weights == 1 else plan
+    if problem := block.sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
     resident = quantize.spec("resident")
-    obstacle = None if resident is None else _resident_obstacle(quantize, plan, config.publish)
+    obstacle = None if resident is None else _resident_obstacle(quantize, plan, block.publish)
     if obstacle is not None:
         if "resident" in config.quantize.model_fields_set:
             raise ValueError(
@@ -142,13 +141,11 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         secondary_spec=None if plan.secondary is None else quantize.spec("secondary"),
         gradients_spec=quantize.spec("gradients"),
         resident_spec=resident,
-        sync=sync,
-        publish=config.publish,
         notes=(),
-        **{key: getattr(config, key) for key in UNCHANGED},
+        **{key: getattr(block, key) for key in ("sync", "publish", *UNCHANGED)},
     )
     refused = None if obstacle is None else obstacle[0]
-    return replace(resolved, notes=tuple(_notes(config, resolved, block, dropped, refused)))
+    return replace(resolved, notes=tuple(_notes(config, block, resolved, refused)))
 
 
 def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> tuple[str, str] | None:
@@ -157,18 +154,14 @@ def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishCon
     INT8 weights are possible if all gathers send them and publish sends their changes.
     """
     w, copy = plan.weights, plan.secondary
-    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly"
+    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly; drop it"
+    coded = f'{gathers}; set it to "int8"'
     rules = (
-        (quantize.weights == "int8", "quantize.weights", quantize.weights, f'{gathers}; set it to "int8"'),
+        (quantize.weights == "int8", "quantize.weights", quantize.weights, coded),
         (copy in (None, w), "secondary", copy, f'{gathers}, which {w} ranks share; set "secondary" to null'),
-        (
-            copy is None or quantize.secondary == "int8",
-            "quantize.secondary",
-            quantize.secondary,
-            f'{gathers}; set it to "int8"',
-        ),
-        (publish.delta is None, "publish.delta", publish.delta, f"{changes}; drop it"),
-        (publish.dtype is None, "publish.dtype", publish.dtype, f"{changes}; drop it"),
+        (copy is None or quantize.secondary == "int8", "quantize.secondary", quantize.secondary, coded),
+        (publish.delta is None, "publish.delta", publish.delta, changes),
+        (publish.dtype is None, "publish.dtype", publish.dtype, changes),
         (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates; lower it"),
     )
     return next(((f"{key} = {as_json(value)}", why) for holds, key, value, why in rules if not holds), None)
@@ -187,19 +180,14 @@ def _completed(config: ZeroTopoConfig, scheme: Mapping[str, Any]) -> ZeroTopoCon
 
 
 def _notes(
-    config: ZeroTopoConfig,
-    resolved: ResolvedConfig,
-    block: ZeroTopoConfig,
-    secondary_dropped: bool,
-    refused: str | None,
+    config: ZeroTopoConfig, block: ZeroTopoConfig, resolved: ResolvedConfig, refused: str | None
 ) -> Iterator[str]:
     """Yield a line for each choice.
 
     Args:
         config: the user's block.
-        resolved: the result.
         block: the user's block completed by the scheme.
-        secondary_dropped: whether a secondary copy was wanted that would equal the weights.
+        resolved: the result.
         refused: the setting that excludes the scheme's INT8 weights, or None.
     """
     scheme, plan, topology, resident = resolved.scheme, resolved.plan, resolved.topology, resolved.resident_spec
@@ -209,7 +197,7 @@ def _notes(
         yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
     if plan.weights == 1 and plan.world_size > 1 and block.weights != "rank":
         yield _all_weights_note(block.weights, topology)
-    if secondary_dropped:
+    if plan.weights == 1 and block.secondary is not None:
         yield "no secondary copy of the weights: every rank stores all of them, so the backward pass gathers nothing"
     if plan.gradients < plan.world_size:
         groups = plan.world_size // plan.gradients

@@ -249,28 +249,14 @@ class PickingSync(SparseSync):
 
     select: Literal["run", "all"] = Field("all", description=SELECT)
 
-    @property
-    def by_row(self) -> bool:
-        """Return whether an index counts within a row, because the row's owner sums it."""
-        return False
-
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the number of selected elements that a rank sends.
-
-        Args:
-            numel: ``n``, elements that the peers reduce.
-            plan: gives the number of peers, and whether they need more than one row.
-        """
-        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1)
-
-    def record_bytes(self, numel: int, plan: Plan) -> int:
-        """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
-        return index_bytes(numel // sync_peers(plan) if self.by_row else numel) + ITEMSIZES[self.value_dtype]
+    def record_bytes(self, numel: int) -> int:
+        """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements."""
+        return index_bytes(numel) + ITEMSIZES[self.value_dtype]
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of all selected elements sent."""
+        """Return the bytes of the selected elements, sent to every peer."""
         numel = sync_peers(plan) * sum(widths)
-        return self.picks(numel, plan) * self.record_bytes(numel, plan)
+        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1) * self.record_bytes(numel)
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep the selected elements; select, or receive and add up all selected elements of all peers."""
@@ -306,19 +292,15 @@ class TopkDsaSync(PickingSync):
         description="Sparse reduce-scatter of the selected elements, then an all-gather that may turn dense (SparCML).",
     )
 
-    @property
-    def by_row(self) -> bool:
-        """Return True: owners sum their rows."""
-        return True
-
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count for each owner's part, then for the sums that all peers get.
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes of each owner's part, with indices into its row, then of the sums that all peers get.
 
         A region has at most ``k`` sums; it is sent dense if that is shorter.
         """
-        k, peers = self.density * numel, sync_peers(plan)
-        dense = numel / peers * 4 / self.record_bytes(numel, plan)
-        return k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)
+        row, peers = sum(widths), sync_peers(plan)
+        k, record = self.density * peers * row, self.record_bytes(row)
+        dense = row * 4 / record
+        return (k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)) * record
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """At the peak select, sum, or, if all rows are needed, receive them sparse or dense."""
@@ -326,7 +308,7 @@ class TopkDsaSync(PickingSync):
         n, k = peers * columns, self.density * peers * columns
         back: float = row + overwritten
         if replicated(plan):
-            sparse = k * self.record_bytes(n, plan) < row
+            sparse = k * self.record_bytes(columns) < row
             back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
         kept, _, settling = super().run_bytes(columns, plan, overwritten)
         return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
@@ -339,9 +321,10 @@ class GTopkSync(PickingSync):
         "gtopk", description="Pairwise sums in a tree, the largest elements chosen anew at each level (gTopk)."
     )
 
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the number of elements that the tree's root sends: fewest on the way up, most on the way down."""
-        return self.density * numel * (sync_peers(plan) - 1).bit_length()
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes that the tree's root sends: fewest on the way up, most on the way down."""
+        numel = sync_peers(plan) * sum(widths)
+        return self.density * numel * (sync_peers(plan) - 1).bit_length() * self.record_bytes(numel)
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep also at each level the elements that are not passed on; at the peak select or sum."""
@@ -385,16 +368,15 @@ class OkTopkSync(PickingSync):
             '"optimizer": "world", or "sharded": false'
         )
 
-    @property
-    def by_row(self) -> bool:
-        """Return whether owners sum their rows: if the sums stay with them, or rows are selected one by one."""
-        return self.sharded or not self.whole
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes of each owner's part, then of an equal share of ``k`` sums for all unless the sums stay.
 
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count for each owner's part, then an equal share of ``k`` sums for all unless the sums stay."""
-        row = numel / sync_peers(plan)
-        part = (sync_peers(plan) - 1) * (self.density * row if self.whole else share(self.density, round(row)))
-        return part if self.sharded else 2 * part
+        Indices count within a row if its owner sums it: the sums stay with it, or rows are selected one by one.
+        """
+        row, peers = sum(widths), sync_peers(plan)
+        part = (peers - 1) * (self.density * row if self.whole else share(self.density, row))
+        record = self.record_bytes(row if self.sharded or not self.whole else peers * row)
+        return (part if self.sharded else 2 * part) * record
 
     @property
     def settles_own_row(self) -> bool:

@@ -21,7 +21,7 @@ from zero_topo.strict import as_json, cut
 from zero_topo.versions import installed
 
 PATIENCE_S = 180.0
-"""Time limit in seconds of DeepSpeed's import, which waits forever for a lock left by a crashed job, and of an answer."""
+"""Time limit in seconds of DeepSpeed's import, which waits forever for a lock of a crashed job, and of an answer."""
 
 BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
     "train_batch_size",
