@@ -38,7 +38,6 @@ from zero_topo.config.sync_config import (
     ITEMSIZES,
     Dtype,
     Move,
-    Scratch,
     SyncSettings,
     gather_moves,
     reduce_moves,
@@ -155,14 +154,14 @@ class SparseSync(SyncSettings):
         peers = sync_peers(plan)
         return peers * columns * FP32 if self.error_feedback and not self.offload_residual and peers > 1 else 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the largest moment; see Note [At the peak].
 
         The FP32 reduction inside the node, or a dense reduction before ``start``, counts if it needs more.
         """
         inner, peers, width = sync_hops(plan)[0], sync_peers(plan), sum(run)
         if peers == 1:
-            return Scratch()
+            return 0, 0
         mode, table = self.busiest, FP32 * peers * width
         rows = (peers if replicated(plan) else 0 if mode.settles_own_row else 1) * itemsize
         rounds = ITEMSIZES[self.value_dtype] % FP32 if self.start else 0
@@ -174,7 +173,7 @@ class SparseSync(SyncSettings):
         dense = self.dense_bytes(width, plan, rows * width) if self.start else 0
         made = max(table + within, dense, peak)
         settled = own + table + max(rounds * peers * width, settling)
-        return Scratch(round(others + max(made, settled)), round(own + others))
+        return round(others + max(made, settled)), round(own + others)
 
     @abstractmethod
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:

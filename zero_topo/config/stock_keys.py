@@ -139,11 +139,12 @@ def _offloads_parameters(zero: Mapping[str, Any]) -> bool:
 
 def _wish(key: str, active: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the block for which a stock key stands; empty if the other keys disable it."""
+    wishes: dict[str, dict[str, Any]]
     if MICS in active:
-        mics = {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
-        return mics.get(key, {})
+        wishes = {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
+        return wishes.get(key, {})
     loco, gradients, weights = (each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS))
-    wishes: dict[str, dict[str, Any]] = {
+    wishes = {
         HPZ: {"secondary": int(active.get(HPZ, 0)), **({"quantize": {"secondary": "int8"}} if weights else {})},
         QUANTIZED_WEIGHTS: {"quantize": {"weights": "int8"}},
         QUANTIZED_GRADIENTS: {} if loco else {"quantize": {"gradients": "int4"}},

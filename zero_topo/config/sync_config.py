@@ -51,18 +51,6 @@ def reduce_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
     return [Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False) for lo, hi in groups]
 
 
-class Scratch(NamedTuple):
-    """Holds the scratch bytes of a mode on a rank, in addition to the shards and to what it stores between steps.
-
-    Attributes:
-        peak: the most bytes at one time, ``kept`` included.
-        kept: the part that stays allocated until it is decided whether the step is skipped.
-    """
-
-    peak: int = 0
-    kept: int = 0
-
-
 class SyncSettings(StrictModel):
     """Settings of one mode; each subclass adds the key ``mode``, its own, and its formulas.
 
@@ -127,8 +115,10 @@ class SyncSettings(StrictModel):
         """
 
     @abstractmethod
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Return the scratch bytes of a rank in a sync.
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
+        """Return the scratch bytes of a rank in a sync, in addition to the shards and to :meth:`memory`.
+
+        They are the peak, and the part of it that is kept until it is decided whether the step is skipped.
 
         Args:
             plan: the degrees.
@@ -179,10 +169,10 @@ class DenseSync(SyncSettings):
         """Return zero bytes: this mode stores nothing between steps."""
         return 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the buffers sent to the owners of all rows, and of the equally large ones received."""
         rows = plan.world_size // plan.gradients
-        return Scratch(peak=2 * rows * sum(run) * itemsize if rows > 1 else 0)
+        return 2 * rows * sum(run) * itemsize if rows > 1 else 0, 0
 
 
 class QuantizedSync(SyncSettings):
@@ -236,7 +226,7 @@ class QuantizedSync(SyncSettings):
         """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
         return (sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where those are needed.
 
         Rows are copied if they are summed inside the node first, or if reduced rows are sent back. Received gradients
@@ -244,10 +234,10 @@ class QuantizedSync(SyncSettings):
         """
         inner, peers = sync_hops(plan)[0], sync_peers(plan)
         if peers == 1:
-            return Scratch()
+            return 0, 0
         replicated = plan.optimizer < plan.world_size
         table = FP32 * peers * sum(run) if inner is not None or replicated else 0
         kept = FP32 * peers * columns if replicated and self.error_feedback else 0
         summed = 2 * plan.world_size // plan.gradients * sum(run) * itemsize if inner else 0
         message = rows_message(peers, run, self.spec, itemsize)
-        return Scratch(max(kept, table) + max(summed, 2 * message), kept)
+        return max(kept, table) + max(summed, 2 * message), kept
