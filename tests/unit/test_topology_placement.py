@@ -233,7 +233,7 @@ def test_no_tool_is_no_tree_and_no_note() -> None:
 def test_what_completes_is_asked_only_about_devices_that_a_tool_found() -> None:
     extra = Tool("extra", lambda run: replace(tree("frontier_rocm_smi.txt"), tool="extra"))
     assert ask_tools(Runner(), completing=(extra,))[0] is None
-    found = ask_tools(Runner(amd_smi=read("frontier_amd_smi.json")), completing=(extra,)).tree
+    found = ask_tools(Runner(amd_smi=read("frontier_amd_smi.json")), completing=(extra,))[0]
     assert found is not None and found.numa == (3, 3, 1, 1, 0, 0, 2, 2)
 
 
