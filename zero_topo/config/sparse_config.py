@@ -29,9 +29,9 @@ import importlib.util
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, StrictBool
 
 from zero_topo.config.sync_config import (
     FP32,
@@ -51,6 +51,7 @@ SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, 
 PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
 LEAST_RUN = 60_000_000  # elements of a run: 16 runs of a large model, a few layers in each, so few launches
+Density = Annotated[float, Field(gt=0, le=1)]
 Select = Literal["parameter", "run", "all"]
 SELECT = (
     'Of what the largest elements are selected: "parameter" of each parameter, "run" of each run of at most '
@@ -77,18 +78,15 @@ def replicated(plan: Plan) -> bool:
 class SparseSync(SyncSettings):
     """What all sparse modes have in common."""
 
-    density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank selects.")
+    density: Density = Field(0.01, description="Share of the elements that a rank selects.")
     select: Select = Field("all", description=SELECT)
-    error_feedback: bool = Field(
+    error_feedback: StrictBool = Field(
         True,
-        strict=True,
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next step. Costs 4 bytes "
         "for each element of the gradient shard.",
     )
-    offload_residual: bool = Field(
-        False,
-        strict=True,
-        description="Keep the residual in the host's memory and bring it to the device once a step.",
+    offload_residual: StrictBool = Field(
+        False, description="Keep the residual in the host's memory and bring it to the device once a step."
     )
     value_dtype: Dtype = Field(
         "fp32",
@@ -98,16 +96,15 @@ class SparseSync(SyncSettings):
         ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
     )
     exclude: tuple[str, ...] = Field((), description="Parameters to reduce densely after all: shell patterns.")
-    dense_vectors: bool = Field(
-        True, strict=True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
+    dense_vectors: StrictBool = Field(
+        True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )
-    start: int = Field(0, ge=0, description="Optimizer steps at the beginning that reduce everything.")
-    start_density: float = Field(
-        0.25, gt=0, le=1, description="Density of the step after start, if there is a warm-up; DGC begins with 0.25."
+    start: NonNegativeInt = Field(0, description="Optimizer steps at the beginning that reduce everything.")
+    start_density: Density = Field(
+        0.25, description="Density of the step after start, if there is a warm-up; DGC begins with 0.25."
     )
-    warmup: int = Field(
+    warmup: NonNegativeInt = Field(
         0,
-        ge=0,
         description="Steps after start over which the density goes geometrically from start_density to density, as in "
         "DGC (arXiv 1712.01887, section 3.4).",
     )
@@ -168,7 +165,7 @@ class SparseSync(SyncSettings):
         errors = FP32 if rounds and replicated(plan) else 0  # of the sums of a first step
         kept, peak, settling = mode.run_bytes(width, plan, rows * width)
         later, _, _ = mode.run_bytes(columns - width, plan, 0)
-        own, others = (rows * n + max(errors * n, run) for n, run in ((width, kept), (columns - width, later)))
+        own, others = (rows * n + max(errors * n, stored) for n, stored in ((width, kept), (columns - width, later)))
         within = 2 * table * (inner[1] // inner[0]) if inner is not None else 0
         dense = self.dense_bytes(width, plan, rows * width) if self.start else 0
         made = max(table + within, dense, peak)
@@ -345,9 +342,8 @@ class OkTopkSync(PickingSync):
         "elements, without thresholds. A run is sent as soon as its gradients are final, and reuses the scratch memory "
         'of the run before it. "all" selects of all parameters, after the last gradient.',
     )
-    sharded: bool = Field(
+    sharded: StrictBool = Field(
         False,
-        strict=True,
         description="Regions are the optimizer shards and sums stay with their owners, with all of these' own rows: "
         "about 2k words in place of 4k. Needs an optimizer that is sharded over the world.",
     )
@@ -397,9 +393,7 @@ class RadiusSync(MaskedSync):
     """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
-    density: float = Field(
-        0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects."
-    )
+    density: Density = Field(0.4, description="Share of each owner's slice of each parameter that the mask selects.")
     select: Literal["parameter"] = Field("parameter", description=SELECT)
     value_dtype: Dtype = Field(
         "bf16", description="Type of the values as sent; error feedback adds the rounding error to the residual."
@@ -407,9 +401,8 @@ class RadiusSync(MaskedSync):
     interval: int = Field(
         200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
     )
-    start: int = Field(
+    start: NonNegativeInt = Field(
         0,
-        ge=0,
         description="Optimizer steps at the beginning that reduce everything. The paper starts to sparsify after 15 to "
         "20% of the training; after 5% it found the loss hurt. At 0 the first mask means little: Adam's first update "
         "is the sign of the gradient, equally large everywhere.",
@@ -446,13 +439,8 @@ class ScapeSync(MaskedSync):
     mode: Literal["scape"] = Field(
         "scape", description="The momentum's largest elements, chosen a step before (SCAPE, with the AdamS optimizer)."
     )
-    density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask selects.")
-    start_density: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Density of the first step, if there is a warm-up.",
-    )
+    density: Density = Field(0.1, description="Share of each rank's optimizer shard that the mask selects.")
+    start_density: Density = Field(1.0, description="Density of the first step, if there is a warm-up.")
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return the moves of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
@@ -488,7 +476,7 @@ class TernarySync(SparseSync):
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
     )
-    density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank selects.")
+    density: Density = Field(0.05, description="Share of the elements of each block that a rank selects.")
     select: Literal["run", "all"] = Field(
         "run",
         description='Of what blocks are cut: "run" of each run of at most reduce_bucket_size elements, which is sent '

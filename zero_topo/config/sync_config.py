@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import NF4, BlockSpec
@@ -187,9 +187,8 @@ class QuantizedSync(SyncSettings):
     block_size: BlockSize = Field(
         256, description="Elements of INT8 and INT4 that share one scale; no block holds values of two parameters."
     )
-    error_feedback: bool = Field(
+    error_feedback: StrictBool = Field(
         True,
-        strict=True,
         description="Keep what quantization took away and add it at the next step. It stays in the gradient shard, "
         "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each gradient element a "
         "rank sends.",
