@@ -142,15 +142,9 @@ class ZeroTopoConfig(StrictModel):
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:
     """Return the JSON schema of the block, or of a DeepSpeed config with it (all other keys allowed)."""
-    block = ZeroTopoConfig.model_json_schema()
+    block = {**ZeroTopoConfig.model_json_schema(), "title": ROOT}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if not whole_file:
-        return {**head, **block, "title": "zero_topo"}
-    definitions = block.pop("$defs")
-    return {
-        **head,
-        "title": "DeepSpeed config with a zero_topo block",
-        "type": "object",
-        "properties": {ROOT: {**block, "title": "zero_topo"}},
-        "$defs": definitions,
-    }
+        return {**head, **block}
+    definitions, title = block.pop("$defs"), "DeepSpeed config with a zero_topo block"
+    return {**head, "title": title, "type": "object", "properties": {ROOT: block}, "$defs": definitions}

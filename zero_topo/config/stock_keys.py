@@ -34,7 +34,6 @@ GONE = (LOCO, MICS, MICS_HOPS)
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
 ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
-FED_BACK = {"mode": "quantized", "bits": 4, "error_feedback": True}
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,9 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         config[ROOT] |= base
         if base:
             lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {json.dumps(base)}')
+    wishes = _wishes(active)
     for key, value in active.items():
-        written, wish = f"{ZERO}.{key} = {as_json(value)}", _wish(key, active)
+        written, wish = f"{ZERO}.{key} = {as_json(value)}", wishes.get(key, {})
         if contradiction := _contradiction(block, wish, ROOT):
             problems.append(f"{written}: it means {contradiction}; remove one of the two")
             continue
@@ -137,20 +137,18 @@ def _offloads_parameters(zero: Mapping[str, Any]) -> bool:
     return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
 
-def _wish(key: str, active: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the block for which a stock key stands; empty if the other keys disable it."""
-    wishes: dict[str, dict[str, Any]]
+def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the keys of the block for which each stock key stands; none or empty if the other keys disable it."""
     if MICS in active:
-        wishes = {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
-        return wishes.get(key, {})
+        return {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
     loco, gradients, weights = (each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS))
-    wishes = {
+    fed_back = {"mode": "quantized", "bits": 4, "error_feedback": True}
+    return {
         HPZ: {"secondary": int(active.get(HPZ, 0)), **({"quantize": {"secondary": "int8"}} if weights else {})},
         QUANTIZED_WEIGHTS: {"quantize": {"weights": "int8"}},
         QUANTIZED_GRADIENTS: {} if loco else {"quantize": {"gradients": "int4"}},
-        LOCO: {"gradients": "node", "sync": FED_BACK} if gradients else {},
+        LOCO: {"gradients": "node", "sync": fed_back} if gradients else {},
     }
-    return wishes.get(key, {})
 
 
 def _effect(key: str, active: Mapping[str, Any], wish: Mapping[str, Any]) -> str:
