@@ -203,7 +203,6 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"], "lumi-g refuses a job without --time;"),
         (["slurm", "--machine", "frontier"], "no command to start"),
         (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
-        (["slurm", "--machine", "frontier", "--distribution", "cyclic", "--", "true"], "No such option"),
         (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
         (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
@@ -241,6 +240,15 @@ def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], sa
     (tmp_path / "m.json").write_text(json.dumps(good | changes))
     with pytest.raises(ValueError, match=re.escape(said)):
         load_launch_machine(str(tmp_path / "m.json"))
+
+
+@pytest.mark.parametrize("use", ["A", "a-b=1"])
+def test_a_variable_of_a_machine_has_a_name_and_a_value(tmp_path: Path, use: str) -> None:
+    machine = json.loads((DATA / "half-frontier.json").read_text())
+    machine["variables"] = [{"use": use, "reason": "y", "source": "z"}]
+    (tmp_path / "m.json").write_text(json.dumps(machine))
+    with pytest.raises(ValueError, match="write it as NAME=value"):
+        script(SlurmJob([*TRAIN], 1, str(tmp_path / "m.json")))
 
 
 STEP = {

@@ -35,8 +35,14 @@ class Setting:
 
     @property
     def bash(self) -> str:
-        """``NAME="value"`` of a variable, for a shell that is to expand the value."""
-        name, _, value = self.use.partition("=")
+        """``NAME="value"`` of a variable, for a shell that is to expand the value.
+
+        Raises:
+            ValueError: if it is not of this form.
+        """
+        name, equals, value = self.use.partition("=")
+        if not (equals and name.isidentifier()):
+            raise ValueError(f"the variable {self.use!r} has no name or no value; write it as NAME=value")
         return f'{name}="{value}"'
 
     @property
