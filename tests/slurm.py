@@ -7,6 +7,7 @@ leaves behind ends with the node. Nodes claim whatever cores and GPUs they are t
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -202,6 +203,14 @@ class Cluster:
                 return
             assert time.monotonic() < deadline, f"nodes are {told}{self.logs()}"
             time.sleep(0.2)
+
+
+def distributed(order: str, folder: Path) -> list[str]:
+    """Options for Frontier with its ranks dealt to the nodes in another order: a machine's file with that setting."""
+    machine = json.loads((ROOT / "zero_topo/launch/machines/frontier.json").read_text())
+    machine["srun"].append({"use": f"--distribution={order}", "reason": "the order to test", "source": "this test"})
+    (folder / f"{order}.json").write_text(json.dumps(machine))
+    return ["--machine", str(folder / f"{order}.json")]
 
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:

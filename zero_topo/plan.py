@@ -114,7 +114,7 @@ class Plan:
     def build(
         cls,
         topology: Topology,
-        degrees: tuple[Degree, Degree | None, Degree, Degree],
+        degrees: Sequence[Degree | None],
         two_hop: bool = True,
     ) -> Plan:
         """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain name, a degree or None.

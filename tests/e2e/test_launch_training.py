@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, free_port, rank_environment
-from tests.slurm import Cluster, missing, submitted
+from tests.slurm import Cluster, distributed, missing, submitted
 
 SCRIPT = str(ROOT / "zero_topo/examples/train_gpt.py")
 SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--eval-batches", "1", "--sample", "0", "--warmup", "2"]
@@ -103,7 +103,7 @@ def test_slurm_trains_as_deepspeed_does(folder: Path, tmp_path_factory: pytest.T
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         for order in ("block", "cyclic"):
             log = folder / f"slurm-{order}.log"
-            words = ["--machine", "frontier", "--nodes", "2", "--distribution", order, "--name", order]
+            words = ["--machine", "frontier", "--nodes", "2", *distributed(order, folder), "--name", order]
             words += ["--log", str(log), "--master-port", str(free_port()), "--"]
             words += ["env", "OMP_NUM_THREADS=1"]  # the cores are make-believe
             words += ["python", *training(folder, "stated-16", order)]

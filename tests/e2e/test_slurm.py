@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT, free_port
-from tests.slurm import Cluster, missing, submitted
+from tests.slurm import Cluster, distributed, missing, submitted
 from zero_topo.topology.probes import slurm
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
@@ -40,7 +40,7 @@ def ran(cluster: Cluster, name: str, words: list[str], **env: str) -> tuple[str,
 def test_every_rank_knows_its_place(cluster: Cluster, distribution: str, plane: int, tmp_path: Path) -> None:
     """16 tasks: the worker's variables, the tree that zero_topo reads and the host where the task runs agree."""
     program = [sys.executable, str(ROOT / "tests/e2e/programs/launched.py"), str(tmp_path)]
-    state, output = ran(cluster, distribution, ["--distribution", distribution, "--", *program])
+    state, output = ran(cluster, distribution, [*distributed(distribution, tmp_path), "--", *program])
     assert state == "COMPLETED", output
     seen: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)]
     positions = slurm.placement(2, PER_NODE, plane)

@@ -246,7 +246,7 @@ def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"density": 0.1}, r"zero_topo\.sync: density is not a setting of the mode tagc, .*set theta"),
+        ({"density": 0.1}, r"zero_topo\.sync\.density: is not a setting of the mode tagc, .*set theta"),
         ({"theta": 1.0}, r"zero_topo\.sync\.theta: .*less than 1, got 1\.0"),
         ({"theta": -0.1}, r"zero_topo\.sync\.theta: .*greater than or equal to 0"),
         ({"ratio": 3}, r"zero_topo\.sync\.ratio: 3 is not one of 2, 4 or 10"),

@@ -39,7 +39,7 @@ def completed(line: str, folder: Path) -> set[str]:
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     """As a user's shell does, whose Python this is not."""
     assert {"migrate", "measure"} & completed("zero-topo m", tmp_path) == {"migrate"}
-    assert completed("zero-topo launch slurm --distr", tmp_path) == {"--distribution"}
+    assert completed("zero-topo launch slurm --part", tmp_path) == {"--partition"}
 
 
 @pytest.mark.parametrize(

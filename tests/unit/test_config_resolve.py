@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.plans import TREE, resolve
 from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
-from zero_topo.config.parts import QuantizeConfig
 from zero_topo.config.sync_config import QuantizedSync
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
@@ -204,7 +202,7 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's key never fails for a default that he did not write."""
-    scheme = replace(SCHEMES["topo"], quantize=QuantizeConfig(**RESIDENT, secondary="int8"))
+    scheme = {**SCHEMES["topo"], "quantize": {**RESIDENT, "secondary": "int8"}}
     monkeypatch.setattr("zero_topo.config.resolve.SCHEMES", {"topo": scheme})
     assert resolve(scheme="topo").resident_spec == BlockSpec(8)
     config = resolve(scheme="topo", **change)

@@ -63,14 +63,12 @@ def test_the_script_for_frontier_is_this(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", [*machine_names(), str(DATA / "half-frontier.json")])
-@pytest.mark.parametrize("distribution", ["block", "cyclic"])
-def test_every_script_is_bash_and_every_setting_has_its_reason(name: str, distribution: str) -> None:
+def test_every_script_is_bash_and_every_setting_has_its_reason(name: str) -> None:
     """`bash -n` accepts it; each variable, module and machine's option stands right under a comment with a source."""
     machine = load_launch_machine(name)
     environment = "env.tar.gz" if machine.disk else None
     ranks = machine.ranks_per_node or 4
-    job = SlurmJob([*TRAIN], 3, name, ranks, distribution=distribution, environment=environment)
-    lines = script(job).splitlines()
+    lines = script(SlurmJob([*TRAIN], 3, name, ranks, environment=environment)).splitlines()
     checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     disk = (*machine.disk, *machine.disk_sbatch)
@@ -205,7 +203,6 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"], "lumi-g refuses a job without --time;"),
         (["slurm", "--machine", "frontier"], "no command to start"),
         (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
-        (["slurm", "--machine", "frontier", "--distribution", "plane", "--", "true"], "choose block or cyclic"),
         (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
         (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
@@ -233,6 +230,7 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
             for key in ("name", "description")
         ),
         ({"name": "x\x1b]0;y"}, "must be one line of text"),
+        ({"name": " "}, "must be one line of text"),
         ({"modules": "rocm"}, "must be a list of objects"),
         ({"preset": "nowhere"}, "unknown machine 'nowhere'"),
     ],
@@ -242,6 +240,15 @@ def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], sa
     (tmp_path / "m.json").write_text(json.dumps(good | changes))
     with pytest.raises(ValueError, match=re.escape(said)):
         load_launch_machine(str(tmp_path / "m.json"))
+
+
+@pytest.mark.parametrize("use", ["A", "a-b=1"])
+def test_a_variable_of_a_machine_has_a_name_and_a_value(tmp_path: Path, use: str) -> None:
+    machine = json.loads((DATA / "half-frontier.json").read_text())
+    machine["variables"] = [{"use": use, "reason": "y", "source": "z"}]
+    (tmp_path / "m.json").write_text(json.dumps(machine))
+    with pytest.raises(ValueError, match="write it as NAME=value"):
+        script(SlurmJob([*TRAIN], 1, str(tmp_path / "m.json")))
 
 
 STEP = {

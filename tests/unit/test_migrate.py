@@ -100,7 +100,7 @@ def test_keys_beside_a_block_are_taken_into_it_where_it_leaves_them_open() -> No
         ({"secondary": None}, {"zero_hpz_partition_size": 8}, ["zero_hpz_partition_size = 8", "null"]),
         ({"quantize": {"weights": None}}, ZEROPP, ["zero_quantized_weights = true", "null"]),
         ({"quantize": {"weights": "int4"}}, ZEROPP, ["zero_topo.quantize.weights", '"int4"']),
-        ({"quantize": 4}, {"zero_quantized_weights": True}, ["zero_topo.quantize.weights", "which is 4"]),
+        ({"quantize": 4}, {"zero_quantized_weights": True}, ['zero_topo.quantize = {"weights": "int8"}', "which is 4"]),
         ({"scheme": "topo"}, {"mics_shard_size": 4}, ["mics_shard_size = 4", '"mics"', '"topo"']),
         ({"sync": {"mode": "dense"}}, {"zero_quantized_gradients": True, **LOCO}, ["zeropp_loco_param", '"dense"']),
         (

@@ -88,11 +88,11 @@ def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
 
     def ask() -> Asked:
         calls.append(1)
-        return Asked(tree, ("amd-smi skipped: broken",))
+        return tree, ("amd-smi skipped: broken",)
 
-    found, asked = this_machine(None, ask)
-    assert found.ranks_per_gpu == 2 and asked.tree is tree
-    assert asked.notes == ("amd-smi skipped: broken",) and len(calls) == 1
+    found, (devices, notes) = this_machine(None, ask)
+    assert found.ranks_per_gpu == 2 and devices is tree
+    assert notes == ("amd-smi skipped: broken",) and len(calls) == 1
     assert this_machine(8, ask)[0].ranks_per_gpu == 2 and len(calls) == 2
 
 

@@ -35,7 +35,7 @@ def tree(name: str = "frontier_rocm_smi.txt") -> DeviceTree:
 
 
 def says(devices: DeviceTree | None, *notes: str) -> Asker:
-    return lambda: Asked(devices, notes)
+    return lambda: (devices, notes)
 
 
 def never() -> Asked:
@@ -200,8 +200,8 @@ class Runner:
 
 def test_the_first_tool_that_knows_packages_ends_the_questions() -> None:
     run = Runner(amd_smi=read("frontier_amd_smi.json"))
-    asked = ask_tools(run, completing=())
-    assert asked.tree is not None and asked.tree.tool == "amd-smi" and run.asked == ["amd_smi"] and not asked.notes
+    devices, notes = ask_tools(run, completing=())
+    assert devices is not None and devices.tool == "amd-smi" and run.asked == ["amd_smi"] and not notes
 
 
 def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
@@ -210,30 +210,30 @@ def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
         rocm_smi="GPU0 GPU1\nGPU0 N/A\n",
         nvidia_smi=read("old_nvidia_smi.txt"),
     )
-    asked = ask_tools(run, completing=())
-    assert asked.tree is not None and asked.tree.count == 4
-    assert [note.split(":")[0] for note in asked.notes] == ["amd-smi skipped", "rocm-smi skipped"]
+    devices, notes = ask_tools(run, completing=())
+    assert devices is not None and devices.count == 4
+    assert [note.split(":")[0] for note in notes] == ["amd-smi skipped", "rocm-smi skipped"]
     assert run.asked == ["amd_smi", "rocm_smi", "nvidia_smi"]
-    topology = discover(step(1, 4), lambda: asked)
+    topology = discover(step(1, 4), lambda: (devices, notes))
     assert "did not answer within 10 s" in topology.sources["device tools"]
 
 
 def test_a_tool_without_packages_is_completed_by_the_next() -> None:
     old = read("frontier_amd_smi_old.json").replace("50000-", "0-").replace("-200000", "-0").replace("-100000", "-0")
     run = Runner(amd_smi=old.replace("-50000", "-0"), rocm_smi=read("frontier_rocm_smi.txt"))
-    asked = ask_tools(run, completing=())
-    assert asked.tree is not None and asked.tree.shape() == (4, 2) and asked.tree.tool == "amd-smi"
+    devices, _ = ask_tools(run, completing=())
+    assert devices is not None and devices.shape() == (4, 2) and devices.tool == "amd-smi"
 
 
 def test_no_tool_is_no_tree_and_no_note() -> None:
-    assert ask_tools(Runner()) == Asked()
-    assert ask_tools() == Asked()
+    assert ask_tools(Runner()) == (None, ())
+    assert ask_tools() == (None, ())
 
 
 def test_what_completes_is_asked_only_about_devices_that_a_tool_found() -> None:
     extra = Tool("extra", lambda run: replace(tree("frontier_rocm_smi.txt"), tool="extra"))
-    assert ask_tools(Runner(), completing=(extra,)).tree is None
-    found = ask_tools(Runner(amd_smi=read("frontier_amd_smi.json")), completing=(extra,)).tree
+    assert ask_tools(Runner(), completing=(extra,))[0] is None
+    found = ask_tools(Runner(amd_smi=read("frontier_amd_smi.json")), completing=(extra,))[0]
     assert found is not None and found.numa == (3, 3, 1, 1, 0, 0, 2, 2)
 
 

@@ -48,13 +48,13 @@ def topology(
     if measure:
         return measure_command(source, as_json)
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
-    found, asked = described(source, count) if source else this_machine(count)
+    found, (tree, warnings) = described(source, count) if source else this_machine(count)
     if as_json:
         return print_json(found.to_json())
     print(render_tree(found))
-    if asked.tree is not None:
-        print(f"\n{render_devices(asked.tree)}")
-    for warning in asked.notes:
+    if tree is not None:
+        print(f"\n{render_devices(tree)}")
+    for warning in warnings:
         print(f"warning: {warning}")
 
 
@@ -71,10 +71,10 @@ def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology
     Raises:
         ValueError: if launchers, tools and the number of ranks contradict each other.
     """
-    asked = ask()
-    if asked.tree is not None and world_size is None and launcher_view(os.environ) is None:
-        return asked.tree.topology(), asked
-    return resolve_topology("auto", os.environ, world_size, lambda: asked), Asked(asked.tree)
+    tree, notes = ask()
+    if tree is not None and world_size is None and launcher_view(os.environ) is None:
+        return tree.topology(), (tree, notes)
+    return resolve_topology("auto", os.environ, world_size, lambda: (tree, notes)), (tree, ())
 
 
 def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology, Asked]:
@@ -102,7 +102,7 @@ def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology,
         raise ValueError(
             f"{world_size} ranks do not fill nodes of {tree.count} devices ({tree.tool}); give a multiple of that"
         )
-    return tree.topology((world_size or tree.count) // tree.count), Asked(tree)
+    return tree.topology((world_size or tree.count) // tree.count), (tree, ())
 
 
 def _captured(source: str) -> str | None:
@@ -134,16 +134,16 @@ def _is_json(text: str) -> bool:
 def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:
     """Return a stated machine, completed by captured devices."""
     if source == "auto":
-        return resolve_topology("auto", os.environ, world_size, lambda: Asked(tree)), Asked(tree)
+        return resolve_topology("auto", os.environ, world_size, lambda: (tree, ())), (tree, ())
     is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
     found = machine(source if is_name or not Path(source).is_file() else f"./{source}", world_size)
     if tree is None:
-        return found, Asked()
+        return found, (None, ())
     links = {domain: link for domain, link in tree.node_links().items() if domain not in found.links}
     if links:
         sources = {**found.sources, **{f"links.{domain}": tree.sources["links"] for domain in links}}
         found = replace(found, links={**found.links, **links}, sources=sources)
-    return found, Asked(tree, tuple(_contradictions(found, tree)))
+    return found, (tree, tuple(_contradictions(found, tree)))
 
 
 def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:

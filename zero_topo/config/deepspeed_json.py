@@ -14,14 +14,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import ZERO, translate
-from zero_topo.config.stock_keys import on as _on
+from zero_topo.config.stock_keys import ZERO, on, translate
+from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
 BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
@@ -42,7 +41,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     if isinstance(source, Mapping):
         return dict(within_limits(source, "DeepSpeed config"))
     path = Path(source)
-    if _is_file(path):
+    if os.path.isfile(path):  # unlike Path.is_file, false for base64 text that is longer than a path may be
         name = f"DeepSpeed config {path}"
         config = _parse_object(read_text(path, name, MOST_BYTES), name)
         if "distributed_type" in config:  # a key of every file of Accelerate, whose YAML often passes for Hjson
@@ -84,8 +83,11 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
-    checks = CHECKS if ROOT in ds_config else MISPLACEMENTS
-    return [*(line for line in (check(ds_config) for check in checks) if line), *translate(ds_config).problems]
+    found = [_misplaced(ds_config), _misspelt(ds_config)]
+    if ROOT in ds_config:
+        found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
+        found += [_partial_offload(ds_config), _optimizer_of_the_mode(ds_config), _sequences_in_a_mesh(ds_config)]
+    return [*filter(None, found), *translate(ds_config).problems]
 
 
 def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
@@ -100,13 +102,6 @@ def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # base64 text can be longer than a path may be
-        return False
 
 
 def _parse_object(text: str, name: str) -> dict[str, Any]:
@@ -148,8 +143,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # -- refusing ----------------------------------------------------------------------------------------------------------
 
-Check = Callable[[Mapping[str, Any]], str | None]
-
 
 def refuse_value(ds_config: Mapping[str, Any], *, key: str, refused: str, why: str, instead: str) -> str | None:
     """Refuse values of one key: ``key = value: why; instead``.
@@ -177,8 +170,7 @@ def _above_one(value: Any) -> bool:
 
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
-    "on": _on,
-    "off": lambda value: not _on(value),
+    "on": on,
     "set": lambda value: value is not None,
     "above one": _above_one,
 }
@@ -186,18 +178,20 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
-    return [line for line in (check(ds_config) for check in HINTS) if line] if ROOT in ds_config else []
-
-
-def _unsynchronized(ds_config: Mapping[str, Any]) -> str | None:
-    on, synchronized = (_lookup(ds_config, f"timers.throughput.{key}") for key in ("enabled", "synchronized"))
-    if on is False or synchronized is False:
-        return None
-    return (
-        "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, so "
-        "the all-gather of updated weights cannot run under the next forward pass; set "
-        '"timers": {"throughput": {"synchronized": false}}'
-    )
+    hints: list[str] = []
+    overlap = _lookup(ds_config, f"{ZERO}.overlap_comm")
+    if overlap is not _ABSENT and not on(overlap):
+        hints.append(
+            f"{ZERO}.overlap_comm = {as_json(overlap)}: the backward pass waits for every bucket of gradients to be "
+            'encoded, sent and summed; leave it out, or set "overlap_comm": true'
+        )
+    if all(_lookup(ds_config, f"timers.throughput.{key}") is not False for key in ("enabled", "synchronized")):
+        hints.append(
+            "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, "
+            "so the all-gather of updated weights cannot run under the next forward pass; set "
+            '"timers": {"throughput": {"synchronized": false}}'
+        )
+    return hints if ROOT in ds_config else []
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
@@ -216,7 +210,7 @@ def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
 
 def _stage(ds_config: Mapping[str, Any]) -> str | None:
     stage = _lookup(ds_config, f"{ZERO}.stage")
-    if stage is not _ABSENT and stage == 3 and not isinstance(stage, bool):
+    if stage == 3:
         return None
     why = "zero_topo places the shards of ZeRO-3"
     if stage is _ABSENT:
@@ -236,19 +230,16 @@ def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
-    mode = _lookup(ds_config, f"{ROOT}.sync.mode")
-    wanted = next((cls.OPTIMIZER for cls in SYNC_MODES if mode == cls.MODE), None)
-    found = _lookup(ds_config, "optimizer.type")
-    keeps = _lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False
-    waits = keeps and any(mode == cls.MODE for cls in SPARSE_MODES)
-    if str(found).lower() == "agedadamw" and not waits:
-        return f"optimizer.type = {as_json(found)}: {AGED_REFUSED}"
-    if str(found).lower() == "muon" and any(mode == cls.MODE for cls in SPARSE_MODES):
-        return f"optimizer.type = {as_json(found)}: {MUON_REFUSED}"
-    if wanted is None or found is _ABSENT or str(found).lower() == wanted.lower():
+    named, given = _lookup(ds_config, f"{ROOT}.sync.mode"), _lookup(ds_config, "optimizer.type")
+    mode = next((cls for cls in SYNC_MODES if named == cls.MODE), DenseSync)
+    sparse, optimizer, said = mode in SPARSE_MODES, str(given).lower(), f"optimizer.type = {as_json(given)}"
+    if optimizer == "agedadamw" and not (sparse and _lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False):
+        return f"{said}: {AGED_REFUSED}"
+    if optimizer == "muon" and sparse:
+        return f"{said}: {MUON_REFUSED}"
+    if given is _ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
-    said = f"optimizer.type = {as_json(found)}: sync.mode = {as_json(mode)} works with {wanted} alone"
-    return f'{said}; set it to "{wanted}"'
+    return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'
 
 
 def _sequences_in_a_mesh(ds_config: Mapping[str, Any]) -> str | None:
@@ -265,25 +256,5 @@ SEQUENCES = (
     "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
 )
 
-MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
-REFUSED = packaged(__package__, "refused.json")
+REFUSED_KEYS = packaged(__package__, "refused.json")
 """The arguments of :func:`refuse_value`, for each refused key."""
-CHECKS: tuple[Check, ...] = (
-    *MISPLACEMENTS,
-    _stage,
-    *(partial(refuse_value, **row) for row in REFUSED),
-    _partial_offload,
-    _optimizer_of_the_mode,
-    _sequences_in_a_mesh,
-)
-
-HINTS: tuple[Check, ...] = (
-    partial(
-        refuse_value,
-        key=f"{ZERO}.overlap_comm",
-        refused="off",
-        why="the backward pass waits for every bucket of gradients to be encoded, sent and summed",
-        instead='leave it out, or set "overlap_comm": true',
-    ),
-    _unsynchronized,
-)

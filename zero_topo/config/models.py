@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, ValidationError, model_validator
 
 from zero_topo.config.modes import SyncConfig
 from zero_topo.config.parts import ROOT, DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
@@ -40,9 +40,8 @@ class ZeroTopoConfig(StrictModel):
         "predicted to be fastest of all that fits into memory; the keys below are kept. Without a scheme and degrees "
         'it is "topo" where a GPU has several ranks, else "auto".',
     )
-    lossy: bool = Field(
+    lossy: StrictBool = Field(
         False,
-        strict=True,
         description='Whether "auto" may quantize more than the keys below ask for; false logs what that would gain.',
     )
     weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
@@ -71,7 +70,7 @@ class ZeroTopoConfig(StrictModel):
         description="Type of the gradient buffer; null takes DeepSpeed's data_types.grad_accum_dtype, which is the "
         "model's own type unless set. fp32 doubles its memory in 16-bit training.",
     )
-    meter: bool = Field(True, strict=True, description="Count the bytes each collective sends, by phase and domain.")
+    meter: StrictBool = Field(True, description="Count the bytes each collective sends, by phase and domain.")
     report: str | None = Field(
         None,
         min_length=1,
@@ -84,18 +83,16 @@ class ZeroTopoConfig(StrictModel):
         description="Seed Python's and torch's generators of rank r with seed + r when the engine is built; null "
         "leaves them alone.",
     )
-    debug_checks: bool = Field(
-        False, strict=True, description="After each step check that all holders of a weight shard agree bit for bit."
+    debug_checks: StrictBool = Field(
+        False, description="After each step check that all holders of a weight shard agree bit for bit."
     )
-    two_hop: bool = Field(
+    two_hop: StrictBool = Field(
         True,
-        strict=True,
         description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; false "
         "sends every message straight.",
     )
-    overlap: bool = Field(
+    overlap: StrictBool = Field(
         True,
-        strict=True,
         description="Sync under the last backward pass and publish under the next forward pass; same bits without it.",
     )
 
@@ -145,15 +142,9 @@ class ZeroTopoConfig(StrictModel):
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:
     """Return the JSON schema of the block, or of a DeepSpeed config with it (all other keys allowed)."""
-    block = ZeroTopoConfig.model_json_schema()
+    block = {**ZeroTopoConfig.model_json_schema(), "title": ROOT}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if not whole_file:
-        return {**head, **block, "title": "zero_topo"}
-    definitions = block.pop("$defs")
-    return {
-        **head,
-        "title": "DeepSpeed config with a zero_topo block",
-        "type": "object",
-        "properties": {ROOT: {**block, "title": "zero_topo"}},
-        "$defs": definitions,
-    }
+        return {**head, **block}
+    definitions, title = block.pop("$defs"), "DeepSpeed config with a zero_topo block"
+    return {**head, "title": title, "type": "object", "properties": {ROOT: block}, "$defs": definitions}

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Union
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Discriminator, Tag
 
 from zero_topo.config.sparse_config import (
     GaussianKSync,
@@ -47,19 +46,14 @@ MUON_REFUSED = (
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 
-class _OneOfModes:
-    """Validates a ``sync`` block with the model its ``mode`` names; a block without ``mode`` is dense."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.tagged_union_schema(
-            {cls.MODE: handler.generate_schema(cls) for cls in SYNC_MODES}, discriminator=_mode_of
-        )
-
-
 def _mode_of(value: object) -> str | None:
     if isinstance(value, SyncSettings):
         return value.MODE
     return str(value.get("mode", DenseSync.MODE)) if isinstance(value, Mapping) else None
 
 
-SyncConfig = Annotated[SyncSettings, _OneOfModes()]
+if TYPE_CHECKING:
+    SyncConfig = SyncSettings
+else:
+    SyncConfig = Annotated[Union[*(Annotated[cls, Tag(cls.MODE)] for cls in SYNC_MODES)], Discriminator(_mode_of)]
+"""A ``sync`` block, validated with the model that its ``mode`` names; a block without ``mode`` is dense."""

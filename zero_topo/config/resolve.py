@@ -10,25 +10,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
-from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
+from zero_topo.config.schemes import DEFAULT_SCHEME, SAME, SCHEMES
 from zero_topo.config.sync_config import DenseSync, SyncSettings
-from zero_topo.plan import Plan
+from zero_topo.plan import Degree, Plan
 from zero_topo.quant.spec import BlockSpec
-from zero_topo.strict import StrictModel, as_json
+from zero_topo.strict import as_json
 from zero_topo.topology.model import Topology
 
-_Settings = TypeVar("_Settings", bound=StrictModel)
 ROLES = ("weights", "secondary", "gradients", "optimizer")
 UNCHANGED = ("accumulation_dtype", "overlap", "meter", "report", "seed", "debug_checks")
 """Keys of the block whose value a scheme and the machine do not change."""
-Places = tuple[str | int, str | int | None, str | int, str | int]
-"""Domain or degree of each of :data:`ROLES`."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +118,14 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
             'it; "zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
         )
     name = None if config.scheme is None and config.weights is not None else config.scheme or DEFAULT_SCHEME
-    scheme = FREE_FORM if name is None else SCHEMES[name]
-    quantize, places = _overridden(scheme.quantize, config.quantize), _places(config, scheme)
-    sync = _overridden(scheme.sync, config.sync) if type(config.sync) is type(scheme.sync) else config.sync
-    plan = Plan.build(topology, places, config.two_hop)
-    dropped = plan.weights == 1 and plan.secondary is not None
-    plan = replace(plan, secondary=None) if dropped else plan
-    if problem := sync.problem(plan):
+    block = config if name is None else _completed(config, SCHEMES[name])
+    quantize = block.quantize
+    plan = Plan.build(topology, [getattr(block, role) for role in ROLES], block.two_hop)
+    plan = replace(plan, secondary=None) if plan.weights == 1 else plan
+    if problem := block.sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
     resident = quantize.spec("resident")
-    obstacle = None if resident is None else _resident_obstacle(quantize, plan, config.publish)
+    obstacle = None if resident is None else _resident_obstacle(quantize, plan, block.publish)
     if obstacle is not None:
         if "resident" in config.quantize.model_fields_set:
             raise ValueError(
@@ -146,13 +141,11 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         secondary_spec=None if plan.secondary is None else quantize.spec("secondary"),
         gradients_spec=quantize.spec("gradients"),
         resident_spec=resident,
-        sync=sync,
-        publish=config.publish,
         notes=(),
-        **{key: getattr(config, key) for key in UNCHANGED},
+        **{key: getattr(block, key) for key in ("sync", "publish", *UNCHANGED)},
     )
     refused = None if obstacle is None else obstacle[0]
-    return replace(resolved, notes=tuple(_notes(config, resolved, places, dropped, refused)))
+    return replace(resolved, notes=tuple(_notes(config, block, resolved, refused)))
 
 
 def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> tuple[str, str] | None:
@@ -161,55 +154,50 @@ def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishCon
     INT8 weights are possible if all gathers send them and publish sends their changes.
     """
     w, copy = plan.weights, plan.secondary
-    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly"
+    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly; drop it"
+    coded = f'{gathers}; set it to "int8"'
     rules = (
-        (quantize.weights == "int8", "quantize.weights", quantize.weights, f'{gathers}; set it to "int8"'),
+        (quantize.weights == "int8", "quantize.weights", quantize.weights, coded),
         (copy in (None, w), "secondary", copy, f'{gathers}, which {w} ranks share; set "secondary" to null'),
-        (
-            copy is None or quantize.secondary == "int8",
-            "quantize.secondary",
-            quantize.secondary,
-            f'{gathers}; set it to "int8"',
-        ),
-        (publish.delta is None, "publish.delta", publish.delta, f"{changes}; drop it"),
-        (publish.dtype is None, "publish.dtype", publish.dtype, f"{changes}; drop it"),
+        (copy is None or quantize.secondary == "int8", "quantize.secondary", quantize.secondary, coded),
+        (publish.delta is None, "publish.delta", publish.delta, changes),
+        (publish.dtype is None, "publish.dtype", publish.dtype, changes),
         (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates; lower it"),
     )
     return next(((f"{key} = {as_json(value)}", why) for holds, key, value, why in rules if not holds), None)
 
 
-def _places(config: ZeroTopoConfig, scheme: Scheme) -> Places:
-    wanted: dict[str, Place] = {role: getattr(scheme, role) for role in ROLES}
-    wanted |= {role: getattr(config, role) for role in ROLES if getattr(config, role) is not None}
-    if "secondary" in config.model_fields_set:
-        wanted["secondary"] = config.secondary
-    weights = wanted["weights"]
-    w, s, g, o = (weights if wanted[role] == SAME else wanted[role] for role in ROLES)
-    assert w is not None and g is not None and o is not None
-    return w, s, g, o
+def _completed(config: ZeroTopoConfig, scheme: Mapping[str, Any]) -> ZeroTopoConfig:
+    """Return the block with the scheme's value of each key that the user did not write; null counts as written.
 
-
-def _overridden(defaults: _Settings, user: _Settings) -> _Settings:
-    """Return the defaults, overridden by the keys the user wrote, null included."""
-    return defaults.model_copy(update={key: getattr(user, key) for key in user.model_fields_set})
+    A null degree of weights, gradients or optimizer states does not: only the secondary copy can be left out.
+    """
+    own = {key: getattr(config, key) for key in config.model_fields_set}
+    block = {**scheme, **{key: value for key, value in own.items() if value is not None or key == "secondary"}}
+    for key in ("quantize", "sync") if config.sync.MODE == DenseSync.MODE else ("quantize",):
+        block[key] = {**scheme.get(key, {}), **getattr(config, key).model_dump(exclude_unset=True)}
+    return ZeroTopoConfig(**{key: block["weights"] if value == SAME else value for key, value in block.items()})
 
 
 def _notes(
-    config: ZeroTopoConfig,
-    resolved: ResolvedConfig,
-    places: Places,
-    secondary_dropped: bool,
-    refused: str | None,
+    config: ZeroTopoConfig, block: ZeroTopoConfig, resolved: ResolvedConfig, refused: str | None
 ) -> Iterator[str]:
-    """Yield a line for each choice; ``refused`` is the setting that excludes the scheme's INT8 weights."""
+    """Yield a line for each choice.
+
+    Args:
+        config: the user's block.
+        block: the user's block completed by the scheme.
+        resolved: the result.
+        refused: the setting that excludes the scheme's INT8 weights, or None.
+    """
     scheme, plan, topology, resident = resolved.scheme, resolved.plan, resolved.topology, resolved.resident_spec
     given = "" if config.scheme or scheme is None else " (the default)"
-    yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, places)}"
+    yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, block)}"
     if scheme == "mics" and config.weights is None:
         yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
-    if plan.weights == 1 and plan.world_size > 1 and places[0] != "rank":
-        yield _all_weights_note(places[0], topology)
-    if secondary_dropped:
+    if plan.weights == 1 and plan.world_size > 1 and block.weights != "rank":
+        yield _all_weights_note(block.weights, topology)
+    if plan.weights == 1 and block.secondary is not None:
         yield "no secondary copy of the weights: every rank stores all of them, so the backward pass gathers nothing"
     if plan.gradients < plan.world_size:
         groups = plan.world_size // plan.gradients
@@ -233,11 +221,12 @@ def _notes(
         yield f"reduce-scatter of gradients in two steps: {steps[0]} ranks inside a node, then {steps[1]} nodes"
 
 
-def _placement(resolved: ResolvedConfig, places: Places) -> str:
+def _placement(resolved: ResolvedConfig, block: ZeroTopoConfig) -> str:
     words = []
-    for role, place, degree in zip(ROLES, places, resolved.plan.degrees().values(), strict=True):
+    for role, degree in resolved.plan.degrees().items():
         if degree is None:
             continue
+        place = getattr(block, role)
         spec = getattr(resolved, f"{role}_spec", None)
         ranks = f"{degree} rank{'s' if degree > 1 else ''}"
         where = f"{place} ({ranks})" if isinstance(place, str) else ranks
@@ -245,7 +234,7 @@ def _placement(resolved: ResolvedConfig, places: Places) -> str:
     return ", ".join(words)
 
 
-def _all_weights_note(place: str | int, topology: Topology) -> str:
+def _all_weights_note(place: Degree | None, topology: Topology) -> str:
     unit = f"{place} domain has one rank" if isinstance(place, str) else f"weights degree is {place}"
     wider = next((name for name in ("node", "world") if topology.degree(name) > 1), "world")
     return f'{unit} on this machine: every rank stores all weights; set "weights": "{wider}" to shard them'

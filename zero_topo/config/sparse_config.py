@@ -29,17 +29,15 @@ import importlib.util
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, StrictBool
 
 from zero_topo.config.sync_config import (
     FP32,
     ITEMSIZES,
     Dtype,
-    Kept,
     Move,
-    Scratch,
     SyncSettings,
     gather_moves,
     reduce_moves,
@@ -53,6 +51,7 @@ SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, 
 PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
 LEAST_RUN = 60_000_000  # elements of a run: 16 runs of a large model, a few layers in each, so few launches
+Density = Annotated[float, Field(gt=0, le=1)]
 Select = Literal["parameter", "run", "all"]
 SELECT = (
     'Of what the largest elements are selected: "parameter" of each parameter, "run" of each run of at most '
@@ -79,18 +78,15 @@ def replicated(plan: Plan) -> bool:
 class SparseSync(SyncSettings):
     """What all sparse modes have in common."""
 
-    density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank selects.")
+    density: Density = Field(0.01, description="Share of the elements that a rank selects.")
     select: Select = Field("all", description=SELECT)
-    error_feedback: bool = Field(
+    error_feedback: StrictBool = Field(
         True,
-        strict=True,
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next step. Costs 4 bytes "
         "for each element of the gradient shard.",
     )
-    offload_residual: bool = Field(
-        False,
-        strict=True,
-        description="Keep the residual in the host's memory and bring it to the device once a step.",
+    offload_residual: StrictBool = Field(
+        False, description="Keep the residual in the host's memory and bring it to the device once a step."
     )
     value_dtype: Dtype = Field(
         "fp32",
@@ -100,16 +96,15 @@ class SparseSync(SyncSettings):
         ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
     )
     exclude: tuple[str, ...] = Field((), description="Parameters to reduce densely after all: shell patterns.")
-    dense_vectors: bool = Field(
-        True, strict=True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
+    dense_vectors: StrictBool = Field(
+        True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )
-    start: int = Field(0, ge=0, description="Optimizer steps at the beginning that reduce everything.")
-    start_density: float = Field(
-        0.25, gt=0, le=1, description="Density of the step after start, if there is a warm-up; DGC begins with 0.25."
+    start: NonNegativeInt = Field(0, description="Optimizer steps at the beginning that reduce everything.")
+    start_density: Density = Field(
+        0.25, description="Density of the step after start, if there is a warm-up; DGC begins with 0.25."
     )
-    warmup: int = Field(
+    warmup: NonNegativeInt = Field(
         0,
-        ge=0,
         description="Steps after start over which the density goes geometrically from start_density to density, as in "
         "DGC (arXiv 1712.01887, section 3.4).",
     )
@@ -151,44 +146,39 @@ class SparseSync(SyncSettings):
         back = gather_moves(plan, (plan.optimizer, inner[1]), rows) if plan.optimizer < inner[1] else []
         return reduce_moves(plan, inner, rows) + across + back
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return the bytes of an FP32 residual of all elements that the peers reduce."""
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
+        """Return the bytes of an FP32 residual of all elements that the peers reduce, and no masks."""
         peers = sync_peers(plan)
-        return Kept(peers * columns * FP32 if self.error_feedback and not self.offload_residual and peers > 1 else 0)
+        return peers * columns * FP32 if self.error_feedback and not self.offload_residual and peers > 1 else 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the largest moment; see Note [At the peak].
 
         The FP32 reduction inside the node, or a dense reduction before ``start``, counts if it needs more.
         """
         inner, peers, width = sync_hops(plan)[0], sync_peers(plan), sum(run)
         if peers == 1:
-            return Scratch()
+            return 0, 0
         mode, table = self.busiest, FP32 * peers * width
         rows = (peers if replicated(plan) else 0 if mode.settles_own_row else 1) * itemsize
         rounds = ITEMSIZES[self.value_dtype] % FP32 if self.start else 0
         errors = FP32 if rounds and replicated(plan) else 0  # of the sums of a first step
-        own, others = (
-            rows * part + max(errors * part, mode.kept_bytes(part, plan)) for part in (width, columns - width)
-        )
+        kept, peak, settling = mode.run_bytes(width, plan, rows * width)
+        later, _, _ = mode.run_bytes(columns - width, plan, 0)
+        own, others = (rows * n + max(errors * n, stored) for n, stored in ((width, kept), (columns - width, later)))
         within = 2 * table * (inner[1] // inner[0]) if inner is not None else 0
         dense = self.dense_bytes(width, plan, rows * width) if self.start else 0
-        made = max(table + within, dense, mode.made_bytes(width, plan, rows * width))
-        settled = own + table + max(rounds * peers * width, mode.settling_bytes(width, plan))
-        return Scratch(round(others + max(made, settled)), round(own + others))
+        made = max(table + within, dense, peak)
+        settled = own + table + max(rounds * peers * width, settling)
+        return round(others + max(made, settled)), round(own + others)
 
     @abstractmethod
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes that runs keep until the step is decided, overwritten gradients excluded.
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Return the bytes of a run, or of several as if they were one: kept, at the peak of the exchange, settling.
 
-        Args:
-            columns: ``m``, elements of a row of these runs.
-            plan: says how many peers there are, and whether they need more than one row.
-        """
-
-    @abstractmethod
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the bytes at the peak of a run's exchange, with gradient plus residual and all that the run keeps.
+        1. What is kept until the step is decided, overwritten gradients excluded.
+        2. The peak of the exchange: gradient plus residual, the scratch, and all that is kept.
+        3. The scratch of subtracting what was sent, once the step is decided.
 
         Args:
             columns: ``m``, elements of a row of the run.
@@ -200,10 +190,6 @@ class SparseSync(SyncSettings):
     def settles_own_row(self) -> bool:
         """Return whether runs keep the new residual of the own row, in place of its overwritten gradients."""
         return False
-
-    def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the scratch bytes of subtracting what a run sent."""
-        return FP32 * self.density * sync_peers(plan) * columns
 
     @abstractmethod
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
@@ -231,22 +217,19 @@ class SparseSync(SyncSettings):
 class MaskedSync(SparseSync):
     """What modes have in common that send the elements of a mask, without indices."""
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the rounding errors of the own sums, if they are sent back."""
-        return FP32 * columns if ITEMSIZES[self.value_dtype] < FP32 and replicated(plan) else 0
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep the rounding errors of the own sums, if they are sent back; exchange all elements or those of a mask.
 
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the larger of an exchange of all elements and one with a boolean mask and its elements."""
-        n, rows = sync_peers(plan) * columns, 1 if replicated(plan) else 1 / sync_peers(plan)
-        kept = self.density * n
-        sent = FP32 * n + 2 * FP32 * kept + max(n, (FP32 + ITEMSIZES[self.value_dtype] % FP32) * kept)
-        received = 8 * kept * rows + self.dense_bytes(columns, plan, overwritten, self.density)
-        return max(self.dense_bytes(columns, plan, overwritten), sent, received)
-
-    def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the scratch bytes of computing the rounding errors of all elements, or of those under the mask."""
-        n, rounded = sync_peers(plan) * columns, ITEMSIZES[self.value_dtype] % FP32
-        return max(rounded * n, n + 8 * self.density * n, (12 + rounded) * self.density * n)
+        At the end the rounding errors of all elements, or of those under the mask, are computed.
+        """
+        peers, rounded = sync_peers(plan), ITEMSIZES[self.value_dtype] % FP32
+        n, rows = peers * columns, 1 if replicated(plan) else 1 / peers
+        masked = self.density * n
+        sent = FP32 * n + 2 * FP32 * masked + max(n, (FP32 + rounded) * masked)
+        received = 8 * masked * rows + self.dense_bytes(columns, plan, overwritten, self.density)
+        errors = FP32 * columns if rounded and replicated(plan) else 0
+        settling = max(rounded * n, n + 8 * masked, (12 + rounded) * masked)
+        return errors, max(self.dense_bytes(columns, plan, overwritten), sent, received), settling
 
 
 class PickingSync(SparseSync):
@@ -262,39 +245,22 @@ class PickingSync(SparseSync):
 
     select: Literal["run", "all"] = Field("all", description=SELECT)
 
-    @property
-    def by_row(self) -> bool:
-        """Return whether an index counts within a row, because the row's owner sums it."""
-        return False
-
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the number of selected elements that a rank sends.
-
-        Args:
-            numel: ``n``, elements that the peers reduce.
-            plan: gives the number of peers, and whether they need more than one row.
-        """
-        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1)
-
-    def record_bytes(self, numel: int, plan: Plan) -> int:
-        """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
-        return index_bytes(numel // sync_peers(plan) if self.by_row else numel) + ITEMSIZES[self.value_dtype]
+    def record_bytes(self, numel: int) -> int:
+        """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements."""
+        return index_bytes(numel) + ITEMSIZES[self.value_dtype]
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of all selected elements sent."""
+        """Return the bytes of the selected elements, sent to every peer."""
         numel = sync_peers(plan) * sum(widths)
-        return self.picks(numel, plan) * self.record_bytes(numel, plan)
+        return share(self.ROOM * self.density, numel) * (sync_peers(plan) - 1) * self.record_bytes(numel)
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the selected elements."""
-        return PICK_BYTES * self.ROOM * self.density * sync_peers(plan) * columns
-
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the peak of selecting, and of receiving and adding up all selected elements of all peers."""
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep the selected elements; select, or receive and add up all selected elements of all peers."""
         peers = sync_peers(plan)
         n, k = peers * columns, self.ROOM * self.density * peers * columns
         summed = max(SORTING_BYTES * peers * k, PICK_BYTES * peers * k + 4 * n + overwritten)
-        return PICK_BYTES * k + max((FP32 + self.SELECTING) * n, summed)
+        kept = PICK_BYTES * k
+        return kept, kept + max((FP32 + self.SELECTING) * n, summed), FP32 * self.density * n
 
 
 class TopkASync(PickingSync):
@@ -322,29 +288,26 @@ class TopkDsaSync(PickingSync):
         description="Sparse reduce-scatter of the selected elements, then an all-gather that may turn dense (SparCML).",
     )
 
-    @property
-    def by_row(self) -> bool:
-        """Return True: owners sum their rows."""
-        return True
-
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count for each owner's part, then for the sums that all peers get.
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes of each owner's part, with indices into its row, then of the sums that all peers get.
 
         A region has at most ``k`` sums; it is sent dense if that is shorter.
         """
-        k, peers = self.density * numel, sync_peers(plan)
-        dense = numel / peers * 4 / self.record_bytes(numel, plan)
-        return k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)
+        row, peers = sum(widths), sync_peers(plan)
+        k, record = self.density * peers * row, self.record_bytes(row)
+        dense = row * 4 / record
+        return (k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)) * record
 
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the peak of selecting, of summing, and, if all rows are needed, of receiving them sparse or dense."""
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """At the peak select, sum, or, if all rows are needed, receive them sparse or dense."""
         peers, row = sync_peers(plan), 4 * columns
         n, k = peers * columns, self.density * peers * columns
         back: float = row + overwritten
         if replicated(plan):
-            sparse = k * self.record_bytes(n, plan) < row
+            sparse = k * self.record_bytes(columns) < row
             back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
-        return PICK_BYTES * k + max(8 * n, SORTING_BYTES * k, back)
+        kept, _, settling = super().run_bytes(columns, plan, overwritten)
+        return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
 
 
 class GTopkSync(PickingSync):
@@ -354,19 +317,17 @@ class GTopkSync(PickingSync):
         "gtopk", description="Pairwise sums in a tree, the largest elements chosen anew at each level (gTopk)."
     )
 
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the number of elements that the tree's root sends: fewest on the way up, most on the way down."""
-        return self.density * numel * (sync_peers(plan) - 1).bit_length()
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes that the tree's root sends: fewest on the way up, most on the way down."""
+        numel = sync_peers(plan) * sum(widths)
+        return self.density * numel * (sync_peers(plan) - 1).bit_length() * self.record_bytes(numel)
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the selected elements, and at each level of those that are not passed on."""
-        levels = (sync_peers(plan) - 1).bit_length()
-        return (1 + levels) * super().kept_bytes(columns, plan)
-
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the peak of selecting, and of the sums."""
-        n, picks = sync_peers(plan) * columns, super().kept_bytes(columns, plan)
-        return max(8 * n + picks, 4 * n + self.kept_bytes(columns, plan) + picks + overwritten)
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep also at each level the elements that are not passed on; at the peak select or sum."""
+        n, levels = sync_peers(plan) * columns, (sync_peers(plan) - 1).bit_length()
+        picks, _, settling = super().run_bytes(columns, plan, overwritten)
+        kept = (1 + levels) * picks
+        return kept, max(8 * n + picks, 4 * n + kept + picks + overwritten), settling
 
 
 class OkTopkSync(PickingSync):
@@ -381,9 +342,8 @@ class OkTopkSync(PickingSync):
         "elements, without thresholds. A run is sent as soon as its gradients are final, and reuses the scratch memory "
         'of the run before it. "all" selects of all parameters, after the last gradient.',
     )
-    sharded: bool = Field(
+    sharded: StrictBool = Field(
         False,
-        strict=True,
         description="Regions are the optimizer shards and sums stay with their owners, with all of these' own rows: "
         "about 2k words in place of 4k. Needs an optimizer that is sharded over the world.",
     )
@@ -403,41 +363,37 @@ class OkTopkSync(PickingSync):
             '"optimizer": "world", or "sharded": false'
         )
 
-    @property
-    def by_row(self) -> bool:
-        """Return whether owners sum their rows: if the sums stay with them, or rows are selected one by one."""
-        return self.sharded or not self.whole
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
+        """Return the bytes of each owner's part, then of an equal share of ``k`` sums for all unless the sums stay.
 
-    def picks(self, numel: int, plan: Plan) -> float:
-        """Return the count for each owner's part, then an equal share of ``k`` sums for all unless the sums stay."""
-        row = numel / sync_peers(plan)
-        part = (sync_peers(plan) - 1) * (self.density * row if self.whole else share(self.density, round(row)))
-        return part if self.sharded else 2 * part
+        Indices count within a row if its owner sums it: the sums stay with it, or rows are selected one by one.
+        """
+        row, peers = sum(widths), sync_peers(plan)
+        part = (peers - 1) * (self.density * row if self.whole else share(self.density, row))
+        record = self.record_bytes(row if self.sharded or not self.whole else peers * row)
+        return (part if self.sharded else 2 * part) * record
 
     @property
     def settles_own_row(self) -> bool:
         """Return whether the owner keeps the sums that it does not choose."""
         return self.sharded
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the selected elements, and of the sums of the own row that are not chosen."""
-        return super().kept_bytes(columns, plan) + (FP32 * columns if self.sharded else 0)
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep also the sums of the own row that are not chosen.
 
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the peak of summing, and of a row with magnitudes to select from or with all chosen sums."""
-        peers, row = sync_peers(plan), 4 * columns
-        n, k = peers * columns, self.density * peers * columns
-        summing = SORTING_BYTES * k + (4 * n if self.whole else 0)
-        return PICK_BYTES * k + row + max(8 * n, summing)
+        At the peak sum, or store a row with magnitudes to select from or with all chosen sums.
+        """
+        n, row = sync_peers(plan) * columns, 4 * columns
+        picks, _, settling = super().run_bytes(columns, plan, overwritten)
+        summing = SORTING_BYTES * self.density * n + (4 * n if self.whole else 0)
+        return picks + (row if self.sharded else 0), picks + row + max(8 * n, summing), settling
 
 
 class RadiusSync(MaskedSync):
     """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
-    density: float = Field(
-        0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects."
-    )
+    density: Density = Field(0.4, description="Share of each owner's slice of each parameter that the mask selects.")
     select: Literal["parameter"] = Field("parameter", description=SELECT)
     value_dtype: Dtype = Field(
         "bf16", description="Type of the values as sent; error feedback adds the rounding error to the residual."
@@ -445,9 +401,8 @@ class RadiusSync(MaskedSync):
     interval: int = Field(
         200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
     )
-    start: int = Field(
+    start: NonNegativeInt = Field(
         0,
-        ge=0,
         description="Optimizer steps at the beginning that reduce everything. The paper starts to sparsify after 15 to "
         "20% of the training; after 5% it found the loss hurt. At 0 the first mask means little: Adam's first update "
         "is the sign of the gradient, equally large everywhere.",
@@ -470,11 +425,10 @@ class RadiusSync(MaskedSync):
         """Return the bytes of ``width`` values to each peer, twice if the sums are also sent back to all peers."""
         return (2 if replicated(plan) else 1) * (sync_peers(plan) - 1) * width * ITEMSIZES[self.value_dtype]
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return a residual, and a bit per element that the peers reduce; each of the ``P`` rows is packed alone."""
         peers = sync_peers(plan)
-        masks = peers * -(-columns // 8) if peers > 1 else 0
-        return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
+        return super().memory(plan, columns, loss_scaled)[0], peers * -(-columns // 8) if peers > 1 else 0
 
 
 class ScapeSync(MaskedSync):
@@ -485,13 +439,8 @@ class ScapeSync(MaskedSync):
     mode: Literal["scape"] = Field(
         "scape", description="The momentum's largest elements, chosen a step before (SCAPE, with the AdamS optimizer)."
     )
-    density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask selects.")
-    start_density: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Density of the first step, if there is a warm-up.",
-    )
+    density: Density = Field(0.1, description="Share of each rank's optimizer shard that the mask selects.")
+    start_density: Density = Field(1.0, description="Density of the first step, if there is a warm-up.")
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return the moves of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
@@ -508,24 +457,17 @@ class ScapeSync(MaskedSync):
         ways = 2 if replicated(plan) else 1
         return (sync_peers(plan) - 1) * (ways * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
-        rows, kept = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
-        return Kept(kept.residual + FP32 * columns, 2 * rows * -(-columns // 8)) if sync_peers(plan) > 1 else kept
+        rows, (residual, masks) = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
+        return (residual + FP32 * columns, 2 * rows * -(-columns // 8)) if sync_peers(plan) > 1 else (residual, masks)
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the own row of the next mask, and of the rounding errors of the own sums."""
-        return columns + super().kept_bytes(columns, plan)
-
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the larger of selecting and of an exchange."""
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep also the own row of the next mask, which is selected at the peak, or later its momentum."""
+        errors, exchange, settling = super().run_bytes(columns, plan, overwritten)
         selecting = (PART_BYTES if self.select == "parameter" else 2 * FP32) * columns
-        exchange = columns + super().made_bytes(columns, plan, overwritten)
-        return max(FP32 * sync_peers(plan) * columns + selecting, exchange)
-
-    def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of every masked mode, or of the own row's momentum under its mask."""
-        return max((FP32 + 1) * columns, super().settling_bytes(columns, plan))
+        made = max(FP32 * sync_peers(plan) * columns + selecting, columns + exchange)
+        return columns + errors, made, max((FP32 + 1) * columns, settling)
 
 
 class TernarySync(SparseSync):
@@ -534,7 +476,7 @@ class TernarySync(SparseSync):
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
     )
-    density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank selects.")
+    density: Density = Field(0.05, description="Share of the elements of each block that a rank selects.")
     select: Literal["run", "all"] = Field(
         "run",
         description='Of what blocks are cut: "run" of each run of at most reduce_bucket_size elements, which is sent '
@@ -574,22 +516,17 @@ class TernarySync(SparseSync):
         row = -(-blocks * self.block_bits // 8) + blocks * ITEMSIZES[self.value_dtype]
         return ways * (sync_peers(plan) - 1) * row
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the packets sent, and of the residual of the own row."""
-        blocks = -(-columns // TERNARY_BLOCK)
-        return blocks * (sync_peers(plan) * self.block_bits / 8 + FP32 * TERNARY_BLOCK)
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep the packets sent and the residual of the own row.
 
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the larger of encoding the padded blocks, and of decoding what is received and delivering the sums."""
-        peers, blocks = sync_peers(plan), -(-columns // TERNARY_BLOCK)
-        encoding = (peers - 1) * blocks * (self.picks * (26 + 4 * self.low_bits) + self.block_bits)
+        At the peak encode the padded blocks, or decode what is received and deliver the sums. At the end the packets of
+        all other peers are unpacked to values with their indices.
+        """
+        peers, blocks, others = sync_peers(plan), -(-columns // TERNARY_BLOCK), sync_peers(plan) - 1
+        kept = blocks * (peers * self.block_bits / 8 + FP32 * TERNARY_BLOCK)
+        settling = others * blocks * (1.125 * self.block_bits + self.picks * (16 + max(24, 5 * self.low_bits)))
+        encoding = others * blocks * (self.picks * (26 + 4 * self.low_bits) + self.block_bits)
         row = FP32 * TERNARY_BLOCK + (8 + FP32) * self.picks  # of the sums, with their indices
         sums = (row * peers * blocks if replicated(plan) else 0) + overwritten
         padded = FP32 * peers * TERNARY_BLOCK * blocks
-        summing = self.kept_bytes(columns, plan) + max(self.settling_bytes(columns, plan), sums)
-        return max(FP32 * peers * columns + padded + encoding, summing)
-
-    def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of packets of all other peers, unpacked, and of the values with their indices."""
-        blocks = (sync_peers(plan) - 1) * -(-columns // TERNARY_BLOCK)
-        return blocks * (1.125 * self.block_bits + self.picks * (16 + max(24, 5 * self.low_bits)))
+        return kept, max(FP32 * peers * columns + padded + encoding, kept + max(settling, sums)), settling

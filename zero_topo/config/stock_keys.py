@@ -34,8 +34,6 @@ GONE = (LOCO, MICS, MICS_HOPS)
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
 ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
-FED_BACK: Mapping[str, Any] = {"mode": "quantized", "bits": 4, "error_feedback": True}
-_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,16 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         base = base_block(active)
         config[ROOT] |= base
         if base:
-            lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {_json(base)}')
+            lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {json.dumps(base)}')
+    wishes = _wishes(active)
     for key, value in active.items():
-        written = f"{ZERO}.{key} = {as_json(value)}"
-        wishes = dict(_wishes(key, active))
-        contradicted = [path for path, wanted in wishes.items() if _contradicts(block, path, wanted)]
-        if contradicted:
-            path = contradicted[0]
-            wanted, theirs = _json(wishes[path]), as_json(_found(block, path))
-            name = ".".join((ROOT, *path))
-            problems.append(f"{written}: it means {name} = {wanted}, which is {theirs}; remove one of the two")
+        written, wish = f"{ZERO}.{key} = {as_json(value)}", wishes.get(key, {})
+        if contradiction := _contradiction(block, wish, ROOT):
+            problems.append(f"{written}: it means {contradiction}; remove one of the two")
             continue
         del config[ZERO][key]
-        lines.append(f"{written} {_told(key, active, wishes)}")
-        for path, wanted in wishes.items():
-            if _found(block, path) is _ABSENT:
-                _set(config[ROOT], path, wanted)
+        lines.append(f"{written} {_effect(key, active, wish)}")
+        config[ROOT] = _filled(config[ROOT], wish)
     return Translation(config, tuple(lines), tuple(problems))
 
 
@@ -145,68 +137,45 @@ def _offloads_parameters(zero: Mapping[str, Any]) -> bool:
     return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
 
-Path = tuple[str, ...]
+def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the keys of the block for which each stock key stands; none or empty if the other keys disable it."""
+    if MICS in active:
+        return {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
+    loco, gradients, weights = (each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS))
+    fed_back = {"mode": "quantized", "bits": 4, "error_feedback": True}
+    return {
+        HPZ: {"secondary": int(active.get(HPZ, 0)), **({"quantize": {"secondary": "int8"}} if weights else {})},
+        QUANTIZED_WEIGHTS: {"quantize": {"weights": "int8"}},
+        QUANTIZED_GRADIENTS: {} if loco else {"quantize": {"gradients": "int4"}},
+        LOCO: {"gradients": "node", "sync": fed_back} if gradients else {},
+    }
 
 
-def _wishes(key: str, active: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) of the block's keys for a stock key; nothing if the other keys disable it."""
-    if key == MICS:
-        yield from ((("scheme",), "mics"), (("weights",), int(active[key])))
-    elif key == MICS_HOPS and MICS in active:
-        yield ("two_hop",), True
-    elif MICS in active:
-        return
-    elif key == HPZ:
-        yield ("secondary",), int(active[key])
-        if QUANTIZED_WEIGHTS in active:
-            yield ("quantize", "secondary"), "int8"
-    elif key == QUANTIZED_WEIGHTS:
-        yield ("quantize", "weights"), "int8"
-    elif key == QUANTIZED_GRADIENTS and LOCO not in active:
-        yield ("quantize", "gradients"), "int4"
-    elif key == LOCO and QUANTIZED_GRADIENTS in active:
-        yield from ((("gradients",), "node"), (("sync",), FED_BACK))
-
-
-def _told(key: str, active: Mapping[str, Any], wishes: Mapping[Path, Any]) -> str:
-    if wishes:
-        merged: dict[str, Any] = {}
-        for path, wanted in wishes.items():
-            _set(merged, path, wanted)
-        return f'is taken as "{ROOT}": {_json(merged)}'
+def _effect(key: str, active: Mapping[str, Any], wish: Mapping[str, Any]) -> str:
+    if wish:
+        return f'is taken as "{ROOT}": {json.dumps(wish)}'
     if key == QUANTIZED_GRADIENTS and MICS not in active:
         return f"is taken together with {LOCO}"
     missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HOPS: f"does nothing without {MICS}"}
     return f"is left out: it {f'does nothing with {MICS}' if MICS in active else missing[key]}"
 
 
-def _contradicts(block: Mapping[str, Any], path: Path, wanted: Any) -> bool:
-    """Return whether the block sets a different value; missing keys do not contradict."""
-    found = _found(block, path)
-    if found is _ABSENT or not isinstance(wanted, Mapping):
-        return found is not _ABSENT and found != wanted
-    return not isinstance(found, Mapping) or any(found.get(key, wanted[key]) != wanted[key] for key in wanted)
+def _contradiction(block: Mapping[str, Any], wish: Mapping[str, Any], path: str) -> str | None:
+    """Return the first key that the block sets to a different value, with both values; missing keys do not differ."""
+    for key, wanted in wish.items():
+        theirs, name = block.get(key, wanted), f"{path}.{key}"
+        if isinstance(theirs, Mapping) and isinstance(wanted, Mapping):
+            if found := _contradiction(theirs, wanted, name):
+                return found
+        elif theirs != wanted:
+            return f"{name} = {json.dumps(wanted)}, which is {as_json(theirs)}"
+    return None
 
 
-def _found(block: Any, path: Path) -> Any:
-    """Return the value at a path of the block, or the non-object at which the path ends early."""
-    for key in path:
-        if not isinstance(block, Mapping):
-            return block
-        if key not in block:
-            return _ABSENT
-        block = block[key]
-    return block
-
-
-def _json(value: Any) -> str:
-    return json.dumps(dict(value) if isinstance(value, Mapping) else value)
-
-
-def _set(block: dict[str, Any], path: Path, value: Any) -> None:
-    for key in path[:-1]:
-        block = block.setdefault(key, {})
-    block[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+def _filled(block: Mapping[str, Any], wish: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block with the keys of the wish that it lacks."""
+    both = {key: _filled(block[key], value) for key, value in wish.items() if isinstance(value, dict) and key in block}
+    return {**block, **{key: value for key, value in wish.items() if key not in block}, **both}
 
 
 def _ranks(value: Any, least: int) -> bool:

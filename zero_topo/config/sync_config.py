@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import NF4, BlockSpec
@@ -51,25 +51,6 @@ def reduce_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
     return [Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False) for lo, hi in groups]
 
 
-class Kept(NamedTuple):
-    """Holds the bytes that a mode stores on a rank between steps."""
-
-    residual: int = 0
-    masks: int = 0
-
-
-class Scratch(NamedTuple):
-    """Holds the scratch bytes of a mode on a rank, in addition to the shards and to :class:`Kept`.
-
-    Attributes:
-        peak: the most bytes at one time, ``kept`` included.
-        kept: the part that stays allocated until it is decided whether the step is skipped.
-    """
-
-    peak: int = 0
-    kept: int = 0
-
-
 class SyncSettings(StrictModel):
     """Settings of one mode; each subclass adds the key ``mode``, its own, and its formulas.
 
@@ -78,7 +59,7 @@ class SyncSettings(StrictModel):
         OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
 
     Raises:
-        TypeError: where a mode is defined without a formula.
+        TypeError: where a mode without a formula is used; Python's error for an abstract class names the formula.
     """
 
     MODE: ClassVar[str]
@@ -88,8 +69,6 @@ class SyncSettings(StrictModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         if "mode" in cls.model_fields:
             cls.MODE = cls.model_fields["mode"].default
-            if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-                raise TypeError(f"the sync mode {cls.MODE} has no formula for {', '.join(missing)}; define it")
 
     @property
     def whole(self) -> bool:
@@ -124,8 +103,8 @@ class SyncSettings(StrictModel):
         """
 
     @abstractmethod
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return the bytes that a rank stores between steps.
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
+        """Return the bytes of the residual and of the masks that a rank stores between steps.
 
         Args:
             plan: the degrees.
@@ -134,8 +113,10 @@ class SyncSettings(StrictModel):
         """
 
     @abstractmethod
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Return the scratch bytes of a rank in a sync.
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
+        """Return the scratch bytes of a rank in a sync, in addition to the shards and to :meth:`memory`.
+
+        They are the peak, and the part of it that is kept until it is decided whether the step is skipped.
 
         Args:
             plan: the degrees.
@@ -182,14 +163,14 @@ class DenseSync(SyncSettings):
         row, shard = sum(widths) * itemsize, plan.gradients if self.reduce == "all_reduce" else plan.optimizer
         return reduce_moves(plan, plan.hop("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return zero bytes: this mode stores nothing between steps."""
-        return Kept()
+        return 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the buffers sent to the owners of all rows, and of the equally large ones received."""
         rows = plan.world_size // plan.gradients
-        return Scratch(peak=2 * rows * sum(run) * itemsize if rows > 1 else 0)
+        return 2 * rows * sum(run) * itemsize if rows > 1 else 0, 0
 
 
 class QuantizedSync(SyncSettings):
@@ -204,9 +185,8 @@ class QuantizedSync(SyncSettings):
     block_size: BlockSize = Field(
         256, description="Elements of INT8 and INT4 that share one scale; no block holds values of two parameters."
     )
-    error_feedback: bool = Field(
+    error_feedback: StrictBool = Field(
         True,
-        strict=True,
         description="Keep what quantization took away and add it at the next step. It stays in the gradient shard, "
         "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each gradient element a "
         "rank sends.",
@@ -239,11 +219,11 @@ class QuantizedSync(SyncSettings):
         across = reduce_moves(plan, outer, rows_message(1, widths, self.spec, itemsize))
         return within + across + gather_moves(plan, (plan.optimizer, plan.world_size), row)
 
-    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
-        return Kept((sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0)
+        return (sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
         """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where those are needed.
 
         Rows are copied if they are summed inside the node first, or if reduced rows are sent back. Received gradients
@@ -251,10 +231,10 @@ class QuantizedSync(SyncSettings):
         """
         inner, peers = sync_hops(plan)[0], sync_peers(plan)
         if peers == 1:
-            return Scratch()
+            return 0, 0
         replicated = plan.optimizer < plan.world_size
         table = FP32 * peers * sum(run) if inner is not None or replicated else 0
         kept = FP32 * peers * columns if replicated and self.error_feedback else 0
         summed = 2 * plan.world_size // plan.gradients * sum(run) * itemsize if inner else 0
         message = rows_message(peers, run, self.spec, itemsize)
-        return Scratch(max(kept, table) + max(summed, 2 * message), kept)
+        return max(kept, table) + max(summed, 2 * message), kept

@@ -21,10 +21,10 @@ Note [Safe loads]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, SparseSync, replicated
@@ -32,7 +32,7 @@ from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
 
 RATIOS = (10, 4, 2)
-PAPER_ZEROS = ((2, 0.80), (4, 0.90), (10, 0.9875))
+PAPER_ZEROS = {2: 0.80, 4: 0.90, 10: 0.9875}
 SAFE_LOAD = 0.57
 BLOCK = 1024
 LEAST_BLOCKS = 64
@@ -81,21 +81,19 @@ class TagcSync(SparseSync):
         "and values.",
     )
 
-    @model_validator(mode="before")
+    @field_validator("density")
     @classmethod
-    def _refuse_density(cls, block: Any) -> Any:
-        if isinstance(block, Mapping) and "density" in block:
-            raise ValueError(
-                "density is not a setting of the mode tagc, where a rank selects 1 - theta of the elements; set theta, "
-                "or leave it to ratio"
-            )
-        return block
+    def _refuse_density(cls, density: float) -> float:
+        raise ValueError(
+            "is not a setting of the mode tagc, where a rank selects 1 - theta of the elements; set theta, or leave it "
+            "to ratio"
+        )
 
     def zeros(self, peers: int) -> float:
         """Return the share of elements a rank does not select when ``peers`` ranks reduce; see Note [Safe loads]."""
         if self.theta is not None:
             return self.theta
-        return max(dict(PAPER_ZEROS)[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
+        return max(PAPER_ZEROS[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
 
     def scheduled(self, peers: int) -> Self:
         """Return settings with the density that a rank selects when ``peers`` ranks reduce: the end of a warm-up."""
@@ -106,7 +104,7 @@ class TagcSync(SparseSync):
         """Return the settings of the step that sends most, the steps before ``start`` excepted."""
         if not self.warmup:
             return self
-        theta = dict(PAPER_ZEROS)[self.ratio] if self.theta is None else self.theta
+        theta = PAPER_ZEROS[self.ratio] if self.theta is None else self.theta
         return self.model_copy(update={"theta": min(theta, 1 - self.start_density)})
 
     def safe_ratio(self, union: float, width: int) -> int | None:
@@ -147,12 +145,11 @@ class TagcSync(SparseSync):
         """Return the bytes that an owner sends to each peer that needs its row: mask bits of the union, FP32 sums."""
         return -(-width // 8) + round(self._union(peers) * width) * FP32
 
-    def kept_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes of the selected elements."""
-        return PICK_BYTES * (1 - self.zeros(sync_peers(plan))) * sync_peers(plan) * columns
+    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
+        """Keep the selected elements.
 
-    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
-        """Return the largest of: selecting; masks with sketches or summed values; receiving all rows, if needed."""
+        At the peak select, store masks with sketches or summed values, or receive all rows, if they are needed.
+        """
         peers = sync_peers(plan)
         n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
         ratio, everywhere = self.safe_ratio(union, columns), 0.0
@@ -166,11 +163,7 @@ class TagcSync(SparseSync):
         masks = n + (n + columns) // 8 + columns
         selecting = (PART_BYTES - 4) * n if self.select == "parameter" else 0  # the value is there
         made = max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
-        return 4 * n + made
-
-    def settling_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the scratch bytes of subtracting the selected elements."""
-        return self.kept_bytes(columns, plan) * FP32 / PICK_BYTES
+        return PICK_BYTES * picks, 4 * n + made, FP32 * picks
 
     def _union(self, peers: int) -> float:
         """Return the share of elements that at least one of ``peers`` ranks selects, if they select independently."""

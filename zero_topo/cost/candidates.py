@@ -150,7 +150,7 @@ def _name(own: Block, config: ResolvedConfig) -> str:
         parts.append("paper's bits")
     if quantize.get("resident"):
         parts.append("resident weights")
-    elif "scheme" in own and SCHEMES[own["scheme"]].quantize.resident and config.resident_spec is None:
+    elif "scheme" in own and "resident" in _quantized(own["scheme"]) and config.resident_spec is None:
         parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:
         mode = own.get("sync", FEW_BITS["sync"])["mode"]
@@ -161,13 +161,18 @@ def _name(own: Block, config: ResolvedConfig) -> str:
 def _schemes(sparse: Sequence[str]) -> Iterator[Block]:
     for name, scheme in SCHEMES.items():
         yield {"scheme": name}
-        if scheme.quantize.gradients is None or scheme.sync != DenseSync():
+        if not _quantized(name) or "sync" in scheme:
             continue
-        coded = scheme.quantize.resident is not None
+        coded = "resident" in _quantized(name)
         for codes in (False, True):
             settings: Block = {} if codes == coded else {"quantize": {"resident": "int8" if codes else None}}
             for more in ({}, *_between_nodes(sparse, codes)):
                 yield {"scheme": name, **settings, **more}
+
+
+def _quantized(scheme: str) -> Block:
+    quantized: Block = SCHEMES[scheme].get("quantize", {})
+    return quantized
 
 
 def _between_nodes(sparse: Sequence[str], codes: bool) -> Iterator[Block]:

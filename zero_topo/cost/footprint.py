@@ -34,7 +34,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
-from zero_topo.config.sync_config import FP32, ITEMSIZES, Scratch, rows_message
+from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
 from zero_topo.cost.codes import largest_change_bytes
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, VARIANCE_BYTES, memory_bytes
 from zero_topo.cost.muon import method_of
@@ -86,13 +86,13 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     columns = sum(work.shards(config.plan))
     held |= {"optimizer": 0} if job.offload else {}
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
-    masks = config.sync.memory(config.plan, columns, False).masks
+    masks = config.sync.memory(config.plan, columns, False)[1]
     beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
-def scratch(config: ResolvedConfig, work: Workload, bucket: int) -> Scratch:
-    """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
+def scratch(config: ResolvedConfig, work: Workload, bucket: int) -> tuple[int, int]:
+    """Return the scratch bytes of sync over one bucket of parameters at a time: the peak, and what is kept after it."""
     columns = sum(work.shards(config.plan))
     limit = config.sync.run_numel(bucket, sum(work.numels))
     run = widest_run(config, replace(work, run_numel=limit))
@@ -118,21 +118,21 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
         5. Publish after the optimizer step.
     """
     plan, work = config.plan, replace(work, run_numel=job.bucket)
-    sync = scratch(config, work, job.bucket)
+    peak, kept = scratch(config, work, job.bucket)
     publish = publish_bytes(config, work)
     rows = plan.world_size // plan.optimizer * sum(work.shards(plan))
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, job.bucket, work)
     complete, coming = gathered_bytes(config, job, work.itemsize)
     computing = {"activations": activation_bytes(job, work.itemsize)}
-    beside = sync.peak if config.overlap else 0
+    beside = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (
         {"gathered": complete, **computing, "messages": beside},
         {"gathered": coming, **computing, "messages": scatter + beside},
-        {"messages": sync.peak},
-        {**step, "messages": sync.kept + (publish if config.overlap else 0)},
-        {"messages": sync.kept + publish},
+        {"messages": peak},
+        {**step, "messages": kept + (publish if config.overlap else 0)},
+        {"messages": kept + publish},
     )
 
 

@@ -52,7 +52,7 @@ def memory_bytes(
         still = replace(config, plan=replace(plan, optimizer=n))
         copied = _secondary_bytes(still, work.frozen.shards(plan), work.itemsize)
         held["frozen"] = _weights_bytes(still, work.frozen) + copied
-    residual = config.sync.memory(plan, columns, work.loss_scaled).residual
+    residual = config.sync.memory(plan, columns, work.loss_scaled)[0]
     return {**held, "residual": residual} if residual else held
 
 

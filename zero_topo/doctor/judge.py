@@ -1,6 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and prints what DeepSpeed refuses.
 
+For ``null`` in place of a config it prints the state of torch and DeepSpeed, see ``probe.py``.
 DeepSpeed's own config parser decides. It checks optimizers, schedulers and a few numbers only when it builds an engine;
 this module compares those with the installed DeepSpeed and torch.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zero_topo.doctor.probe import state
 from zero_topo.strict import as_json, cut, describe
 
 NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
@@ -37,11 +39,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     for line in sys.stdin:
+        config = json.loads(line)
         try:
-            lines = list(refusals(json.loads(line)))
+            answer = state() if config is None else list(refusals(config))
         except Exception as error:
-            lines = [f"DeepSpeed cannot read this config: {cut(' '.join(str(error).split()))}"]
-        print(json.dumps(lines), file=answers, flush=True)
+            said = cut(" ".join(str(error).split()))
+            answer = {"error": said} if config is None else [f"DeepSpeed cannot read this config: {said}"]
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:

@@ -1,22 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.doctor.probe``: prints the state of torch, DeepSpeed and the kernels as one JSON line."""
+"""Reports the state of torch, DeepSpeed and the kernels; runs in the process of ``judge.py``."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import logging
 from typing import Any
 
 
-def main() -> None:
-    """Print the object, without compiling anything."""
-    logging.disable(logging.WARNING)
-    print(json.dumps({**_torch(), **_seam(), "kernels": _kernels()}))
-
-
-def _torch() -> dict[str, Any]:
+def state() -> dict[str, Any]:
+    """Return the state, without compiling anything."""
     import torch
     import torch.distributed as dist
 
@@ -29,6 +22,8 @@ def _torch() -> dict[str, Any]:
         "nccl": available and dist.is_nccl_available(),
         "mpi4py": importlib.util.find_spec("mpi4py") is not None,
         "triton": _triton(),
+        "seam": _seam(),
+        "kernels": _kernels(),
     }
 
 
@@ -40,17 +35,15 @@ def _triton() -> str | None:
         return None
 
 
-def _seam() -> dict[str, Any]:
-    """Check whether the seam fits the installed DeepSpeed: ``seam`` is None if it does, else one line."""
+def _seam() -> str | None:
+    """Return in one line why the seam does not fit the installed DeepSpeed; None if it does."""
+    from zero_topo.hook import seam
+
     try:
-        import deepspeed  # noqa: F401  (first, for with it comes the hook, which imports the seam)
-
-        from zero_topo.hook import seam
-
         seam.check_deepspeed()
     except ImportError as error:
-        return {"seam": str(error).replace("\n", " ")}
-    return {"seam": None}
+        return str(error).replace("\n", " ")
+    return None
 
 
 def _kernels() -> dict[str, str]:
@@ -75,7 +68,3 @@ def _state(builder: Any) -> str:
     except jit.BuildError as error:
         return str(error)
     return "built"
-
-
-if __name__ == "__main__":
-    main()

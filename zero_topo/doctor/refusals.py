@@ -21,7 +21,7 @@ from zero_topo.strict import as_json, cut
 from zero_topo.versions import installed
 
 PATIENCE_S = 180.0
-"""Time limit in seconds for importing DeepSpeed; a lock left by a crashed job makes the import wait forever."""
+"""Time limit in seconds of DeepSpeed's import, which waits forever for a lock of a crashed job, and of an answer."""
 
 BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
     "train_batch_size",
@@ -62,33 +62,49 @@ def unasked() -> str | None:
     return f"DeepSpeed does not start, so what it refuses itself is not checked: {reason}; see zero-topo doctor"
 
 
+def torch_state() -> Mapping[str, Any]:
+    """Return the state of torch and DeepSpeed, see ``probe.py``; ``{"error": one line}`` if they do not start."""
+    _, reason = _program()
+    try:
+        state: dict[str, Any] = {"error": reason} if reason else _ask("null")
+    except ValueError as error:
+        return {"error": str(error)}
+    return state
+
+
 @cache
 def _program() -> tuple[subprocess.Popen[str], str | None]:
     """Return the process that runs DeepSpeed until this one ends, and why its import failed, or None."""
     command = [sys.executable, "-m", "zero_topo.doctor.judge"]
     pipe = subprocess.PIPE
     program = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
-    timer = Timer(PATIENCE_S, program.kill)
-    timer.start()
-    assert program.stdout and program.stderr
-    started = program.stdout.readline()
-    timer.cancel()
-    if started:
+    if _line(program):
         return program, None
-    *_, last = ["it did not answer", *program.stderr.read().strip().splitlines()]
+    assert program.stderr
+    *_, last = [f"it did not answer within {PATIENCE_S:.0f} s", *program.stderr.read().strip().splitlines()]
     return program, cut(last)
 
 
 @cache
-def _ask(config: str) -> tuple[str, ...]:  # cached for the next call, so it must not be changed
+def _ask(request: str) -> Any:  # cached for the next call, so it must not be changed
     program, _ = _program()
-    assert program.stdin and program.stdout
+    assert program.stdin
     try:
-        print(config, file=program.stdin, flush=True)
-        answer = tuple(map(str, json.loads(program.stdout.readline())))
+        print(request, file=program.stdin, flush=True)
+        return json.loads(_line(program))
     except (BrokenPipeError, ValueError):
         raise ValueError("DeepSpeed ended while it read this config; see zero-topo doctor") from None
-    return answer
+
+
+def _line(program: subprocess.Popen[str]) -> str:
+    """Return the program's next line; an empty one if it ends, or does not answer in time and is ended."""
+    assert program.stdout
+    timer = Timer(PATIENCE_S, program.kill)
+    timer.start()
+    try:
+        return program.stdout.readline()
+    finally:
+        timer.cancel()
 
 
 def _without_auto(block: Any) -> Any:

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_topo.doctor.refusals import torch_state
 from zero_topo.topology.presets import machine_of_cluster, preset_names
 from zero_topo.topology.probes import slurm
 from zero_topo.versions import installed
-
-PATIENCE_S = 180.0
 
 
 def interfaces_up() -> dict[str, bool]:
@@ -31,25 +27,6 @@ def interfaces_up() -> dict[str, bool]:
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of a folder's file system."""
     return shutil.disk_usage(folder).free
-
-
-def ask_torch() -> dict[str, Any]:
-    """Run ``probe.py`` in a separate process, so that an import that hangs or crashes does not affect this one.
-
-    Returns:
-        The probe's object, or ``{"error": one line}``.
-    """
-    command = [sys.executable, "-m", "zero_topo.doctor.probe"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"importing torch and DeepSpeed did not end within {PATIENCE_S:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return {"error": said[-1] if said else f"ended with status {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,7 @@ class Surroundings:
     version: Callable[[str], str | None] = installed
     interfaces: Callable[[], Mapping[str, bool]] = interfaces_up
     free: Callable[[Path], int] = free_bytes
-    torch: Callable[[], Mapping[str, Any]] = ask_torch
+    torch: Callable[[], Mapping[str, Any]] = torch_state
     python: str = platform.python_version()
     machine: str | None = None
     config: str | None = None

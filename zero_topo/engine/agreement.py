@@ -218,7 +218,7 @@ def own_seat(topology: Topology, device: torch.device) -> Seat:
         return take_seat(socket.gethostname(), None, None)
     found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
     bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    tree = ask_tools().tree if topology.ranks_per_gpu > 1 else None
+    tree = ask_tools()[0] if topology.ranks_per_gpu > 1 else None
     return take_seat(socket.gethostname(), bus_id, tree)
 
 

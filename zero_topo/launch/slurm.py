@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Writes the batch script of a Slurm job, and submits it with ``sbatch``.
 
-``job.sbatch`` is the script's template. The script is self-contained: it reads nothing from the environment in which
-it is submitted except what ``sbatch`` passes on. Each setting follows a comment with its reason and its source.
+``job.sbatch`` is the script's template, ``environment.sbatch`` that of the lines that unpack a Python environment. The
+script is self-contained: it reads nothing from the environment in which it is submitted except what ``sbatch`` passes
+on. Each setting follows a comment with its reason and its source.
 """
 
 from __future__ import annotations
@@ -23,18 +24,9 @@ import typer
 
 from zero_topo.cli.options import Force, offering
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names, without
+from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names
 
 HEADER = "# Written by zero-topo launch"
-DISTRIBUTIONS = {
-    "block": "ranks node by node, so that neighbours share a package and then a node",
-    "cyclic": "ranks dealt to the nodes in turn; zero_topo reads this and still groups them by node",
-}
-UNPACK = (
-    'mkdir -p "$1" && tar -xf "$1.tar" -C "$1" && rm "$1.tar" && export PATH="$1/bin:$PATH" '
-    "&& if command -v conda-unpack >/dev/null; then conda-unpack; fi"
-)
-"""What each node does with the archive: paths in a conda environment are those of another folder until then."""
 EXPORT = "export {0.bash}"
 WIDTH = 110
 _PLAIN = re.compile(r"[\w./:=@%+,-]+")
@@ -47,10 +39,6 @@ MachineName = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
-
-
-class _Script(Template):
-    delimiter = "@"
 
 
 @dataclass(frozen=True)
@@ -68,9 +56,6 @@ class SlurmJob:
     partition: Annotated[str | None, typer.Option(help="Slurm partition; default: the machine's.")] = None
     name: Annotated[str, typer.Option(help="Job name.")] = "zero-topo"
     log: Annotated[str, typer.Option(help="Log file; %x is the job name, %j its number.")] = "%x-%j.out"
-    distribution: Annotated[str, typer.Option(metavar="block|cyclic", help="Order of the ranks over the nodes.")] = (
-        "block"
-    )
     master_port: Port = PORT
     environment: Annotated[
         str | None,
@@ -95,8 +80,6 @@ class SlurmJob:
         target = self.target
         if not self.command:
             raise ValueError("no command to start; put it after --, as in: -- python train.py ...")
-        if self.distribution not in DISTRIBUTIONS:
-            raise ValueError(f"--distribution {self.distribution}: unknown; choose {' or '.join(DISTRIBUTIONS)}")
         if target.ranks_per_node not in (None, self.on_node):
             raise ValueError(
                 f"--ranks-per-node {self.on_node}: {target.name} has {target.ranks_per_node} on "
@@ -135,26 +118,24 @@ def script(job: SlurmJob) -> str:
     """The batch script, ready for ``sbatch``."""
     target = job.target
     asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}
-    sbatch = without((*target.sbatch, *(target.disk_sbatch if job.environment else ())), asked)
+    sbatch = (*target.sbatch, *(target.disk_sbatch if job.environment else ()))
     doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
     words = {
-        **{name: getattr(job, name) for name in ("nodes", "on_node", "ranks", "name", "log", "distribution")},
+        **{name: getattr(job, name) for name in ("nodes", "on_node", "ranks", "name", "log")},
         "header": HEADER,
         "target": target.name,
         "about": _comment(f"{target.description}. The Python environment active at submission is passed on by sbatch."),
         "asked": "".join(f"#SBATCH {option}={value}\n" for option, value in asked.items() if value is not None),
         "cpus": target.cpus_per_rank,
-        "resources": _lines(sbatch, "#SBATCH {0.use}", end=":"),
+        "resources": _lines([each for each in sbatch if asked.get(each.name) is None], "#SBATCH {0.use}", end=":"),
         "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + _environment(job),
         "port": job.master_port,
         "variables": variables + _lines(target.doctors, EXPORT, doctor),
-        "order": _comment(f"{DISTRIBUTIONS[job.distribution]} (Slurm documentation, srun).", "  "),
         "srun": _lines(target.srun, "{0.use}", indent="  "),
         "command": shlex.join(job.command),
     }
-    template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
-    return _Script(template).substitute(words)
+    return _template("job.sbatch").substitute(words)
 
 
 def submit(path: Path) -> str:
@@ -177,15 +158,12 @@ def _environment(job: SlurmJob) -> str:
     """Copy the Python environment to the disk of each node, and use it there."""
     if job.environment is None:
         return ""
-    each = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
-    return (
-        _lines(job.target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
-        + 'environment="$NODE_DISK/zero-topo-$SLURM_JOB_ID"\n'
-        + "# A failed copy may leave a part of the file: the job ends then (OLCF documentation).\n"
-        + f'sbcast --force --preserve {job.environment} "$environment.tar"\n'
-        + f"{each} bash -c '{UNPACK}' unpack \"$environment\"\n"
-        + 'export PATH="$environment/bin:$PATH"\n'
-    )
+    disk = _lines(job.target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
+    return disk + _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
+
+
+def _template(name: str) -> Template:
+    return Template(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def _lines(settings: Sequence[Setting], form: str, title: str = "", end: str = ".", indent: str = "") -> str:

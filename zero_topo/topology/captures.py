@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from zero_topo.topology.devices import PCI_KINDS, DeviceTree, merge
 from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
@@ -29,13 +28,8 @@ SIGNS: Mapping[str, tuple[str, str]] = {
 CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Holds the answers of this node's tools: the devices or None, and which tools failed and why."""
-
-    tree: DeviceTree | None = None
-    notes: tuple[str, ...] = ()
-
+Asked = tuple[DeviceTree | None, tuple[str, ...]]
+"""The answers of this node's tools: the devices or None, and which tools failed and why."""
 
 Ask = Callable[[], Asked]
 
@@ -55,7 +49,7 @@ def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing:
             notes.append(f"{tool.name} skipped: {error}")
             continue
         trees = [merged] if merged is not None else trees
-    return Asked(trees[0] if trees else None, tuple(notes))
+    return trees[0] if trees else None, tuple(notes)
 
 
 def recognise(text: str) -> Tool | None:

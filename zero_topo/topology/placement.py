@@ -38,7 +38,7 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
     Raises:
         ValueError: if the ranks fill the node and a device is missing from a package.
     """
-    notes, tree = list(asked.notes), asked.tree
+    tree, notes = asked
     if tree is None:
         return _noted(flat, notes)
     devices, how = local_devices(env, tree, flat.ranks_per_node)

@@ -7,37 +7,24 @@ a file here adds what only a launch needs and names the preset.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import Field
 
 from zero_topo.strict import Count, did_you_mean, must_be, packaged, parse_json, read, read_text, strict_dataclass
 from zero_topo.topology.presets import load_machine
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[\w./,:@%+$-]*")
-WORD = re.compile(r"[\w./,:=@%+-]+")
-
-
-def _one_line(text: str) -> str:
-    """Refuse line breaks, because a shell would run the text after them as a command, and blank texts."""
-    if not text.isprintable() or not text.strip():
-        raise ValueError
-    return text
-
-
-Line = Annotated[str, AfterValidator(_one_line), must_be("one line of text")]
+# A shell would run the text after a line break as a command.
+Line = Annotated[str, Field(pattern=r"^\P{C}*[^\p{C}\s]\P{C}*$"), must_be("one line of text")]
 
 
 @strict_dataclass
 class Setting:
     """One thing to set: an option, a module or a ``NAME=value``; what it does and who says so."""
 
-    use: Line
+    use: Annotated[str, Field(pattern=r"^[\w./,:=@%+$-]+$"), must_be("one word that needs no quotes in a script")]
     reason: Line
     source: Line
 
@@ -48,8 +35,14 @@ class Setting:
 
     @property
     def bash(self) -> str:
-        """``NAME="value"`` of a variable, for a shell that is to expand the value."""
-        name, _, value = self.use.partition("=")
+        """``NAME="value"`` of a variable, for a shell that is to expand the value.
+
+        Raises:
+            ValueError: if it is not of this form.
+        """
+        name, equals, value = self.use.partition("=")
+        if not (equals and name.isidentifier()):
+            raise ValueError(f"the variable {self.use!r} has no name or no value; write it as NAME=value")
         return f'{name}="{value}"'
 
     @property
@@ -58,19 +51,7 @@ class Setting:
         return f"{self.reason} ({self.source})"
 
 
-def _check_form(setting: Setting, form: re.Pattern[str]) -> Setting:
-    """Refuse an entry of a machine's file that is not of a form, for a shell will read it."""
-    if not form.fullmatch(setting.use):
-        raise ValueError(f"use is {setting.use!r}; it must be one word that needs no quotes in a script")
-    return setting
-
-
-Words = Annotated[
-    tuple[Annotated[Setting, AfterValidator(partial(_check_form, form=WORD))], ...], must_be("a list of objects")
-]
-Variables = Annotated[
-    tuple[Annotated[Setting, AfterValidator(partial(_check_form, form=VARIABLE))], ...], must_be("a list of objects")
-]
+Settings = Annotated[tuple[Setting, ...], must_be("a list of objects")]
 
 
 @strict_dataclass
@@ -96,12 +77,12 @@ class LaunchMachine:
     preset: str | None
     ranks_per_node: Count | None
     cpus_per_rank: Count
-    modules: Words
-    sbatch: Words
-    srun: Words
-    variables: Variables
-    disk: Variables = ()
-    disk_sbatch: Words = ()
+    modules: Settings
+    sbatch: Settings
+    srun: Settings
+    variables: Settings
+    disk: Settings = ()
+    disk_sbatch: Settings = ()
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -141,8 +122,3 @@ def load_launch_machine(setting: str) -> LaunchMachine:
             ".json file)"
         )
     return read(LaunchMachine, f"machine {setting!r}", packaged(__package__, f"{setting}.json"))
-
-
-def without(settings: tuple[Setting, ...], given: Mapping[str, Any]) -> list[Setting]:
-    """Return the settings without those whose option the user gave (``given``: option -> value or None)."""
-    return [setting for setting in settings if given.get(setting.name) is None]
