@@ -28,8 +28,7 @@ from zero_topo.config import (
 from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
-from zero_topo.cost.explain import assumed_lines, price_sentence, setting
-from zero_topo.cost.fit import planned
+from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
 from zero_topo.cost.planner import Ranking, max_params, rank_plans
 from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked

@@ -12,10 +12,9 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
-from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
-from zero_topo.cost.step import ATTENTIONS, Job
+from zero_topo.cost.step import ATTENTIONS, Job, deepspeed_settings
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
 from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology, preset_names

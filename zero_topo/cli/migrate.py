@@ -38,8 +38,7 @@ from zero_topo.config.stock_keys import (
     switched_on,
     translate,
 )
-from zero_topo.cost.explain import setting
-from zero_topo.cost.fit import planned
+from zero_topo.cost.explain import planned, setting
 from zero_topo.cost.planner import Price
 from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.doctor.refusals import setting_refusals, unasked

@@ -18,12 +18,10 @@ from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_ta
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.footprint import deepspeed_settings
-from zero_topo.cost.module_tree import ModuleTree
-from zero_topo.cost.muon import method_of
+from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
-from zero_topo.cost.step import Range
+from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
 from zero_topo.observe.documents import Degrees, Document, Resolved

@@ -21,10 +21,9 @@ from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.cost.explain import range_sentence, setting
-from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Range, rates_of
+from zero_topo.cost.step import Range, method_of, rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png

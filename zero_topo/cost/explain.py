@@ -1,16 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Explains the planner's choice in sentences, and the choice of the scheme "auto" in one line."""
+"""The planner's answers: the plan of a block for a model, the best plan of a live one, and the reasons in words."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from zero_topo.config import AUTO, ZeroTopoConfig
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.config.parts import ROOT
+from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Price, Priced, Ranking, Request, rank_plans
 from zero_topo.cost.step import Job
+from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
 
@@ -22,6 +28,8 @@ RISKS: Mapping[str, tuple[str, float, float]] = {
 }
 """Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of
 ``benchmarks/records/convergence.json`` -> what is quantized, mean and worst of eight seeds (chaos: five)."""
+SURE = ("weights", "frozen", "secondary", "gradients", "residual")
+"""Roles whose bytes follow from the plan alone; an optimizer may store less than Adam."""
 
 
 def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, str]:
@@ -227,3 +235,119 @@ def assumed_lines(request: Request) -> list[str]:
             f"how fast a rank of {request.topology.name} computes is not known: {ASSUMED_MACHINE}'s is assumed"
         )
     return lines
+
+
+def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
+    """Resolve the block for a model; the notes say why a plan was chosen, or that it is not likely to fit.
+
+    Raises:
+        ValueError: raised by :func:`recommend`, ``resolve_config`` and :func:`fit_notes`.
+    """
+    if is_automatic(block, request.topology):
+        chosen, why = recommend(block, request)
+        resolved = resolve_config(chosen, request.topology)
+        return replace(resolved, notes=(why, *resolved.notes))
+    resolved = resolve_config(block, request.topology)
+    return replace(resolved, notes=(*resolved.notes, *fit_notes(block, resolved, request)))
+
+
+def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> list[str]:
+    """Return a warning if a plan is predicted not to fit; nothing if it fits, or the memory is not known.
+
+    Args:
+        block: the user's block.
+        resolved: the block resolved on the request's machine.
+        request: machine and job.
+
+    Raises:
+        ValueError: if its shards of weights and gradients alone are more than a rank's memory.
+    """
+    memory, limit = request.topology.memory_per_rank, request.limit
+    price = request.price(resolved)
+    if memory is None or limit is None or price.fits:
+        return []
+    name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"
+    sure = sum(price.memory.get(role, 0) for role in SURE)
+    way_out = _way_out(block, resolved, request)
+    if sure > memory:
+        raise ValueError(
+            f"{ROOT}: {name} leaves {format_bytes(sure)} of weights and gradients on each rank of "
+            f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
+        )
+    return [
+        f"warning: {name} needs {format_bytes(price.held)} on each rank by prediction, {price.most}, of "
+        f"{format_bytes(limit)} ({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
+    ]
+
+
+def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:
+    """Return what to set instead: weights sharded over a larger domain if that fits, else the scheme "auto"."""
+    for domain in ("gpu", "node"):
+        degree = resolved.topology.degree(domain)
+        if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
+            continue
+        keys = {"weights": domain} if resolved.scheme is None else {"scheme": resolved.scheme, "weights": domain}
+        wider = request.price(resolve_config(block.model_copy(update=keys), resolved.topology))
+        if wider.fits:
+            words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
+            return f"set {words}, which needs {format_bytes(wider.held)}"
+    return f'set "scheme": "{AUTO}", which takes the fastest plan that fits; if none fits, it reports why'
+
+
+def estimate(
+    model: Any,
+    machine: str | Mapping[str, Any] = "auto",
+    ranks: int | None = None,
+    *,
+    sequence: int | None = None,
+    micro_batch: int = 1,
+    micro_batches: int = 1,
+    checkpointing: bool = True,
+    lossy: bool = False,
+) -> Ranking:
+    """Print the plan that is predicted to train a model fastest in 16 bits, with the reasons, and return all plans.
+
+    Args:
+        model: a ``torch.nn.Module`` on any device, also "meta". Parameters that require no gradient count as frozen.
+        machine: the machine, as the config key ``topology`` takes it.
+        ranks: ranks of the job; None takes the launcher's, or those of the machine's description.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
+        micro_batch: sequences per rank and micro-batch.
+        micro_batches: micro-batches per optimizer step.
+        checkpointing: whether activations are recomputed.
+        lossy: whether plans may be quantized.
+
+    Raises:
+        ValueError: if the machine or the ranks are wrong, or no plan fits.
+    """
+    found = resolve_topology(machine, os.environ, ranks)
+    request = module_request(model, found, sequence, micro_batch=micro_batch, micro_batches=micro_batches)
+    job = replace(request.job, checkpointing=checkpointing)
+    ranking, tree = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), replace(request, job=job)), job.model
+    print(f"{tree.name}: {tree.params:,} parameters in {tree.layers} layers of width {tree.hidden}")
+    for line in (setting(job), *explain(ranking)):
+        print(f"- {line}")
+    return ranking
+
+
+def module_request(
+    module: Any, topology: Topology, sequence: int | None = None, trains: bool = True, **job: Any
+) -> Request:
+    """Return the planner's request for a live model, whose parameters DeepSpeed may have partitioned.
+
+    Args:
+        module: the ``torch.nn.Module``.
+        topology: the machine.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
+        trains: whether there are gradients and optimizer states. A model without a trained parameter counts as trained.
+        job: other fields of :class:`~zero_topo.cost.step.Job`.
+    """
+    tree = read_modules(module, type(module).__name__)
+    tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
+    parameters = [*module.parameters()]
+    trained, frozen = ([p for p in parameters if (p.requires_grad and trains) == which] for which in (True, False))
+    if trains and not trained:
+        trained, frozen = frozen, trained
+    numels, still = (tuple(math.prod(shape_of(p)) for p in group) for group in (trained, frozen))
+    whole = tuple(bool(getattr(p, "use_muon", False)) for p in trained)  # DeepSpeed's mark
+    return Request(topology, Job(tree, **job), numels, frozen=still, whole=whole)

@@ -22,8 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zero_topo.cost.footprint import activation_bytes
-from zero_topo.cost.memory import ADAM_BYTES
+from zero_topo.cost.memory import ADAM_BYTES, activation_bytes
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import OPTIMIZER_BYTES, Job, Network, Step
 from zero_topo.cost.volume import Key

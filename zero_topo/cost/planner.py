@@ -24,8 +24,7 @@ from math import inf
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
-from zero_topo.cost.footprint import predict_memory
-from zero_topo.cost.memory import memory_bytes
+from zero_topo.cost.memory import memory_bytes, predict_memory
 from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes

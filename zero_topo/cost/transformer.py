@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Describes models by the parts that are gathered one at a time; computes parameters and FLOPs of transformers.
 
-``model_files.py`` reads files that describe a model, ``module_tree.py`` the modules of one.
+``model_files.py`` reads files that describe a model, and the modules of one.
 
 Note [Parts]
     The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
@@ -40,7 +40,7 @@ class Part:
         shapes: shapes of the parameters of one.
         multiplied: matrix elements by which a token is multiplied.
         attention: width of all heads that compare each token with the whole sequence; 0 for none.
-        stored: 16-bit elements per token that one stores for its backward pass; see ``footprint.py``.
+        stored: 16-bit elements per token that one stores for its backward pass; see ``memory.py``.
         unknown: classes whose FLOPs ``multiplied`` and ``attention`` do not determine.
     """
 
