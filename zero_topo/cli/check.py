@@ -147,7 +147,7 @@ def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, 
 
 def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
     """How large a model fits a named plan, if the memory is known."""
-    sized = scaled(USUAL[0], sequence=options.seq or SEQUENCE)
+    sized = scaled(USUAL[0], options.seq or SEQUENCE)
     request = request_of(options, resolved.topology, sized, loaded)
     most = max_params(resolved, request)
     if most is None or request.limit is None:
@@ -164,7 +164,7 @@ def _forecast(
     """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, found)
     sizes = USUAL if found.memory_per_rank is not None else ()
-    models = {params: scaled(params, sequence=options.seq or SEQUENCE) for params in sizes}
+    models = {params: scaled(params, options.seq or SEQUENCE) for params in sizes}
     chosen = {params: rank_plans(block, request_of(options, found, model, loaded)) for params, model in models.items()}
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"

@@ -45,7 +45,7 @@ SPARSE_NAMES = tuple(mode.MODE for mode in SPARSE_MODES)
 class Rare:
     """Marks a field that is given as ``--set KEY=VALUE``; ``help`` says what it is in a few words.
 
-    A shell offers the ``values``.
+    No others than the ``values`` are taken, if there are any; a shell offers them.
     """
 
     help: str
@@ -124,9 +124,13 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
     name = key.strip().replace("-", "_")
     if name not in rare or "=" not in text:
         raise ValueError(f"--set {cut(text)}: write KEY=VALUE{did_you_mean(key, rare)} (keys: {', '.join(rare)})")
-    kind = rare[name][0]
+    kind, mark = rare[name]
+    words = words_of(value)
+    if strange := [word for word in words if mark.values and word not in mark.values]:
+        near = did_you_mean(strange[0], mark.values)
+        raise ValueError(f"--set {name}={cut(strange[0])}: unknown{near} (choose among {', '.join(mark.values)})")
     if kind == tuple[str, ...]:
-        return name, tuple(words_of(value))
+        return name, tuple(words)
     try:
         return name, TypeAdapter(kind).validate_strings(value.strip())
     except ValidationError as error:

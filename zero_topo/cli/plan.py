@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json, print_notes
+from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
@@ -23,10 +23,8 @@ from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import Workload
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png
-from zero_topo.strict import to_json
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
@@ -87,9 +85,6 @@ def _request(options: PlanOptions) -> Request:
     Raises:
         ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
     """
-    for mode in options.sparse:
-        if mode not in SPARSE_NAMES:
-            raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
     loaded = load_deepspeed_config(options.deepspeed_config or {})
     request = request_of(options, machine_of(options), need_model(options))
     return replace(
@@ -135,7 +130,7 @@ class Schemes(Document):
 def schemes(options: PlanOptions) -> None:
     """Prints degrees, memory and bytes sent of each scheme."""
     request = _states(options)
-    found, work = request.topology, request.work
+    found, trained, frozen = request.topology, sum(request.work.numels), sum(request.frozen)
     prices = {name: request.price(config) for name, config in _schemes(options, found).items()}
     if options.as_json:
         rows: list[Any] = [
@@ -147,13 +142,15 @@ def schemes(options: PlanOptions) -> None:
             }
             for price in prices.values()
         ]
-        counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": work.micro_batches}
+        counts = {"params": trained + frozen, "trainable": trained, "micro_batches": request.job.micro_batches}
         print_json({"topology": found.to_json(), **counts, "schemes": rows})
         return
     configs = {name: price.config for name, price in prices.items()}
-    show(places_table(configs, _title(found, work)))
+    part = f", {trained:,} of them trained," if frozen else ""
+    shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
+    show(places_table(configs, f"{trained + frozen:,} parameters{part} on {found.name}: {shape}"))
     show(memory_table({name: price.memory for name, price in prices.items()}, found.memory_per_rank))
-    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, work.micro_batches))
+    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, request.job.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
     print_notes(need_model(options).notes if options.model else ())
@@ -174,16 +171,6 @@ def _states(options: PlanOptions) -> Request:
     if trained > params:
         raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
     return replace(request, numels=(trained,), frozen=(params - trained,) if trained < params else ())
-
-
-def _title(found: Topology, work: Workload) -> str:
-    shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
-    trained = "" if work.frozen is None else f", {sum(work.numels):,} of them trained,"
-    return f"{_params(work):,} parameters{trained} on {found.name}: {shape}"
-
-
-def _params(work: Workload) -> int:
-    return sum(work.numels) + (0 if work.frozen is None else sum(work.frozen.numels))
 
 
 def _draw(options: PlanOptions, path: Path) -> None:
@@ -277,51 +264,31 @@ def recommendation(options: PlanOptions) -> None:
 def _ranking_json(
     ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, options: PlanOptions
 ) -> dict[str, Any]:
-    request, machine = ranking.request, _machine(options)
-    other = None
-    if pipeline is not None:
-        other = {
-            "name": pipeline.config.name,
-            "seconds": pipeline.seconds,
-            "range": to_json(pipeline.range),
-            "sent_by_domain": pipeline.sent_by_domain,
-            "memory": pipeline.memory,
-        }
-    return {
-        "topology": request.topology.to_json(),
-        "model": asdict(request.job.model),
-        "params": request.job.model.params,
-        "micro_batch": request.job.micro_batch,
-        "micro_batches": request.job.micro_batches,
-        "checkpointing": request.job.checkpointing,
-        "setting": setting(request.job),
-        "overlap": request.job.hidden,
-        "memory_limit": request.limit,
-        "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, machine), "range": to_json(ranking.best.range)},
-        "why": reasons,
-        "assumed": assumptions(request.topology.name),
-        "plans": [plan_json(plan, machine) for plan in ranking.timed],
-        "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
-        "pipeline": other,
-        "refused": [
-            {"name": plan.candidate.name, "memory": plan.memory, "needs": plan.held} for plan in ranking.refused
-        ],
-    }
+    request, job, machine = ranking.request, ranking.request.job, _machine(options)
+    return fill(
+        Recommendation,
+        job,
+        request,
+        topology=request.topology.to_json(),
+        params=job.model.params,
+        setting=setting(job),
+        overlap=job.hidden,
+        memory_limit=request.limit,
+        recommended={**plan_json(ranking.best, machine), "range": ranking.best.range},
+        why=reasons,
+        assumed=assumptions(request.topology.name),
+        plans=[plan_json(plan, machine) for plan in ranking.timed],
+        lossier=[plan_json(plan, machine) for plan in ranking.lossier],
+        pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
+        refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.held) for plan in ranking.refused],
+    )
 
 
 def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine in its block."""
-    return {
-        "name": plan.candidate.name,
-        "degrees": plan.config.plan.degrees(),
-        "quantize": plan.config.to_json()["quantize"],
-        "seconds": plan.seconds,
-        "losses": [word for part in plan.candidate.losses for word in part],
-        "sent_by_domain": plan.sent_by_domain,
-        "memory": plan.memory,
-        "block": {**machine, **plan.candidate.settings},
-    }
+    of = plan.candidate
+    places = {"degrees": plan.config.plan.degrees(), "quantize": plan.config.to_json()["quantize"]}
+    return fill(Ranked, plan, name=of.name, **places, losses=of.words, block={**machine, **of.settings})
 
 
 def _machine(options: PlanOptions) -> dict[str, Any]:
@@ -349,7 +316,7 @@ class MaxParams(Document):
 
 def largest_models(options: PlanOptions) -> None:
     """The largest model that each scheme trains on the machine."""
-    named = options.params or options.model or options.layers or options.hidden
+    named = options.params or options.model
     request = _request(options if named else replace(options, params="1B"))
     machine = request.topology
     if request.limit is None:
@@ -359,15 +326,9 @@ def largest_models(options: PlanOptions) -> None:
         )
     found = {name: max_params(config, request) for name, config in _schemes(options, request.machine).items()}
     if options.as_json:
-        print_json(
-            {
-                "topology": machine.to_json(),
-                "memory_limit": request.limit,
-                "reserve": request.reserve,
-                "setting": setting(request.job),
-                "schemes": {name: {"max_params": n} for name, n in found.items()},
-            }
-        )
+        schemes = {name: {"max_params": n} for name, n in found.items()}
+        place = {"topology": machine.to_json(), "memory_limit": request.limit}
+        print_json(fill(MaxParams, request, **place, setting=setting(request.job), schemes=schemes))
         return
     show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
     counted = "weights, gradients and optimizer alone; " if request.states_only else ""

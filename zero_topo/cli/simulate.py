@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json, print_notes
+from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.collectives import fit_rings, read_tests
@@ -27,7 +28,7 @@ from zero_topo.cost.step import Range, method_of, rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
-from zero_topo.strict import did_you_mean, to_json, words_of
+from zero_topo.strict import did_you_mean, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates, Ring
@@ -123,7 +124,7 @@ def simulate(options: Options) -> None:
         _fit(options.calibrate, options.as_json)
         return
     check_files([(options.plot, ".png", SCALING)], options.force)
-    named = options.model or options.params or options.layers
+    named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
     steps = counts(options.micro_batches or MICRO_BATCHES, "--micro-batches", MOST_MICRO_BATCHES)
     places, schemes = _places(options), _schemes(words_of(options.schemes))
@@ -133,19 +134,22 @@ def simulate(options: Options) -> None:
         for place in places
         for count in steps
     }
-    job, rates = places[0].job, places[0].rates
-    points = [_point(*key, price) for key, price in prices.items()]
-    content = {
-        "machine": options.machine,
-        "model": job.model.name,
-        "params": job.model.params,
-        "setting": setting(job),
-        "overlap": job.hidden,
-        "notes": job.model.notes,
-        "rates": to_json(rates),
-        "assumed": assumptions(places[0].topology.name),
-        "results": points,
-    }
+    job = places[0].job
+    content = fill(
+        Simulated,
+        job.model,
+        places[0],
+        machine=options.machine,
+        model=job.model.name,
+        setting=setting(job),
+        overlap=job.hidden,
+        assumed=assumptions(places[0].topology.name),
+        results=[
+            fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
+            for (name, ranks, count), price in prices.items()
+        ],
+    )
+    content = to_jsonable_python(content)
     if options.plot is not None:
         _draw(options.plot, places[0], content)
     if options.as_json:
@@ -182,22 +186,6 @@ def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int)
         return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
     tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
     return best_pipeline(request) or min(tried, key=lambda price: price.held)
-
-
-def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
-    """A predicted step in JSON types."""
-    return {
-        "scheme": scheme,
-        "ranks": ranks,
-        "micro_batches": count,
-        "step_s": price.seconds,
-        "tflops_per_gpu": price.step.tflops_per_gpu,
-        "breakdown": dict(price.step.breakdown),
-        "range": to_json(price.range),
-        "sent_by_domain": price.sent_by_domain,
-        "held": price.held,
-        "fits": price.fits,
-    }
 
 
 def _schemes(names: Sequence[str]) -> dict[str, ZeroTopoConfig | None]:
@@ -239,7 +227,7 @@ def _fit(files: Sequence[Path], as_json: bool) -> None:
         )
     timed = [row for path in files for row in read_tests(path)]
     rings = fit_rings(timed)
-    written = {"rings": {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}}
+    written = to_jsonable_python({"rings": rings})
     if as_json:
         print_json({"rates": written, "measurements": len(timed)})
         return

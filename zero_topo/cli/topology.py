@@ -17,7 +17,7 @@ from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
 from zero_topo.launch.env import rank_environment
 from zero_topo.observe.console import bar
-from zero_topo.strict import parse_json, read_text
+from zero_topo.strict import read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
 from zero_topo.topology.devices import DeviceTree
@@ -119,16 +119,9 @@ def _captured(source: str) -> str | None:
     text = read_text(path, source, errors="replace")
     if recognise(text) is not None:
         return text
-    if source.endswith(".json") or _is_json(text):
+    if source.endswith(".json") or text.lstrip().startswith("{"):
         return None
     raise ValueError(f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text, ""), dict)
-    except ValueError:
-        return False
 
 
 def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:

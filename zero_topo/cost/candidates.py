@@ -71,10 +71,15 @@ class Candidate:
             between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
         return tuple(part for part in (inside, tuple(between)) if part)
 
+    @property
+    def words(self) -> list[str]:
+        """Return the words of :attr:`losses`."""
+        return [word for part in self.losses for word in part]
+
     def loses_only(self, asked: ZeroTopoConfig) -> bool:
         """Return whether the plan quantizes only what keys of the block ask for."""
         wanted = asked.quantize.model_fields_set | (asked.model_fields_set & {"sync", "publish"})
-        return all(word.split()[-1] in wanted for part in self.losses for word in part)
+        return all(word.split()[-1] in wanted for word in self.words)
 
     @property
     def named(self) -> bool:

@@ -74,10 +74,9 @@ def _gain(ranking: Ranking) -> list[str]:
     best, faster = ranking.best.seconds, ranking.faster
     if faster is None:
         return []
-    words = ", ".join(word for part in faster.candidate.losses for word in part)
     return [
         f'"lossy": true would take {format_seconds(faster.seconds)} a step, {best / faster.seconds:.2f} times as fast, '
-        f"with {words} ({faster.candidate.name})"
+        f"with {', '.join(faster.candidate.words)} ({faster.candidate.name})"
     ]
 
 
@@ -90,14 +89,9 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best)]
-    lines += [
-        _memory_line(best, request),
-        *_advice(best, request),
-        *_pipeline_line(best, request),
-        _step_line(best),
-    ]
-    lines += [_runner_up_line(best, ranking.timed[1])] if len(ranking.timed) > 1 else []
+    lines = [_winner_line(ranking), *_loss_lines(ranking), *_gain(ranking), range_sentence(best), _memory_line(best)]
+    lines += [*_advice(best), *_pipeline_line(best), _step_line(best)]
+    lines += [_runner_up_line(best, second) for second in ranking.timed[1:2]]
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
         lines += [plan.why_not(request.limit) for plan in told]
@@ -106,44 +100,35 @@ def explain(ranking: Ranking) -> list[str]:
     return [*lines, *request.job.model.notes, *assumed_lines(request)]
 
 
-def _winner_line(best: Priced, ranking: Ranking) -> str:
-    fitting = len(ranking.timed)
+def _winner_line(ranking: Ranking) -> str:
+    """Return which plan won, compared with a faster one that needs more memory, if there is one."""
+    best, fastest, fitting = ranking.best, ranking.fastest, len(ranking.timed)
+    share = 1 - fastest.seconds / best.seconds
+    leaner = ""
+    if share > EQUAL and best.held < fastest.held:
+        leaner = f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
-        f"{fitting + len(ranking.refused)}{_leaner(ranking)}"
+        f"{fitting + len(ranking.refused)}{leaner}"
     )
 
 
-def _leaner(ranking: Ranking) -> str:
-    """Compare the winner with a faster plan that needs more memory; empty if there is none."""
-    best, fastest = ranking.best, ranking.fastest
-    share = 1 - fastest.seconds / best.seconds
-    if share <= EQUAL or best.held >= fastest.held:
-        return ""
-    return f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
-
-
-def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
+def _loss_lines(ranking: Ranking) -> list[str]:
     """Return what a lossy winner gains and risks, or how much faster the best lossy plan would be."""
-    exact = [plan for plan in ranking.timed if not plan.candidate.losses]
-    lossy = [plan for plan in ranking.timed if plan.candidate.losses]
+    best, by_time = ranking.best, sorted(ranking.timed, key=lambda plan: plan.seconds)
     if not best.candidate.losses:
-        fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
+        fastest = next((plan for plan in by_time if plan.candidate.losses), best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
         return [f"it loses nothing: all is sent uncompressed{less}"]
-    words = ", ".join(word for part in best.candidate.losses for word in part)
-    rival = min(exact, key=lambda plan: plan.seconds, default=None)
+    rival = next((plan for plan in by_time if not plan.candidate.losses), None)
     gains = "and no lossless plan fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
         gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest lossless plan"
-    return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
-
-
-def _risk() -> str:
-    told = ", ".join(f"{what} {mean:+.2%} (worst seed {worst:+.2%})" for what, mean, worst in RISKS.values())
-    return f"of the training loss of 400 thousand parameters, {told}; compare losses before a long run"
+    risks = ", ".join(f"{what} {mean:+.2%} (worst seed {worst:+.2%})" for what, mean, worst in RISKS.values())
+    risk = f"of the training loss of 400 thousand parameters, {risks}; compare losses before a long run"
+    return [f"it sends {', '.join(best.candidate.words)}, {gains}", f"what that may cost: {risk}"]
 
 
 def range_sentence(price: Price) -> str:
@@ -171,8 +156,9 @@ def setting(job: Job) -> str:
     )
 
 
-def _advice(best: Priced, request: Request) -> list[str]:
+def _advice(best: Priced) -> list[str]:
     """Return what recomputing activations, or keeping them, would change."""
+    request = best.request
     if request.limit is None or request.states_only:
         return []
     recomputes = request.job.checkpointing
@@ -184,10 +170,10 @@ def _advice(best: Priced, request: Request) -> list[str]:
     return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
 
 
-def _pipeline_line(best: Priced, request: Request) -> list[str]:
+def _pipeline_line(best: Priced) -> list[str]:
     """Compare the winner with tensor and pipeline parallel training."""
-    price = best_pipeline(request)
-    if price is None or request.states_only:
+    price = best_pipeline(best.request)
+    if price is None or best.request.states_only:
         return []
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
@@ -196,7 +182,8 @@ def _pipeline_line(best: Priced, request: Request) -> list[str]:
     ]
 
 
-def _memory_line(best: Priced, request: Request) -> str:
+def _memory_line(best: Priced) -> str:
+    request = best.request
     if request.limit is None:
         sharded = best.config.plan.weights >= request.topology.ranks_per_node > 1
         why = "plans that shard weights over less than a node were left out" if sharded else "nothing was left out"
@@ -208,9 +195,9 @@ def _memory_line(best: Priced, request: Request) -> str:
 
 
 def _step_line(best: Priced) -> str:
-    parts = {phase: seconds for phase, seconds in best.step.breakdown.items() if phase not in OWN_WORK}
-    phase, longest = max(parts.items(), key=lambda item: item[1])
-    total = sum(parts.values())
+    waits = {phase: seconds for phase, seconds in best.step.breakdown.items() if phase not in OWN_WORK}
+    phase, longest = max(waits.items(), key=lambda item: item[1])
+    total = sum(waits.values())
     if not total:
         return "it waits for no communication"
     return f"it waits {format_seconds(total)} a step for communication, {format_seconds(longest)} of it for {phase}"
@@ -225,47 +212,32 @@ def _runner_up_line(best: Priced, second: Priced) -> str:
 
 
 def assumed_lines(request: Request) -> list[str]:
-    lines = []
-    if assumed := assumptions(request.topology.name):
-        lines.append(f"assumed, not measured, for {request.topology.name}: {', '.join(assumed)}")
+    """Return what is assumed about the machine."""
+    name, lines = request.topology.name, []
+    if assumed := assumptions(name):
+        lines.append(f"assumed, not measured, for {name}: {', '.join(assumed)}")
     if missing := request.assumed_links:
         lines.append(f"the bandwidth of {', '.join(missing)} is not known: {ASSUMED_MACHINE}'s is assumed")
-    if request.assumed_rates:
-        lines.append(
-            f"how fast a rank of {request.topology.name} computes is not known: {ASSUMED_MACHINE}'s is assumed"
-        )
+    if request.known_rates is None:
+        lines.append(f"how fast a rank of {name} computes is not known: {ASSUMED_MACHINE}'s is assumed")
     return lines
 
 
 def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
-    """Resolve the block for a model; the notes say why a plan was chosen, or that it is not likely to fit.
+    """Resolve the block for a model; the notes say why a plan was chosen, or warn that it is not likely to fit.
 
     Raises:
-        ValueError: raised by :func:`recommend`, ``resolve_config`` and :func:`fit_notes`.
+        ValueError: raised by :func:`recommend` and ``resolve_config``, and if the shards of weights and gradients alone
+            are more than a rank's memory.
     """
     if is_automatic(block, request.topology):
         chosen, why = recommend(block, request)
         resolved = resolve_config(chosen, request.topology)
         return replace(resolved, notes=(why, *resolved.notes))
     resolved = resolve_config(block, request.topology)
-    return replace(resolved, notes=(*resolved.notes, *fit_notes(block, resolved, request)))
-
-
-def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> list[str]:
-    """Return a warning if a plan is predicted not to fit; nothing if it fits, or the memory is not known.
-
-    Args:
-        block: the user's block.
-        resolved: the block resolved on the request's machine.
-        request: machine and job.
-
-    Raises:
-        ValueError: if its shards of weights and gradients alone are more than a rank's memory.
-    """
-    memory, limit = request.topology.memory_per_rank, request.limit
-    price = request.price(resolved)
+    memory, limit, price = request.topology.memory_per_rank, request.limit, request.price(resolved)
     if memory is None or limit is None or price.fits:
-        return []
+        return resolved
     name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"
     sure = sum(price.memory.get(role, 0) for role in SURE)
     way_out = _way_out(block, resolved, request)
@@ -274,10 +246,11 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
             f"{ROOT}: {name} leaves {format_bytes(sure)} of weights and gradients on each rank of "
             f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
         )
-    return [
+    warning = (
         f"warning: {name} needs {format_bytes(price.held)} on each rank by prediction, {price.most}, of "
         f"{format_bytes(limit)} ({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
-    ]
+    )
+    return replace(resolved, notes=(*resolved.notes, warning))
 
 
 def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:

@@ -84,18 +84,17 @@ class Request:
         links = {**load_machine(ASSUMED_MACHINE).links, **self.topology.links}
         return replace(self.topology, links=links, order=None, hosts=None)
 
+    @property
+    def known_rates(self) -> Rates | None:
+        """Return the rates of a rank, if they are known."""
+        return self.own_rates or known_rates(self.topology)
+
     @cached_property
     def rates(self) -> Rates:
         """Return the rates of a rank; Frontier's if they are not known."""
-        assumed = rates_as(load_machine(ASSUMED_MACHINE), self.topology)
-        rates = self.own_rates or known_rates(self.topology) or assumed
+        rates = self.known_rates or rates_as(load_machine(ASSUMED_MACHINE), self.topology)
         assert rates is not None
         return rates
-
-    @property
-    def assumed_rates(self) -> bool:
-        """Return whether the rates are assumed, because they are not known."""
-        return self.own_rates is None and known_rates(self.topology) is None
 
     @property
     def assumed_links(self) -> list[str]:

@@ -216,7 +216,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         add("publish", [trained[slot] for slot in run], work.publish_itemsize)
     changed = slot_runs(plan, work, [slot for slot in slots if coded[slot]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
-    for run, message in zip(changed, work.published or (None,) * len(changed), strict=True):
+    for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
         add("publish", [trained[slot] for slot in run], work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
