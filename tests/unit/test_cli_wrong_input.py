@@ -69,7 +69,7 @@ WRONG = {
     f"plan --params 1B --recommend --max-params {FRONTIER}": "different views",
     "plan --max-params --machine single-node --world-size 8": "memory_per_rank",
     f"plan --params 1B --recommend --set sparse=topk {FRONTIER}": "--set sparse=topk: unknown; did you mean",
-    f"plan --params 1B {FRONTIER} --plot FOLDER/x.pdf": "only PNG",
+    "simulate --plot FOLDER/x.pdf": "only PNG",
     f"plan --max-params {FRONTIER} --set deepspeed-config=FOLDER/{ABSENT}": f'/{ABSENT}": no such file',
     "topology --from frontir": "did you mean 'frontier'?",
     "topology --from no/such.json": "no/such.json",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.output import print_json, print_notes
+from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.plan import Ranked, plan_json
 from zero_topo.cli.tables import DEGREES, degrees, places_table, show
 from zero_topo.config import (
@@ -113,13 +113,11 @@ def check(options: CheckOptions) -> None:
     else:
         request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        resolved = price.config
+        resolved, cost = price.config, fill(Cost, price, request, step_s=price.seconds)
         notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain}
-        cost |= {"held": price.held, "limit": request.limit}
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
-        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
+        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
         return
     print(f"{render_tree(found)}\n")
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
@@ -163,9 +161,11 @@ def _forecast(
 ) -> None:
     """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, found)
-    sizes = USUAL if found.memory_per_rank is not None else ()
-    models = {params: scaled(params, options.seq or SEQUENCE) for params in sizes}
-    chosen = {params: rank_plans(block, request_of(options, found, model, loaded)) for params, model in models.items()}
+    chosen = {
+        params: rank_plans(block, request_of(options, found, scaled(params, options.seq or SEQUENCE), loaded))
+        for params in USUAL
+        if found.memory_per_rank is not None
+    }
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
@@ -183,8 +183,8 @@ def _forecast(
             {"params": params, "chosen": plan_json(ranking.timed[0], {}) if ranking.timed else None}
             for params, ranking in chosen.items()
         ]
-        told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json(), "forecasts": rows}
-        print_json({**told, "translated": translated, "notes": notes})
+        of = {"scheme": AUTO, "topology": found.to_json(), "forecasts": rows, "translated": translated, "notes": notes}
+        print_json(fill(Automatic, block, **of))
         return
     print(f"{render_tree(found)}\n")
     if chosen:

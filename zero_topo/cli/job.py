@@ -84,19 +84,17 @@ def machines_of(options: JobOptions) -> list[Topology]:
     Raises:
         ValueError: if there is none, or its ranks do not add up.
     """
-    found: list[int | None] = [None]
-    if options.ranks is not None:
-        found = [*counts(options.ranks, "--ranks", MOST_RANKS)]
+    ranks = None if options.ranks is None else counts(options.ranks, "--ranks", MOST_RANKS)
     if options.nodes is not None:
         nodes = counts(options.nodes, "--nodes", MOST_RANKS)
-        ranks = [count * _ranks_per_node(options.machine, count) for count in nodes]
-        if options.ranks is not None and found != ranks:
+        found = [count * _ranks_per_node(options.machine, count) for count in nodes]
+        if ranks not in (None, found):
             raise ValueError(
-                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, ranks))} ranks, but --ranks is "
+                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} ranks, but --ranks is "
                 f"{options.ranks}; give one of the two"
             )
-        found = [*ranks]
-    return [machine(options.machine, count) for count in found]
+        ranks = found
+    return [machine(options.machine, count) for count in ranks or (None,)]
 
 
 def machine_of(options: JobOptions) -> Topology:
@@ -186,9 +184,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         overlap=options.overlap,
         **deepspeed_settings(loaded),
     )
-    request = Request(topology, job)
-    if options.reserve is not None:
-        request = replace(request, reserve=options.reserve)
+    request = Request(topology, job, reserve=RESERVE if options.reserve is None else options.reserve)
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
 
 

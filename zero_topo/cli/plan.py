@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +23,6 @@ from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_bo
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.documents import Degrees, Document, Resolved
-from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
@@ -49,7 +47,6 @@ class PlanOptions(JobOptions):
         bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -57,7 +54,6 @@ class PlanOptions(JobOptions):
         tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
     ] = ()
     deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose optimizer, buckets and offload count")] = None
-    force: Annotated[bool, Rare("write over any file")] = False
 
 
 @taking(PlanOptions)
@@ -68,14 +64,11 @@ def plan(options: PlanOptions) -> None:
     """
     if options.recommend and options.max_params:
         raise ValueError("--recommend and --max-params are different views; ask for one at a time")
-    predicts = options.recommend or options.max_params or options.plot is not None
-    if predicts:
-        refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --plot")
-    else:
-        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend, --max-params or --plot")
-    if options.plot is not None:
-        _draw(options, options.plot)
     view = recommendation if options.recommend else largest_models if options.max_params else schemes
+    if view is schemes:
+        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend or --max-params")
+    else:
+        refuse_others(options, lambda name: name != "trainable", "leave out --recommend and --max-params")
     view(options)
 
 
@@ -161,29 +154,15 @@ def schemes(options: PlanOptions) -> None:
 def _states(options: PlanOptions) -> Request:
     """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
     muon = method_of(load_deepspeed_config(options.deepspeed_config or {}))
-    model = need_model(options) if options.params is None or muon else None
-    request = request_of(options, machine_of(options), model or need_model(replace(options, params="1B")))
-    request = replace(request, job=replace(request.job, muon=muon), states_only=True)
-    if model is not None and options.trainable is None:
+    counted = options.params is not None and not muon
+    request = replace(_request(replace(options, params="1B") if counted else options), states_only=True)
+    if not counted and options.trainable is None:
         return request
-    params = model.params if model is not None else read_count(options.params or "", "--params", LIKE_PARAMS)
+    params = read_count(options.params or "", "--params", LIKE_PARAMS) if counted else request.job.model.params
     trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
     if trained > params:
         raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
     return replace(request, numels=(trained,), frozen=(params - trained,) if trained < params else ())
-
-
-def _draw(options: PlanOptions, path: Path) -> None:
-    """Bars of what each scheme holds, activations and buffers included."""
-    from zero_topo.observe.plots import job_line, memory_bars
-
-    check_files([(path, ".png", MEMORY)], options.force)
-    request = _request(options)
-    job, machine = request.job, request.topology
-    held = {name: request.price(config).memory for name, config in _schemes(options, machine).items()}
-    title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
-    notes = job_line(job, [machine.world_size], [job.micro_batches])
-    write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
 
 
 # -- the best plan -----------------------------------------------------------------------------------------------------
@@ -244,10 +223,8 @@ class Recommendation(Document):
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    lossy = options.lossy or bool(options.sparse)
-    request = _request(options)
-    rank = rank_both if options.checkpointing is None else rank_plans
-    ranking = rank(ZeroTopoConfig.parse({"lossy": lossy}), request)
+    request, rank = _request(options), rank_both if options.checkpointing is None else rank_plans
+    ranking = rank(ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)}), request)
     reasons, pipeline = explain(ranking), best_pipeline(ranking.request)
     if options.as_json:
         print_json(_ranking_json(ranking, reasons, pipeline, options))

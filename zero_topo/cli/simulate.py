@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,7 +127,10 @@ def simulate(options: Options) -> None:
     named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
     steps = counts(options.micro_batches or MICRO_BATCHES, "--micro-batches", MOST_MICRO_BATCHES)
-    places, schemes = _places(options), _schemes(words_of(options.schemes))
+    places, names = list(_places(options)), words_of(options.schemes)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"schemes {names} must be at least one, each named once")
+    schemes = {name: _entry(name) for name in names}
     prices = {
         (name, place.topology.world_size, count): _price(name, scheme, place, count)
         for name, scheme in schemes.items()
@@ -160,17 +163,15 @@ def simulate(options: Options) -> None:
         print(f"Written: {options.plot}")
 
 
-def _places(options: Options) -> list[Request]:
+def _places(options: Options) -> Iterator[Request]:
     """The machine with each number of ranks, and the job there."""
-    preset = options.machine in preset_names()
-    usual = replace(options, ranks=RANKS) if preset and not (options.ranks or options.nodes) else options
+    if options.machine in preset_names() and not (options.ranks or options.nodes):
+        options = replace(options, ranks=RANKS)
     model = need_model(options)
-    found = []
-    for place in machines_of(usual):
+    for place in machines_of(options):
         if options.rates is None:
             rates_of(place)  # complains of a machine whose rates nobody knows
-        found.append(request_of(replace(options, micro_batches="1"), place, model))
-    return found
+        yield request_of(replace(options, micro_batches="1"), place, model)
 
 
 def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
@@ -186,12 +187,6 @@ def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int)
         return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
     tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
     return best_pipeline(request) or min(tried, key=lambda price: price.held)
-
-
-def _schemes(names: Sequence[str]) -> dict[str, ZeroTopoConfig | None]:
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"schemes {list(names)} must be at least one, each named once")
-    return {name: _entry(name) for name in names}
 
 
 def _entry(name: str) -> ZeroTopoConfig | None:

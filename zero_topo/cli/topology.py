@@ -125,7 +125,7 @@ def _captured(source: str) -> str | None:
 
 
 def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:
-    """Return a stated machine, completed by captured devices."""
+    """Return a stated machine, completed by captured devices; warnings say where they differ."""
     if source == "auto":
         return resolve_topology("auto", os.environ, world_size, lambda: Asked(tree)), Asked(tree)
     is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
@@ -136,20 +136,16 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tup
     if links:
         sources = {**found.sources, **{f"links.{domain}": tree.sources["links"] for domain in links}}
         found = replace(found, links={**found.links, **links}, sources=sources)
-    return found, Asked(tree, tuple(_contradictions(found, tree)))
-
-
-def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:
-    """Return warnings where the devices differ from the stated machine, which takes precedence."""
     facts = {
-        "ranks per node": (stated.ranks_per_node, tree.count),
-        "ranks per GPU": (stated.ranks_per_gpu, tree.shape()[1] if tree.packages else stated.ranks_per_gpu),
+        "ranks per node": (found.ranks_per_node, tree.count),
+        "ranks per GPU": (found.ranks_per_gpu, tree.shape()[1] if tree.packages else found.ranks_per_gpu),
     }
-    return [
-        f"{stated.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
+    notes = [
+        f"{found.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
         for what, (said, seen) in facts.items()
         if said != seen
     ]
+    return found, Asked(tree, tuple(notes))
 
 
 # -- as measured -----------------------------------------------------------------------------------------------------

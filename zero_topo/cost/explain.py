@@ -49,7 +49,10 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best)}"
     )
     counted = f"{sum(request.work.numels):,} parameters, counted as follows"
-    near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
+    near = [
+        f"near: {_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
+        for plan in ranking.timed[1:2]
+    ]
     return best.candidate.chosen, "; ".join(
         [line, *near, *_gain(ranking), counted, setting(request.job), *assumed_lines(request)]
     )
@@ -63,10 +66,6 @@ def _held(price: Price) -> str:
 
 def _keys(plan: Priced) -> str:
     return json.dumps(dict(plan.candidate.settings)).removeprefix("{").removesuffix("}")
-
-
-def _beside(plan: Priced, best: Priced) -> str:
-    return f"{_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
 
 
 def _gain(ranking: Ranking) -> list[str]:

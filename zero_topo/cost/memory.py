@@ -40,7 +40,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.config.sync_config import FP32, ITEMSIZES, Scratch, rows_message
+from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
 from zero_topo.cost.volume import Workload, codes_bytes, gather_spec, largest_change_bytes, message_bytes
 from zero_topo.plan import packed_runs
 
@@ -156,15 +156,6 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
-def scratch(config: ResolvedConfig, work: Workload, bucket: int) -> Scratch:
-    """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
-    columns = sum(work.shards(config.plan))
-    limit = config.sync.run_numel(bucket, sum(work.numels))
-    run = widest_run(config, replace(work, run_numel=limit))
-    name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
-    return config.sync.scratch(config.plan, columns, run, ITEMSIZES[name] if name else work.itemsize)
-
-
 def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str, int], ...]:
     """Return the bytes in addition to the shards at each moment of a step that may be the peak.
 
@@ -183,9 +174,12 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
         5. Publish after the optimizer step.
     """
     plan, work = config.plan, replace(work, run_numel=job.bucket)
-    sync = scratch(config, work, job.bucket)
+    columns = sum(work.shards(plan))
+    run = widest_run(config, replace(work, run_numel=config.sync.run_numel(job.bucket, sum(work.numels))))
+    dtype = getattr(config.sync, "dtype", None) or config.accumulation_dtype
+    sync = config.sync.scratch(plan, columns, run, ITEMSIZES[dtype] if dtype else work.itemsize)
     publish = publish_bytes(config, work)
-    rows = plan.world_size // plan.optimizer * sum(work.shards(plan))
+    rows = plan.world_size // plan.optimizer * columns
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, job.bucket, work)
     complete, coming = gathered_bytes(config, job, work.itemsize)

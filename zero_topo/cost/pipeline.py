@@ -18,6 +18,7 @@ Compared with measurements in ``docs/simulator.md``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,10 +122,9 @@ class PipelinePrice(Price):
     @cached_property
     def sent(self) -> dict[Key, int]:
         """Return the bytes that a rank sends in a step, by phase and domain."""
-        sent: dict[Key, int] = {}
+        sent = Counter[Key]()
         for phase, times, (_, hi), nbytes, _ in _collectives(self.config, self.request.job):
-            key = phase, self.config.topology.domain(hi)
-            sent[key] = sent.get(key, 0) + int(times * nbytes)
+            sent[phase, self.config.topology.domain(hi)] += int(times * nbytes)
         return sent
 
 
