@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -47,13 +47,6 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 """Parameters of the models that are predicted if none is named."""
 
 
-@dataclass(frozen=True)
-class CheckOptions(JobOptions):
-    """Of ``check``."""
-
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')] = ""
-
-
 class Cost(Document):
     """Of a step of a rank, and the memory it needs; the limit is None if the memory is not known."""
 
@@ -90,16 +83,21 @@ class Automatic(Document):
 DOCUMENT = Checked | Automatic
 
 
-@taking(CheckOptions)
-def check(options: CheckOptions) -> None:
+@taking(JobOptions)
+def check(
+    options: JobOptions,
+    ds_config: Annotated[
+        str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')
+    ] = "",
+) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    if not options.ds_config:
+    if not ds_config:
         raise ValueError("which config? give the DeepSpeed JSON")
-    loaded = with_environment_block(load_deepspeed_config(options.ds_config))
+    loaded = with_environment_block(load_deepspeed_config(ds_config))
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:
-        raise ValueError(f'{options.ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
+        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
     found, doubts = _machine(options, block, loaded)
     model = model_of(options)
     translated = translate(loaded, optimizer=True).lines
@@ -124,7 +122,7 @@ def check(options: CheckOptions) -> None:
     _say((*translated, *resolved.notes))
 
 
-def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
+def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
     """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed for that."""
     if options.machine != AUTO and block.topology not in FOUND:
         raise ValueError(
@@ -143,7 +141,7 @@ def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, 
     return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
 
 
-def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
+def _largest(options: JobOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
     """How large a model fits a named plan, if the memory is known."""
     sized = scaled(USUAL[0], options.seq or SEQUENCE)
     request = request_of(options, resolved.topology, sized, loaded)
@@ -157,7 +155,7 @@ def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[st
 
 
 def _forecast(
-    options: CheckOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
+    options: JobOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
 ) -> None:
     """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, found)
@@ -170,14 +168,12 @@ def _forecast(
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
-        f"{fewer}; for your model: --params 13B, or --model NAME"
+        f"{fewer}; for your model: --params 13B, or --model NAME",
+        setting(chosen[USUAL[0]].request.job)
+        if chosen
+        else f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
+        "from its devices; here give --machine, such as --machine dgx-h100",
     ]
-    notes += [setting(ranking.request.job) for ranking in list(chosen.values())[:1]]
-    if not chosen:
-        notes.append(
-            f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
-            "from its devices; here give --machine, such as --machine dgx-h100"
-        )
     if options.as_json:
         rows = [
             {"params": params, "chosen": plan_json(ranking.timed[0], {}) if ranking.timed else None}
@@ -203,8 +199,8 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
             continue
         best, faster = ranking.best, ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
-        step = format_seconds(best.seconds)
-        table.add_row(format_count(params), degrees(best.config), step, format_bytes(best.held), gain)
+        cells = degrees(best.config), format_seconds(best.seconds), format_bytes(best.held), gain
+        table.add_row(format_count(params), *cells)
     return table
 
 

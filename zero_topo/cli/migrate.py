@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,15 +42,6 @@ BEFORE, AFTER, EMPTY = "before", "after", "empty"
 USUAL_PARAMS = "1B"
 
 
-@dataclass(frozen=True)
-class MigrateOptions(JobOptions):
-    """Of ``migrate``."""
-
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
-    force: Force = False
-
-
 class CostsBeside(Document):
     """Rows "before", "after" and "empty" -> costs."""
 
@@ -74,21 +65,26 @@ class Migrated(Document):
 DOCUMENT = Migrated
 
 
-@taking(MigrateOptions)
-def migrate(options: MigrateOptions) -> None:
+@taking(JobOptions)
+def migrate(
+    options: JobOptions,
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None,
+    force: Force = False,
+) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
-    if not options.ds_config:
+    if not ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
-    check_files([(options.output, "", None)], options.force)
-    loaded = load_deepspeed_config(options.ds_config)
+    check_files([(output, "", None)], force)
+    loaded = load_deepspeed_config(ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     block = ZeroTopoConfig.parse(found.config[ROOT])
     prices = _prices(options, active, block, loaded)
     costs = _costs(prices, active) if prices else None
-    if options.output is not None:
-        options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
+    if output is not None:
+        output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     changes = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
     if options.as_json:
         print_json({"config": found.config, "translated": list(found.lines), "differences": changes, "costs": costs})
@@ -99,7 +95,7 @@ def migrate(options: MigrateOptions) -> None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
     else:
         _show(prices, costs)
-    print(json.dumps(found.config, indent=2) if options.output is None else f"wrote {options.output}")
+    print(json.dumps(found.config, indent=2) if output is None else f"wrote {output}")
 
 
 def migrated(ds_config: Mapping[str, Any]) -> Translation:
@@ -134,7 +130,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 
 def _prices(
-    options: MigrateOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
+    options: JobOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
 ) -> dict[str, Price]:
     """The plan before, after, and of the empty block; none where no machine is named and this is no job."""
     counted = options.ranks is not None or options.nodes is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -19,7 +19,6 @@ from zero_topo.topology.presets import preset_names
 SET = "settings"
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
-T = TypeVar("T")
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -71,10 +70,11 @@ def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
             )
 
 
-def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function whose one argument is a dataclass: each field is an option, as typer sees it.
+def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose first argument is a dataclass: each field is an option, as typer sees it.
 
-    Fields marked as :class:`Rare` share one option, ``--set KEY=VALUE``.
+    The function's other arguments are options of this command alone. Fields marked as :class:`Rare` share one option,
+    ``--set KEY=VALUE``.
 
     Args:
         options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
@@ -95,13 +95,16 @@ def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., No
         kind: Any = Annotated[list[str] | None, option]
         parameters.append(inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
-    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(function, eval_str=True).parameters.values()
+
         def command(**given: Any) -> None:
             settings = [_setting(text, rare) for text in given.pop(SET, None) or ()]
-            function(options(**given, **dict(settings)))
+            own = {other.name: given.pop(other.name) for other in others}
+            function(options(**given, **dict(settings)), **own)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*others, *parameters])  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,7 @@ from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import fill, print_json, print_notes
-from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
+from zero_topo.cli.tables import DEGREES, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
@@ -22,6 +22,7 @@ from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
+from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
@@ -277,10 +278,6 @@ def _machine(options: PlanOptions) -> dict[str, Any]:
 # -- the largest models ------------------------------------------------------------------------------------------------
 
 
-class _Largest(Document):
-    max_params: int | None
-
-
 class MaxParams(Document):
     """``plan --max-params``."""
 
@@ -288,7 +285,7 @@ class MaxParams(Document):
     memory_limit: int
     reserve: float
     setting: str
-    schemes: dict[str, _Largest]
+    schemes: dict[str, dict[Literal["max_params"], int | None]]
 
 
 def largest_models(options: PlanOptions) -> None:
@@ -307,7 +304,10 @@ def largest_models(options: PlanOptions) -> None:
         place = {"topology": machine.to_json(), "memory_limit": request.limit}
         print_json(fill(MaxParams, request, **place, setting=setting(request.job), schemes=schemes))
         return
-    show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
+    table = figures_table(["", "parameters"], f"Largest model on {machine.world_size} ranks of {machine.name}")
+    for name, params in found.items():
+        table.add_row(name, f"{params:,}" if params else "-")
+    show(table)
     counted = "weights, gradients and optimizer alone; " if request.states_only else ""
     print(f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in reserve)")
     print(f"- {setting(request.job)}")

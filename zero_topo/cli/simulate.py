@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic_core import to_jsonable_python
@@ -101,14 +101,10 @@ class Simulated(Document):
     results: list[Point]
 
 
-class _Rings(Document):
-    rings: dict[str, dict[str, Ring]]
-
-
 class Collectives(Document):
     """``simulate --calibrate``."""
 
-    rates: _Rings
+    rates: dict[Literal["rings"], dict[str, dict[str, Ring]]]
     measurements: int
 
 

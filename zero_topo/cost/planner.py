@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
@@ -331,10 +330,10 @@ def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     """Move the plan with the least memory to the front, among those that :data:`LEANER` lets replace the first."""
 
     def may_win(plan: Priced) -> bool:
-        losses = len(plan.candidate.losses)
-        exacter = [other.weighed for other in timed if len(other.candidate.losses) < losses]
-        alike = losses <= len(timed[0].candidate.losses) and plan.held < timed[0].held * (1 - HOLDS_LESS)
-        return alike and plan.seconds <= timed[0].seconds * (1 + LEANER) and plan.weighed <= min(exacter, default=inf)
+        losses, first = len(plan.candidate.losses), timed[0]
+        alike = losses <= len(first.candidate.losses) and plan.seconds <= first.seconds * (1 + LEANER)
+        leaner = alike and plan.held < first.held * (1 - HOLDS_LESS)
+        return leaner and all(plan.weighed <= of.weighed for of in timed if len(of.candidate.losses) < losses)
 
     leanest = min(filter(may_win, timed), key=lambda plan: plan.held, default=None)
     return tuple(timed) if leanest is None else (leanest, *(plan for plan in timed if plan is not leanest))

@@ -406,7 +406,7 @@ def _module_columns(config: ResolvedConfig, job: Job, shapes: Sequence[Shape]) -
     """Return the columns of a module's parameters; stock DeepSpeed has no INT8 weights."""
     work = Workload.uniform(map(math.prod, shapes), dims=map(len, shapes))
     coded = (False,) * len(shapes) if job.stock else work.coded(config)
-    return Columns.of(config.plan, list(zip(work.numels, coded, strict=True)))
+    return Columns.of(list(zip(work.shards(config.plan), coded, strict=True)))
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------

@@ -195,18 +195,18 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
     def add(
-        phase: str, parameters: Collection[tuple[int, bool]], itemsize: int, times: int = 1, message: int | None = None
+        phase: str, widths: Collection[tuple[int, bool]], itemsize: int, times: int = 1, message: int | None = None
     ) -> None:
-        columns = Columns.of(plan, parameters)
+        columns = Columns.of(widths)
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
 
     for of in filter(None, (work, work.frozen)):
-        parameters = list(zip(of.numels, of.coded(config), of.persistent, strict=True))
+        parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
         for phase in ("gather_forward", "gather_backward", "gather_exact") if of.trains else ("gather_forward",):
             exact = phase == "gather_exact"
-            gathered = [(numel, stored) for numel, stored, persistent in parameters if persistent == exact]
+            gathered = [(width, stored) for width, stored, persistent in parameters if persistent == exact]
             add(phase, gathered, of.itemsize, 1 if exact else of.micro_batches)
-    trained = list(zip(work.numels, coded, strict=True))
+    trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     add("scatter", trained, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
@@ -223,8 +223,9 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
 
 def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:
     """Return the parameters in ``slots`` in the runs in which sync or publish sends them."""
-    sizes = [plan.world_size * plan.shard_numel(work.numels[slot]) for slot in slots]
-    return [[slots[place] for place in run] for run in packed_runs(sizes, limit)]
+    shards = work.shards(plan)
+    runs = packed_runs([plan.world_size * shards[slot] for slot in slots], limit)
+    return [[slots[place] for place in run] for run in runs]
 
 
 class Columns(NamedTuple):
@@ -239,10 +240,9 @@ class Columns(NamedTuple):
     coded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, parameters: Collection[tuple[int, bool]]) -> Columns:
-        """Build the columns of parameters, each given as (elements, whether stored as INT8)."""
-        kinds = ([plan.shard_numel(m) for m, coded in parameters if coded == kind] for kind in (False, True))
-        return cls(*map(tuple, kinds))
+    def of(cls, widths: Collection[tuple[int, bool]]) -> Columns:
+        """Build the columns of parameters, each given as (elements of a world shard, whether stored as INT8)."""
+        return cls(*(tuple(width for width, coded in widths if coded == kind) for kind in (False, True)))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -278,7 +278,8 @@ def phase_moves(
             message += change_bytes(rows, columns.coded, codes) if published is None else published
     else:
         spec = gather_spec(config, phase)
-        message = sum(message_bytes(rows * width, spec, itemsize) for width in columns.plain)
+        alike = Counter(columns.plain).items()  # layers are equal
+        message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
         message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
     return gather_moves(plan, hop, message), message
 
