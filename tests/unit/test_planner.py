@@ -223,7 +223,7 @@ def test_codes_hold_models_of_58_billion_on_frontier() -> None:
 
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:
     assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
-    assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ["oktopk"])}
+    assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ("oktopk",))}
 
 
 def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:

@@ -81,7 +81,7 @@ def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
     """
     hints, rare = get_type_hints(options, include_extras=True), _rare(options)
     own = inspect.get_annotations(options)  # those of a base class come after them
-    names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)  # type: ignore[arg-type]
+    names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
         for name in names

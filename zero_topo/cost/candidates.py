@@ -12,10 +12,11 @@ Note [What is tried]
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -86,7 +87,7 @@ class Candidate:
         return "scheme" in self.settings
 
 
-def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] = ()) -> tuple[Candidate, ...]:
+def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
     """Return all plans of different effect that keep the user's keys, named ones first; see Note [What is tried].
 
     Args:
@@ -97,7 +98,12 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     Raises:
         ValueError: if the user's keys fit no plan, with the reason.
     """
-    fixed = {k: value for k, value in asked.model_dump(exclude_unset=True).items() if k not in ("scheme", "lossy")}
+    return _candidates(asked.model_dump_json(exclude_unset=True, exclude={"scheme", "lossy"}), topology, sparse)
+
+
+@lru_cache(maxsize=4)  # jobs with and without recomputation have the same
+def _candidates(asked: str, topology: Topology, sparse: tuple[str, ...]) -> tuple[Candidate, ...]:
+    fixed = json.loads(asked)
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
     for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):

@@ -292,11 +292,9 @@ def rates_as(machine: Machine, topology: Topology) -> Rates | None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
     stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
-    rings = {
-        collective: {name: ring for name, ring in of.items() if name not in stated}
-        for collective, of in machine.rates.rings.items()
-    }
-    return machine.rates if not stated else replace(machine.rates, rings=rings)
+    rings = machine.rates.rings.items()
+    kept = {collective: {name: of[name] for name in of if name not in stated} for collective, of in rings}
+    return replace(machine.rates, rings=kept)
 
 
 def rates_of(topology: Topology) -> Rates:
@@ -568,9 +566,7 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
     usual = predict(config, job, rates).seconds
     spans = {what: ends((what,)) for what in unknown}
     shares = {what: (worst - best) / usual for what, (best, worst) in spans.items()}
-    order = sorted(shares, key=lambda what: -shares[what])
-    low, high = ends(unknown)
-    return Range(low, high, {what: shares[what] for what in order})
+    return Range(*ends(unknown), dict(sorted(shares.items(), key=lambda share: -share[1])))
 
 
 def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int) -> tuple[Located, Job, Rates]:
