@@ -126,10 +126,9 @@ def simulate(options: Options) -> None:
     places, names = list(_places(options)), words_of(options.schemes)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"schemes {names} must be at least one, each named once")
-    schemes = {name: _entry(name) for name in names}
     prices = {
-        (name, place.topology.world_size, count): _price(name, scheme, place, count)
-        for name, scheme in schemes.items()
+        (name, place.topology.world_size, count): _price(name, place, count)
+        for name in names
         for place in places
         for count in steps
     }
@@ -170,39 +169,32 @@ def _places(options: Options) -> Iterator[Request]:
         yield request_of(replace(options, micro_batches="1"), place, model)
 
 
-def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
-    """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step."""
-    file = name.removeprefix(f"{STOCK}-")
-    muon = method_of(load_deepspeed_config(file)) if file.endswith(".json") else None
-    job = replace(place.job, micro_batches=count, muon=muon)
-    if scheme is not None:
-        stock = name.startswith(STOCK)
-        return replace(place, job=replace(job, stock=stock)).price(resolve_config(scheme, place.topology))
-    request, degrees = replace(place, job=job), PIPELINE.fullmatch(name)
-    if degrees is not None:
-        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
-    tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
-    return best_pipeline(request) or min(tried, key=lambda price: price.held)
+def _price(name: str, place: Request, count: int) -> Price:
+    """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step.
 
-
-def _entry(name: str) -> ZeroTopoConfig | None:
-    """A scheme, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine. None for a pipeline."""
+    A scheme has a name, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine.
+    """
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
-    if name == NAME or PIPELINE.fullmatch(name):
-        return None
-    if plain.endswith(".json"):
-        content = load_deepspeed_config(plain)
-        return ZeroTopoConfig.parse(content.get("zero_topo", content))
+    content = load_deepspeed_config(plain) if plain.endswith(".json") else {}
+    job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
+    request = replace(place, job=job)
+    if degrees := PIPELINE.fullmatch(name):
+        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
+    if name == NAME:
+        tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
+        return best_pipeline(request) or min(tried, key=lambda price: price.held)
     if degrees := DEGREES.fullmatch(plain):
         pairs = zip(ROLES, degrees.groups(), strict=True)
-        return ZeroTopoConfig.parse({role: int(degree) for role, degree in pairs if degree != "-"})
-    if plain not in SCHEMES:
+        content = {role: int(degree) for role, degree in pairs if degree != "-"}
+    elif plain in SCHEMES:
+        content = {"scheme": plain}
+    elif not plain.endswith(".json"):
         near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
         raise ValueError(
             f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    return ZeroTopoConfig.parse({"scheme": plain})
+    return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
 
 
 def _fit(files: Sequence[Path], as_json: bool) -> None:
