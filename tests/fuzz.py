@@ -183,7 +183,6 @@ def options(data: st.DataObject) -> None:
     odd = st.sampled_from(["0", "-1", "1e9", "1e400", "9" * 400, "é", "", "1e-9", "inf", "2,,8", "1_0"])
     number, other = (data.draw(st.sampled_from(["1", "2", "8", "1B"]) | odd) for _ in range(2))
     obeys("plan", "--params", number, "--machine", "frontier", "--nodes", other)
-    obeys("plan", "--set", f"layers={number}", "--set", f"hidden={other}", "--machine", "frontier", "--nodes", "1")
     obeys("plan", "--model", file, "--machine", "frontier", "--world-size", number)
     obeys("simulate", "--gcds", number, "--model", "gpt2", "--micro-batches", other, "--schemes", "topo")
     obeys("check", file)

@@ -23,7 +23,7 @@ _LAZY = {
     "Plan": ("zero_topo.plan", "Plan"),
     "Topology": ("zero_topo.topology", "Topology"),
     "enable": ("zero_topo.hook.install", "enable"),
-    "estimate": ("zero_topo.cost.estimate", "estimate"),
+    "estimate": ("zero_topo.cost.explain", "estimate"),
     "initialize": ("zero_topo.hook.install", "initialize"),
     "leave": ("zero_topo.hook.leaving", "leave"),
     "report": ("zero_topo.hook.stats", "report"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_topo.cost.module_tree import build, read_modules
+from zero_topo.cost.model_files import build, read_modules
 
 PARTS, LEAST = 8, 60
 """Families that could be built in each part with transformers 5.24; the others need packages, or have no model."""

@@ -16,7 +16,7 @@ from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.footprint import predict_memory
+from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload

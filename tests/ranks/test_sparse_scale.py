@@ -17,7 +17,7 @@ from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, NUMEL, check
 from tests.ranks.worlds import PLAIN, World, shuffled, world
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.cost.footprint import predict_memory
+from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.sync import picks, topk

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.commands import Run
 from tests.launching import ROOT
@@ -50,13 +49,13 @@ def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run)
     assert max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80 and "…" not in table
 
 
-def test_models_come_from_names_files_and_shapes(run: Run) -> None:
+def test_models_come_from_names_and_files(run: Run) -> None:
     yaml = str(ROOT / "neox_configs" / "frontier-20b.yml")
     sizes = [
         as_json(run, *words, *FRONTIER, "--set", "scheme=zero3")["params"]
-        for words in (("--model", "gpt-neox-20b"), ("--model", yaml), ("--set", "layers=44", "--set", "hidden=6144"))
+        for words in (("--model", "gpt-neox-20b"), ("--model", yaml))
     ]
-    assert sizes == [pytest.approx(20_554_567_680, rel=1e-3)] * 3
+    assert sizes == [pytest.approx(20_554_567_680, rel=1e-3)] * 2
 
 
 def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None:
@@ -86,17 +85,6 @@ def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
     assert shorter["schemes"]["topo"]["max_params"] > found["topo"]
     status, out, _ = run("plan", "--max-params", *FRONTIER)
     assert status == 0 and f"{found['topo']:,}" in out
-
-
-def test_a_picture_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PNG, under which stand the model, the ranks and the micro-batches."""
-    notes: list[str] = []
-    monkeypatch.setattr(Figure, "supxlabel", lambda self, text, **_style: notes.append(text))
-    path = tmp_path / "memory.png"
-    words = ("plan", "--model", "gpt-neox-20b", "--micro-batches", "4", *FRONTIER, "--plot", str(path))
-    assert run(*words)[0] == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert "gpt-neox-20b (20.6B parameters); ranks: 384; micro-batches (K) per optimizer step: 4, each" in notes[0]
 
 
 def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("simulate --schemes topo,zero", {"topo,zero3", "topo,zero++"}),
         ("launch slurm --machine gen", {"generic"}),
         ("plan --set sparse=ok", {"sparse=oktopk"}),
-        ("plan --set laye", {"layers="}),
+        ("plan --set trai", {"trainable="}),
         ("completion b", {"bash"}),
     ],
 )

@@ -18,8 +18,17 @@ from tests.plans import resolve
 from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
 from zero_topo.config.sparse_config import SparseSync
 from zero_topo.config.sync_config import QuantizedSync, SyncSettings
-from zero_topo.cost.codes import CHANGED, SHARES, change_bytes, expected_shares, largest_change_bytes
-from zero_topo.cost.volume import Workload, by_domain, gather_spec, step_bytes
+from zero_topo.cost.volume import (
+    CHANGED,
+    SHARES,
+    Workload,
+    by_domain,
+    change_bytes,
+    expected_shares,
+    gather_spec,
+    largest_change_bytes,
+    step_bytes,
+)
 from zero_topo.plan import divisors
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology

@@ -14,8 +14,7 @@ import torch
 from tests.commands import Run
 from tests.unit.test_planner import engine, request, timed
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
-from zero_topo.cost.explain import explain
-from zero_topo.cost.fit import planned
+from zero_topo.cost.explain import explain, planned
 from zero_topo.cost.planner import Request, rank_plans
 from zero_topo.hook.initialize import request_of, resolve_block
 from zero_topo.topology import Topology, load_preset

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from zero_topo.cli import enable as enabling
 
 
 @pytest.fixture
@@ -40,17 +39,21 @@ def test_enable_and_disable_say_where_and_may_be_repeated(folders: tuple[Path, P
 
 
 def test_a_users_folder_is_made_where_the_interpreters_is_not_writable_and_goes_again(
-    folders: tuple[Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], run: Run, tmp_path: Path
 ) -> None:
+    """Nobody, root neither, writes below a file."""
     own, user = folders
-    monkeypatch.setattr(enabling, "_writable", lambda folder: folder == user)
+    own.rmdir()
+    own.touch()
     assert run("enable")[0] == 0
-    assert [path.name for path in user.iterdir()] == ["zero_topo.pth"] and not list(own.iterdir())
+    assert [path.name for path in user.iterdir()] == ["zero_topo.pth"]
     assert run("disable")[0] == 0
     assert list(tmp_path.iterdir()) == [own]
 
 
-def test_nowhere_to_write_is_wrong_input(folders: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enabling, "_writable", lambda folder: False)
+def test_nowhere_to_write_is_wrong_input(folders: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    folders[0].rmdir()
+    folders[0].touch()
+    (tmp_path / "user").touch()
     status, _, error = run("enable")
     assert status == 2 and all(str(folder) in error for folder in folders) and "virtual environment" in error

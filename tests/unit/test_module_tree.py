@@ -11,8 +11,7 @@ import torch
 
 import zero_topo
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.cost.model_files import MODELS, load_model
-from zero_topo.cost.module_tree import ModuleTree, build, read_modules
+from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
 from zero_topo.cost.step import Job, predict_step, rates_of, step_range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import load_preset

@@ -20,13 +20,13 @@ from benchmarks.counting import Launches
 from tests.commands import Run
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.muon import newton_schulz_flops, owner_flops
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
-from zero_topo.cost.transformer import with_shape
+from zero_topo.cost.step import Job, newton_schulz_flops, owner_flops
+from zero_topo.cost.transformer import SEQUENCE, VOCABULARY, Transformer
 from zero_topo.hook.muon import orthogonalized
 from zero_topo.topology.presets import load_preset
 
+TWO_LAYERS = Transformer("two layers", 2, 64, 1, 1, VOCABULARY, SEQUENCE, 256)
 ELEMENTS = 98_304
 SENT = 2 * 2 * ELEMENTS
 """Bytes of all gradients to the owners and of all updates back, in 16 bits."""
@@ -69,7 +69,7 @@ def test_the_busiest_owner_computes_the_largest_of_each_turn() -> None:
 
 def price(muon: str | None, stock: bool = False, **block: Any) -> Any:
     """What a step costs on 16 ranks of Frontier."""
-    request = Request(load_preset("frontier", 16), Job(with_shape(2, 64), 1, 8, muon=muon, stock=stock))
+    request = Request(load_preset("frontier", 16), Job(TWO_LAYERS, 1, 8, muon=muon, stock=stock))
     return request.price(resolve_config(ZeroTopoConfig.parse(block), request.topology))
 
 

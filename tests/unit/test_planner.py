@@ -19,20 +19,18 @@ from tests.launching import ROOT
 from tests.plans import TREE, resolve
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
-from zero_topo.cost.explain import RISKS, explain, recommend
-from zero_topo.cost.fit import planned
-from zero_topo.cost.footprint import (
+from zero_topo.cost.explain import RISKS, explain, planned, recommend
+from zero_topo.cost.memory import (
     activation_bytes,
-    deepspeed_settings,
     gathered_bytes,
+    memory_bytes,
     moments,
     predict_memory,
     publish_bytes,
 )
-from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_plans
-from zero_topo.cost.step import Job, Step
+from zero_topo.cost.step import Job, Step, deepspeed_settings
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.hook.initialize import request_of
@@ -225,7 +223,7 @@ def test_codes_hold_models_of_58_billion_on_frontier() -> None:
 
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:
     assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
-    assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ["oktopk"])}
+    assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ("oktopk",))}
 
 
 def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.output import print_json, print_notes
+from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.plan import Ranked, plan_json
 from zero_topo.cli.tables import DEGREES, degrees, places_table, show
 from zero_topo.config import (
@@ -28,8 +28,7 @@ from zero_topo.config import (
 from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
-from zero_topo.cost.explain import assumed_lines, price_sentence, setting
-from zero_topo.cost.fit import planned
+from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
 from zero_topo.cost.planner import Ranking, max_params, rank_plans
 from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
@@ -46,13 +45,6 @@ FOUND = (AUTO, MEASURED)
 """Topologies that are found where the job runs."""
 USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 """Parameters of the models that are predicted if none is named."""
-
-
-@dataclass(frozen=True)
-class CheckOptions(JobOptions):
-    """Of ``check``."""
-
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')] = ""
 
 
 class Cost(Document):
@@ -91,16 +83,21 @@ class Automatic(Document):
 DOCUMENT = Checked | Automatic
 
 
-@taking(CheckOptions)
-def check(options: CheckOptions) -> None:
+@taking(JobOptions)
+def check(
+    options: JobOptions,
+    ds_config: Annotated[
+        str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')
+    ] = "",
+) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    if not options.ds_config:
+    if not ds_config:
         raise ValueError("which config? give the DeepSpeed JSON")
-    loaded = with_environment_block(load_deepspeed_config(options.ds_config))
+    loaded = with_environment_block(load_deepspeed_config(ds_config))
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:
-        raise ValueError(f'{options.ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
+        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
     found, doubts = _machine(options, block, loaded)
     model = model_of(options)
     translated = translate(loaded, optimizer=True).lines
@@ -114,20 +111,18 @@ def check(options: CheckOptions) -> None:
     else:
         request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        resolved = price.config
+        resolved, cost = price.config, fill(Cost, price, request, step_s=price.seconds)
         notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        cost = {"step_s": price.seconds, "sent_by_domain": price.sent_by_domain}
-        cost |= {"held": price.held, "limit": request.limit}
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
-        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
+        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
         return
     print(f"{render_tree(found)}\n")
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes))
 
 
-def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
+def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
     """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed for that."""
     if options.machine != AUTO and block.topology not in FOUND:
         raise ValueError(
@@ -146,9 +141,9 @@ def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, 
     return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
 
 
-def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
+def _largest(options: JobOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
     """How large a model fits a named plan, if the memory is known."""
-    sized = scaled(USUAL[0], sequence=options.seq or SEQUENCE)
+    sized = scaled(USUAL[0], options.seq or SEQUENCE)
     request = request_of(options, resolved.topology, sized, loaded)
     most = max_params(resolved, request)
     if most is None or request.limit is None:
@@ -160,32 +155,32 @@ def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[st
 
 
 def _forecast(
-    options: CheckOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
+    options: JobOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
 ) -> None:
     """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, found)
-    sizes = USUAL if found.memory_per_rank is not None else ()
-    models = {params: scaled(params, sequence=options.seq or SEQUENCE) for params in sizes}
-    chosen = {params: rank_plans(block, request_of(options, found, model, loaded)) for params, model in models.items()}
+    chosen = {
+        params: rank_plans(block, request_of(options, found, scaled(params, options.seq or SEQUENCE), loaded))
+        for params in USUAL
+        if found.memory_per_rank is not None
+    }
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
-        f"{fewer}; for your model: --params 13B, or --model NAME"
+        f"{fewer}; for your model: --params 13B, or --model NAME",
+        setting(chosen[USUAL[0]].request.job)
+        if chosen
+        else f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
+        "from its devices; here give --machine, such as --machine dgx-h100",
     ]
-    notes += [setting(ranking.request.job) for ranking in list(chosen.values())[:1]]
-    if not chosen:
-        notes.append(
-            f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
-            "from its devices; here give --machine, such as --machine dgx-h100"
-        )
     if options.as_json:
         rows = [
             {"params": params, "chosen": plan_json(ranking.timed[0], {}) if ranking.timed else None}
             for params, ranking in chosen.items()
         ]
-        told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json(), "forecasts": rows}
-        print_json({**told, "translated": translated, "notes": notes})
+        of = {"scheme": AUTO, "topology": found.to_json(), "forecasts": rows, "translated": translated, "notes": notes}
+        print_json(fill(Automatic, block, **of))
         return
     print(f"{render_tree(found)}\n")
     if chosen:
@@ -204,8 +199,8 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
             continue
         best, faster = ranking.best, ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
-        step = format_seconds(best.seconds)
-        table.add_row(format_count(params), degrees(best.config), step, format_bytes(best.held), gain)
+        cells = degrees(best.config), format_seconds(best.seconds), format_bytes(best.held), gain
+        table.add_row(format_count(params), *cells)
     return table
 
 

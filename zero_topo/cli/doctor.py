@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated
 
@@ -27,7 +25,7 @@ class Findings(Document):
 
 DOCUMENT = Findings
 SICK = 1
-COLOURS = (("ok", "green"), ("warn", "yellow"), ("fail", "bold red"))
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
@@ -39,6 +37,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Check for problems that make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
+    from rich.console import Console
     from rich.text import Text
 
     from zero_topo.doctor import FAIL, WARN, Surroundings, examine
@@ -47,32 +46,18 @@ def doctor(
     if machine is not None:
         load_machine(machine)
     seen = Surroundings(config=config, machine=machine)
-    console, findings = PlainConsole(highlight=False), []
-    with _patience():
-        for finding in examine(seen):
-            findings.append(finding)
+    console = PlainConsole(highlight=False)
+    with Console(stderr=True).status("looking around"):  # torch takes seconds to import; shown on a terminal alone
+        findings = list(examine(seen))
     states = [finding.state for finding in findings]
     if as_json:
         told = [asdict(finding) for finding in findings]
         print_json({"machine": seen.machine_name(), "findings": told, "failed": states.count(FAIL)})
     else:
         for finding in findings:
-            state = (f"{finding.state:<4}", dict(COLOURS)[finding.state])
+            state = (f"{finding.state:<4}", COLOURS[finding.state])
             text = Text.assemble(state, f"  {finding.subject}: {finding.line()}")
             console.print(text, soft_wrap=True)
         console.print(f"{len(findings)} checks: {states.count(WARN)} warnings, {states.count(FAIL)} failures")
     if FAIL in states:
         raise typer.Exit(SICK)
-
-
-@contextmanager
-def _patience() -> Iterator[None]:
-    """Torch takes seconds to import: say so on a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status("looking around"):
-        yield

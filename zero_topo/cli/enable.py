@@ -10,12 +10,9 @@ Note [The .pth file]
 
 from __future__ import annotations
 
-import os
 import site
 import sysconfig
 from pathlib import Path
-
-import typer
 
 NAME = "zero_topo.pth"
 MADE = "# made "  # begins the lines that name the folders that enabling made, innermost first
@@ -44,21 +41,20 @@ def enable() -> None:
     """Install the hook for every program of this Python. They need no `import zero_topo` then."""
     present = [path for path in _candidates() if path.is_file()]
     if present:
-        typer.echo(f"already enabled by {present[0]}")
+        print(f"already enabled by {present[0]}")
         return
-    path = next((path for path in _candidates() if _writable(path.parent)), None)
-    if path is None:
-        folders = " and ".join(str(path.parent) for path in _candidates())
-        raise ValueError(
-            f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the script"
-        )
-    made = _make(path.parent)
-    lines = [f"{MADE}{folder}" for folder in made]
-    path.write_text(
-        "\n".join([*lines, f"import sys; exec({_FINDER!r}, {{'sys': sys, 'file': {str(path)!r}}})"]) + "\n",
-        encoding="utf-8",
-    )
-    typer.echo(f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a program needs now')
+    for path in _candidates():
+        line = f"import sys; exec({_FINDER!r}, {{'sys': sys, 'file': {str(path)!r}}})"
+        try:
+            made = [f"{MADE}{folder}" for folder in path.parents if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join([*made, line, ""]), encoding="utf-8")
+        except OSError:
+            continue
+        print(f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a program needs now')
+        return
+    folders = " and ".join(str(path.parent) for path in _candidates())
+    raise ValueError(f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the script")
 
 
 def disable() -> None:
@@ -70,9 +66,9 @@ def disable() -> None:
         for folder in (Path(line.removeprefix(MADE)) for line in lines if line.startswith(MADE)):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-        typer.echo(f"disabled: removed {path}")
+        print(f"disabled: removed {path}")
     if not present:
-        typer.echo("not enabled: nothing to remove")
+        print("not enabled: nothing to remove")
 
 
 def _candidates() -> list[Path]:
@@ -81,17 +77,3 @@ def _candidates() -> list[Path]:
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     return [Path(folder) / NAME for folder in folders]
-
-
-def _writable(folder: Path) -> bool:
-    """Return whether a file can be created in a folder, which may not exist yet."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK)
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make a folder and return what had to be made, innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing

@@ -12,19 +12,16 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
-from zero_topo.cost.footprint import deepspeed_settings
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
-from zero_topo.cost.step import ATTENTIONS, Job
-from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
-from zero_topo.strict import did_you_mean
+from zero_topo.cost.step import ATTENTIONS, Attention, Job, deepspeed_settings
+from zero_topo.cost.transformer import SEQUENCE, Model, scaled
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import load_machine
 
 ITEMSIZE = 2  # 16-bit training
 NO_CONFIG: Mapping[str, Any] = {}
-Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
 Machine = Annotated[
     str,
@@ -74,10 +71,8 @@ class JobOptions:
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
     ranks: Ranks = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
-    layers: Annotated[Count | None, Rare("number of layers")] = None
-    hidden: Annotated[Count | None, Rare("hidden size")] = None
     checkpointing: Annotated[bool | None, Rare("false keeps activations instead of recomputing them")] = None
-    attention: Annotated[str, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
+    attention: Annotated[Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
     fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
     reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
     rates: Annotated[str | None, Rare("link rates, a file or JSON as simulate --calibrate prints them")] = None
@@ -89,19 +84,17 @@ def machines_of(options: JobOptions) -> list[Topology]:
     Raises:
         ValueError: if there is none, or its ranks do not add up.
     """
-    found: list[int | None] = [None]
-    if options.ranks is not None:
-        found = [*counts(options.ranks, "--ranks", MOST_RANKS)]
+    ranks = None if options.ranks is None else counts(options.ranks, "--ranks", MOST_RANKS)
     if options.nodes is not None:
         nodes = counts(options.nodes, "--nodes", MOST_RANKS)
-        ranks = [count * _ranks_per_node(options.machine, count) for count in nodes]
-        if options.ranks is not None and found != ranks:
+        found = [count * _ranks_per_node(options.machine, count) for count in nodes]
+        if ranks not in (None, found):
             raise ValueError(
-                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, ranks))} ranks, but --ranks is "
+                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} ranks, but --ranks is "
                 f"{options.ranks}; give one of the two"
             )
-        found = [*ranks]
-    return [machine(options.machine, count) for count in found]
+        ranks = found
+    return [machine(options.machine, count) for count in ranks or (None,)]
 
 
 def machine_of(options: JobOptions) -> Topology:
@@ -145,15 +138,12 @@ def model_of(options: JobOptions) -> Model | None:
         ValueError: if it is not known, or named twice.
     """
     if options.model is not None:
-        if options.params or options.layers or options.hidden:
-            raise ValueError(f"--model {options.model} has a shape of its own; leave --params, layers and hidden out")
+        if options.params is not None:
+            raise ValueError(f"--model {options.model} has a shape of its own; leave --params out")
         return load_model(options.model, options.seq)
-    sequence = options.seq or SEQUENCE
-    if options.params is not None:
-        return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.layers, options.hidden, sequence)
-    if options.layers is None or options.hidden is None:
+    if options.params is None:
         return None
-    return with_shape(options.layers, options.hidden, sequence)
+    return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.seq or SEQUENCE)
 
 
 def need_model(options: JobOptions) -> Model:
@@ -164,7 +154,7 @@ def need_model(options: JobOptions) -> Model:
     """
     found = model_of(options)
     if found is None:
-        raise ValueError("which model? give --params, such as 20B, or --model, or --set layers=44 --set hidden=6144")
+        raise ValueError("which model? give --params, such as 20B, or --model")
     return found
 
 
@@ -180,9 +170,6 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
     Raises:
         ValueError: for wrong settings.
     """
-    if options.attention not in ATTENTIONS:
-        near = did_you_mean(options.attention, ATTENTIONS)
-        raise ValueError(f"attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
     micro, steps = _batches(options, topology, loaded)
     halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
     single = loaded and not any(half.get("enabled") for half in halves)
@@ -197,9 +184,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         overlap=options.overlap,
         **deepspeed_settings(loaded),
     )
-    request = Request(topology, job)
-    if options.reserve is not None:
-        request = replace(request, reserve=options.reserve)
+    request = Request(topology, job, reserve=RESERVE if options.reserve is None else options.reserve)
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
 
 

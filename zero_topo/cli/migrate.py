@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,22 +24,11 @@ from zero_topo.config import (
     deepspeed_problems,
     load_deepspeed_config,
     resolve_config,
+    stock_keys,
 )
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import (
-    HPZ,
-    LOCO,
-    MICS,
-    MICS_HOPS,
-    QUANTIZED_GRADIENTS,
-    QUANTIZED_WEIGHTS,
-    Translation,
-    base_block,
-    switched_on,
-    translate,
-)
-from zero_topo.cost.explain import setting
-from zero_topo.cost.fit import planned
+from zero_topo.config.stock_keys import Translation, switched_on, translate
+from zero_topo.cost.explain import planned, setting
 from zero_topo.cost.planner import Price
 from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.doctor.refusals import setting_refusals, unasked
@@ -51,15 +40,6 @@ from zero_topo.units import format_seconds
 
 BEFORE, AFTER, EMPTY = "before", "after", "empty"
 USUAL_PARAMS = "1B"
-
-
-@dataclass(frozen=True)
-class MigrateOptions(JobOptions):
-    """Of ``migrate``."""
-
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
-    force: Force = False
 
 
 class CostsBeside(Document):
@@ -85,79 +65,83 @@ class Migrated(Document):
 DOCUMENT = Migrated
 
 
-@taking(MigrateOptions)
-def migrate(options: MigrateOptions) -> None:
+@taking(JobOptions)
+def migrate(
+    options: JobOptions,
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None,
+    force: Force = False,
+) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
-    if not options.ds_config:
+    if not ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
-    check_files([(options.output, "", None)], options.force)
-    loaded = load_deepspeed_config(options.ds_config)
+    check_files([(output, "", None)], force)
+    loaded = load_deepspeed_config(ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     block = ZeroTopoConfig.parse(found.config[ROOT])
-    prices = _costs(options, active, block, loaded)
-    costs = None
-    if prices is not None:
-        costs = _beside(prices, loco_bytes(active, prices[AFTER].request.work, prices[AFTER].config.topology))
-    if options.output is not None:
-        options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
+    prices = _prices(options, active, block, loaded)
+    costs = _costs(prices, active) if prices else None
+    if output is not None:
+        output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     changes = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
     if options.as_json:
         print_json({"config": found.config, "translated": list(found.lines), "differences": changes, "costs": costs})
         return
     print_notes([*found.lines, *changes])
     print()
-    if prices is None or costs is None:
+    if costs is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
     else:
         _show(prices, costs)
-    print(json.dumps(found.config, indent=2) if options.output is None else f"wrote {options.output}")
+    print(json.dumps(found.config, indent=2) if output is None else f"wrote {output}")
 
 
 def migrated(ds_config: Mapping[str, Any]) -> Translation:
     """The config with a block: its own completed, or a new one that does what the stock keys do, or plain ZeRO-3."""
     if ROOT in ds_config:
         return translate(ds_config, optimizer=True)
-    found = translate({**ds_config, ROOT: base_block(switched_on(ds_config))}, optimizer=True)
+    found = translate({**ds_config, ROOT: stock_keys.base_block(switched_on(ds_config))}, optimizer=True)
     lines = found.lines or ("no key of ZeRO++, LoCo or MiCS is set: this is plain ZeRO-3",)
     return Translation(found.config, lines, found.problems)
 
 
 def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[str]:
     """Return what differs from DeepSpeed, one sentence each."""
-    size = block.quantize.block_size
-    if MICS in active:
+    size, gradients = block.quantize.block_size, stock_keys.QUANTIZED_GRADIENTS in active
+    weights = stock_keys.QUANTIZED_WEIGHTS in active
+    if stock_keys.MICS in active:
         yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
-        if MICS_HOPS not in active:
+        if stock_keys.MICS_HOPS not in active:
             yield 'gathers over several nodes now go through the node, as mics_hierarchical_params_gather; "two_hop"'
         return
-    if QUANTIZED_WEIGHTS in active or QUANTIZED_GRADIENTS in active:
+    if weights or gradients:
         yield f"values are nearer: {size} elements share a scale, in DeepSpeed thousands; INT8 messages grow by 1.6%"
-    if HPZ in active and QUANTIZED_WEIGHTS in active:
+    if weights and stock_keys.HPZ in active:
         yield 'the secondary copy is stored in INT8 too, half of hpZ\'s; "quantize": {"secondary": null} keeps 16 bits'
-    if LOCO in active and QUANTIZED_GRADIENTS in active:
+    if gradients and stock_keys.LOCO in active:
         yield (
             "LoCo: weights and gradients are sharded over the node, and gradients leave it once per step, in INT4 with "
             "all of the error fed back (err_beta and reset_T have no counterpart); inside it they are not quantized"
         )
-    elif QUANTIZED_GRADIENTS in active:
+    elif gradients:
         yield "gradients are quantized on one node too, and whatever their size; DeepSpeed falls back to 16 bits there"
 
 
-def _costs(
-    options: MigrateOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
-) -> dict[str, Price] | None:
-    """The plan before, after, and of the empty block; None where no machine is named and this is no job."""
+def _prices(
+    options: JobOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
+) -> dict[str, Price]:
+    """The plan before, after, and of the empty block; none where no machine is named and this is no job."""
     counted = options.ranks is not None or options.nodes is not None
     if options.machine == "auto" and launcher_view(os.environ) is None and not counted:
-        return None
+        return {}
     found, model = machine_of(options), model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
     request = request_of(options, found, model, ds_config)
     whole = options.model is None and not request.job.muon
     numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if whole else None
     request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels)
-    stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
+    stock = replace(request, job=replace(request.job, stock=stock_keys.MICS_HOPS not in active))
     plans = {AFTER: resolve_config(block, found)}
     with suppress(ValueError):  # nothing fits
         plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
@@ -165,15 +149,16 @@ def _costs(
     return prices | {row: request.price(plan) for row, plan in plans.items()}
 
 
-def _beside(prices: Mapping[str, Price], loco: int) -> dict[str, Any]:
-    """The costs in JSON types; ``loco`` bytes are what LoCo keeps before."""
-    memory = {row: price.memory for row, price in prices.items()}
-    after = prices[AFTER]
+def _costs(prices: Mapping[str, Price], active: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs in JSON types; LoCo keeps residuals before."""
+    memory, after = {row: price.memory for row, price in prices.items()}, prices[AFTER]
+    if loco := loco_bytes(active, after.request.work, after.config.topology):
+        memory[BEFORE] = memory[BEFORE] | {"residual": loco}
     return {
         "topology": after.config.topology.to_json(),
         "params": sum(after.request.work.numels),
         "micro_batches": after.request.job.micro_batches,
-        "memory": memory | {BEFORE: memory[BEFORE] | ({"residual": loco} if loco else {})},
+        "memory": memory,
         "sent_by_domain": {row: price.sent_by_domain for row, price in prices.items()},
         "step_s": {row: price.seconds for row, price in prices.items()},
     }

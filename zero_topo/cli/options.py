@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -19,7 +19,6 @@ from zero_topo.topology.presets import preset_names
 SET = "settings"
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
-T = TypeVar("T")
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -45,7 +44,7 @@ SPARSE_NAMES = tuple(mode.MODE for mode in SPARSE_MODES)
 class Rare:
     """Marks a field that is given as ``--set KEY=VALUE``; ``help`` says what it is in a few words.
 
-    A shell offers the ``values``.
+    No others than the ``values`` are taken, if there are any; a shell offers them.
     """
 
     help: str
@@ -71,17 +70,18 @@ def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
             )
 
 
-def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function whose one argument is a dataclass: each field is an option, as typer sees it.
+def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose first argument is a dataclass: each field is an option, as typer sees it.
 
-    Fields marked as :class:`Rare` share one option, ``--set KEY=VALUE``.
+    The function's other arguments are options of this command alone. Fields marked as :class:`Rare` share one option,
+    ``--set KEY=VALUE``.
 
     Args:
         options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
     """
     hints, rare = get_type_hints(options, include_extras=True), _rare(options)
     own = inspect.get_annotations(options)  # those of a base class come after them
-    names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)  # type: ignore[arg-type]
+    names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
         for name in names
@@ -95,13 +95,16 @@ def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., No
         kind: Any = Annotated[list[str] | None, option]
         parameters.append(inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
-    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(function, eval_str=True).parameters.values()
+
         def command(**given: Any) -> None:
             settings = [_setting(text, rare) for text in given.pop(SET, None) or ()]
-            function(options(**given, **dict(settings)))
+            own = {other.name: given.pop(other.name) for other in others}
+            function(options(**given, **dict(settings)), **own)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*others, *parameters])  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -124,9 +127,13 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
     name = key.strip().replace("-", "_")
     if name not in rare or "=" not in text:
         raise ValueError(f"--set {cut(text)}: write KEY=VALUE{did_you_mean(key, rare)} (keys: {', '.join(rare)})")
-    kind = rare[name][0]
+    kind, mark = rare[name]
+    words = words_of(value)
+    if strange := [word for word in words if mark.values and word not in mark.values]:
+        near = did_you_mean(strange[0], mark.values)
+        raise ValueError(f"--set {name}={cut(strange[0])}: unknown{near} (choose among {', '.join(mark.values)})")
     if kind == tuple[str, ...]:
-        return name, tuple(words_of(value))
+        return name, tuple(words)
     try:
         return name, TypeAdapter(kind).validate_strings(value.strip())
     except ValidationError as error:

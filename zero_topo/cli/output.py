@@ -12,6 +12,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
+from pydantic_core import to_jsonable_python
+
 from zero_topo.strict import plain
 
 _DOCUMENTS: ContextVar[TextIO | None] = ContextVar("documents", default=None)
@@ -78,10 +80,19 @@ def print_notes(notes: Iterable[str]) -> None:
         print(f"- {note}")
 
 
+def fill(kind: Any, *sources: object, **given: Any) -> dict[str, Any]:
+    """Return an object of a :class:`Document`: its keys are given, or attributes of the first source that has them."""
+
+    def value(key: str) -> Any:
+        return given[key] if key in given else next(getattr(of, key) for of in sources if hasattr(of, key))
+
+    return {key: value(key) for key in kind.__annotations__}
+
+
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print a JSON object to standard output.
+    """Print a JSON object to standard output; dataclasses in it are objects too.
 
     Raises:
-        TypeError: for what JSON has no form of.
+        PydanticSerializationError: for what JSON has no form of.
     """
-    print(json.dumps(content, indent=2), file=_DOCUMENTS.get() or sys.stdout, flush=True)
+    print(json.dumps(to_jsonable_python(content), indent=2), file=_DOCUMENTS.get() or sys.stdout, flush=True)

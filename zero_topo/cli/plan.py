@@ -4,31 +4,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import typer
 
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json, print_notes
-from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
+from zero_topo.cli.output import fill, print_json, print_notes
+from zero_topo.cli.tables import DEGREES, memory_table, places_table, ranking_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
-from zero_topo.cost.footprint import deepspeed_settings
-from zero_topo.cost.module_tree import ModuleTree
-from zero_topo.cost.muon import method_of
+from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
-from zero_topo.cost.step import Range
+from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import Workload
+from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Degrees, Document, Resolved
-from zero_topo.observe.files import MEMORY, check_files, write_png
-from zero_topo.strict import to_json
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
@@ -53,7 +48,6 @@ class PlanOptions(JobOptions):
         bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -61,7 +55,6 @@ class PlanOptions(JobOptions):
         tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
     ] = ()
     deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose optimizer, buckets and offload count")] = None
-    force: Annotated[bool, Rare("write over any file")] = False
 
 
 @taking(PlanOptions)
@@ -72,14 +65,11 @@ def plan(options: PlanOptions) -> None:
     """
     if options.recommend and options.max_params:
         raise ValueError("--recommend and --max-params are different views; ask for one at a time")
-    predicts = options.recommend or options.max_params or options.plot is not None
-    if predicts:
-        refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --plot")
-    else:
-        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend, --max-params or --plot")
-    if options.plot is not None:
-        _draw(options, options.plot)
     view = recommendation if options.recommend else largest_models if options.max_params else schemes
+    if view is schemes:
+        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend or --max-params")
+    else:
+        refuse_others(options, lambda name: name != "trainable", "leave out --recommend and --max-params")
     view(options)
 
 
@@ -89,9 +79,6 @@ def _request(options: PlanOptions) -> Request:
     Raises:
         ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
     """
-    for mode in options.sparse:
-        if mode not in SPARSE_NAMES:
-            raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
     loaded = load_deepspeed_config(options.deepspeed_config or {})
     request = request_of(options, machine_of(options), need_model(options))
     return replace(
@@ -137,7 +124,7 @@ class Schemes(Document):
 def schemes(options: PlanOptions) -> None:
     """Prints degrees, memory and bytes sent of each scheme."""
     request = _states(options)
-    found, work = request.topology, request.work
+    found, trained, frozen = request.topology, sum(request.work.numels), sum(request.frozen)
     prices = {name: request.price(config) for name, config in _schemes(options, found).items()}
     if options.as_json:
         rows: list[Any] = [
@@ -149,13 +136,15 @@ def schemes(options: PlanOptions) -> None:
             }
             for price in prices.values()
         ]
-        counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": work.micro_batches}
+        counts = {"params": trained + frozen, "trainable": trained, "micro_batches": request.job.micro_batches}
         print_json({"topology": found.to_json(), **counts, "schemes": rows})
         return
     configs = {name: price.config for name, price in prices.items()}
-    show(places_table(configs, _title(found, work)))
+    part = f", {trained:,} of them trained," if frozen else ""
+    shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
+    show(places_table(configs, f"{trained + frozen:,} parameters{part} on {found.name}: {shape}"))
     show(memory_table({name: price.memory for name, price in prices.items()}, found.memory_per_rank))
-    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, work.micro_batches))
+    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, request.job.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
     print_notes(need_model(options).notes if options.model else ())
@@ -166,39 +155,15 @@ def schemes(options: PlanOptions) -> None:
 def _states(options: PlanOptions) -> Request:
     """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
     muon = method_of(load_deepspeed_config(options.deepspeed_config or {}))
-    model = need_model(options) if options.params is None or muon else None
-    request = request_of(options, machine_of(options), model or need_model(replace(options, params="1B")))
-    request = replace(request, job=replace(request.job, muon=muon), states_only=True)
-    if model is not None and options.trainable is None:
+    counted = options.params is not None and not muon
+    request = replace(_request(replace(options, params="1B") if counted else options), states_only=True)
+    if not counted and options.trainable is None:
         return request
-    params = model.params if model is not None else read_count(options.params or "", "--params", LIKE_PARAMS)
+    params = read_count(options.params or "", "--params", LIKE_PARAMS) if counted else request.job.model.params
     trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
     if trained > params:
         raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
     return replace(request, numels=(trained,), frozen=(params - trained,) if trained < params else ())
-
-
-def _title(found: Topology, work: Workload) -> str:
-    shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
-    trained = "" if work.frozen is None else f", {sum(work.numels):,} of them trained,"
-    return f"{_params(work):,} parameters{trained} on {found.name}: {shape}"
-
-
-def _params(work: Workload) -> int:
-    return sum(work.numels) + (0 if work.frozen is None else sum(work.frozen.numels))
-
-
-def _draw(options: PlanOptions, path: Path) -> None:
-    """Bars of what each scheme holds, activations and buffers included."""
-    from zero_topo.observe.plots import job_line, memory_bars
-
-    check_files([(path, ".png", MEMORY)], options.force)
-    request = _request(options)
-    job, machine = request.job, request.topology
-    held = {name: request.price(config).memory for name, config in _schemes(options, machine).items()}
-    title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
-    notes = job_line(job, [machine.world_size], [job.micro_batches])
-    write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
 
 
 # -- the best plan -----------------------------------------------------------------------------------------------------
@@ -259,10 +224,8 @@ class Recommendation(Document):
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    lossy = options.lossy or bool(options.sparse)
-    request = _request(options)
-    rank = rank_both if options.checkpointing is None else rank_plans
-    ranking = rank(ZeroTopoConfig.parse({"lossy": lossy}), request)
+    request, rank = _request(options), rank_both if options.checkpointing is None else rank_plans
+    ranking = rank(ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)}), request)
     reasons, pipeline = explain(ranking), best_pipeline(ranking.request)
     if options.as_json:
         print_json(_ranking_json(ranking, reasons, pipeline, options))
@@ -279,51 +242,31 @@ def recommendation(options: PlanOptions) -> None:
 def _ranking_json(
     ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, options: PlanOptions
 ) -> dict[str, Any]:
-    request, machine = ranking.request, _machine(options)
-    other = None
-    if pipeline is not None:
-        other = {
-            "name": pipeline.config.name,
-            "seconds": pipeline.seconds,
-            "range": to_json(pipeline.range),
-            "sent_by_domain": pipeline.sent_by_domain,
-            "memory": pipeline.memory,
-        }
-    return {
-        "topology": request.topology.to_json(),
-        "model": asdict(request.job.model),
-        "params": request.job.model.params,
-        "micro_batch": request.job.micro_batch,
-        "micro_batches": request.job.micro_batches,
-        "checkpointing": request.job.checkpointing,
-        "setting": setting(request.job),
-        "overlap": request.job.hidden,
-        "memory_limit": request.limit,
-        "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, machine), "range": to_json(ranking.best.range)},
-        "why": reasons,
-        "assumed": assumptions(request.topology.name),
-        "plans": [plan_json(plan, machine) for plan in ranking.timed],
-        "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
-        "pipeline": other,
-        "refused": [
-            {"name": plan.candidate.name, "memory": plan.memory, "needs": plan.held} for plan in ranking.refused
-        ],
-    }
+    request, job, machine = ranking.request, ranking.request.job, _machine(options)
+    return fill(
+        Recommendation,
+        job,
+        request,
+        topology=request.topology.to_json(),
+        params=job.model.params,
+        setting=setting(job),
+        overlap=job.hidden,
+        memory_limit=request.limit,
+        recommended={**plan_json(ranking.best, machine), "range": ranking.best.range},
+        why=reasons,
+        assumed=assumptions(request.topology.name),
+        plans=[plan_json(plan, machine) for plan in ranking.timed],
+        lossier=[plan_json(plan, machine) for plan in ranking.lossier],
+        pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
+        refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.held) for plan in ranking.refused],
+    )
 
 
 def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine in its block."""
-    return {
-        "name": plan.candidate.name,
-        "degrees": plan.config.plan.degrees(),
-        "quantize": plan.config.to_json()["quantize"],
-        "seconds": plan.seconds,
-        "losses": [word for part in plan.candidate.losses for word in part],
-        "sent_by_domain": plan.sent_by_domain,
-        "memory": plan.memory,
-        "block": {**machine, **plan.candidate.settings},
-    }
+    of = plan.candidate
+    places = {"degrees": plan.config.plan.degrees(), "quantize": plan.config.to_json()["quantize"]}
+    return fill(Ranked, plan, name=of.name, **places, losses=of.words, block={**machine, **of.settings})
 
 
 def _machine(options: PlanOptions) -> dict[str, Any]:
@@ -335,10 +278,6 @@ def _machine(options: PlanOptions) -> dict[str, Any]:
 # -- the largest models ------------------------------------------------------------------------------------------------
 
 
-class _Largest(Document):
-    max_params: int | None
-
-
 class MaxParams(Document):
     """``plan --max-params``."""
 
@@ -346,12 +285,12 @@ class MaxParams(Document):
     memory_limit: int
     reserve: float
     setting: str
-    schemes: dict[str, _Largest]
+    schemes: dict[str, dict[Literal["max_params"], int | None]]
 
 
 def largest_models(options: PlanOptions) -> None:
     """The largest model that each scheme trains on the machine."""
-    named = options.params or options.model or options.layers or options.hidden
+    named = options.params or options.model
     request = _request(options if named else replace(options, params="1B"))
     machine = request.topology
     if request.limit is None:
@@ -361,17 +300,14 @@ def largest_models(options: PlanOptions) -> None:
         )
     found = {name: max_params(config, request) for name, config in _schemes(options, request.machine).items()}
     if options.as_json:
-        print_json(
-            {
-                "topology": machine.to_json(),
-                "memory_limit": request.limit,
-                "reserve": request.reserve,
-                "setting": setting(request.job),
-                "schemes": {name: {"max_params": n} for name, n in found.items()},
-            }
-        )
+        schemes = {name: {"max_params": n} for name, n in found.items()}
+        place = {"topology": machine.to_json(), "memory_limit": request.limit}
+        print_json(fill(MaxParams, request, **place, setting=setting(request.job), schemes=schemes))
         return
-    show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
+    table = figures_table(["", "parameters"], f"Largest model on {machine.world_size} ranks of {machine.name}")
+    for name, params in found.items():
+        table.add_row(name, f"{params:,}" if params else "-")
+    show(table)
     counted = "weights, gradients and optimizer alone; " if request.states_only else ""
     print(f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in reserve)")
     print(f"- {setting(request.job)}")

@@ -5,30 +5,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
-from zero_topo.cli.output import print_json, print_notes
+from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.cost.explain import range_sentence, setting
-from zero_topo.cost.muon import method_of
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Range, rates_of
+from zero_topo.cost.step import Range, method_of, rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
-from zero_topo.strict import did_you_mean, to_json, words_of
+from zero_topo.strict import did_you_mean, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates, Ring
@@ -101,14 +101,10 @@ class Simulated(Document):
     results: list[Point]
 
 
-class _Rings(Document):
-    rings: dict[str, dict[str, Ring]]
-
-
 class Collectives(Document):
     """``simulate --calibrate``."""
 
-    rates: _Rings
+    rates: dict[Literal["rings"], dict[str, dict[str, Ring]]]
     measurements: int
 
 
@@ -124,29 +120,34 @@ def simulate(options: Options) -> None:
         _fit(options.calibrate, options.as_json)
         return
     check_files([(options.plot, ".png", SCALING)], options.force)
-    named = options.model or options.params or options.layers
+    named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
     steps = counts(options.micro_batches or MICRO_BATCHES, "--micro-batches", MOST_MICRO_BATCHES)
-    places, schemes = _places(options), _schemes(words_of(options.schemes))
+    places, names = list(_places(options)), words_of(options.schemes)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"schemes {names} must be at least one, each named once")
     prices = {
-        (name, place.topology.world_size, count): _price(name, scheme, place, count)
-        for name, scheme in schemes.items()
+        (name, place.topology.world_size, count): _price(name, place, count)
+        for name in names
         for place in places
         for count in steps
     }
-    job, rates = places[0].job, places[0].rates
-    points = [_point(*key, price) for key, price in prices.items()]
-    content = {
-        "machine": options.machine,
-        "model": job.model.name,
-        "params": job.model.params,
-        "setting": setting(job),
-        "overlap": job.hidden,
-        "notes": job.model.notes,
-        "rates": to_json(rates),
-        "assumed": assumptions(places[0].topology.name),
-        "results": points,
-    }
+    job = places[0].job
+    content = fill(
+        Simulated,
+        job.model,
+        places[0],
+        machine=options.machine,
+        model=job.model.name,
+        setting=setting(job),
+        overlap=job.hidden,
+        assumed=assumptions(places[0].topology.name),
+        results=[
+            fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
+            for (name, ranks, count), price in prices.items()
+        ],
+    )
+    content = to_jsonable_python(content)
     if options.plot is not None:
         _draw(options.plot, places[0], content)
     if options.as_json:
@@ -157,74 +158,43 @@ def simulate(options: Options) -> None:
         print(f"Written: {options.plot}")
 
 
-def _places(options: Options) -> list[Request]:
+def _places(options: Options) -> Iterator[Request]:
     """The machine with each number of ranks, and the job there."""
-    preset = options.machine in preset_names()
-    usual = replace(options, ranks=RANKS) if preset and not (options.ranks or options.nodes) else options
+    if options.machine in preset_names() and not (options.ranks or options.nodes):
+        options = replace(options, ranks=RANKS)
     model = need_model(options)
-    found = []
-    for place in machines_of(usual):
+    for place in machines_of(options):
         if options.rates is None:
             rates_of(place)  # complains of a machine whose rates nobody knows
-        found.append(request_of(replace(options, micro_batches="1"), place, model))
-    return found
+        yield request_of(replace(options, micro_batches="1"), place, model)
 
 
-def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
-    """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step."""
-    file = name.removeprefix(f"{STOCK}-")
-    muon = method_of(load_deepspeed_config(file)) if file.endswith(".json") else None
-    job = replace(place.job, micro_batches=count, muon=muon)
-    if scheme is not None:
-        stock = name.startswith(STOCK)
-        return replace(place, job=replace(job, stock=stock)).price(resolve_config(scheme, place.topology))
-    request, degrees = replace(place, job=job), PIPELINE.fullmatch(name)
-    if degrees is not None:
-        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
-    tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
-    return best_pipeline(request) or min(tried, key=lambda price: price.held)
+def _price(name: str, place: Request, count: int) -> Price:
+    """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step.
 
-
-def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
-    """A predicted step in JSON types."""
-    return {
-        "scheme": scheme,
-        "ranks": ranks,
-        "micro_batches": count,
-        "step_s": price.seconds,
-        "tflops_per_gpu": price.step.tflops_per_gpu,
-        "breakdown": dict(price.step.breakdown),
-        "range": to_json(price.range),
-        "sent_by_domain": price.sent_by_domain,
-        "held": price.held,
-        "fits": price.fits,
-    }
-
-
-def _schemes(names: Sequence[str]) -> dict[str, ZeroTopoConfig | None]:
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"schemes {list(names)} must be at least one, each named once")
-    return {name: _entry(name) for name in names}
-
-
-def _entry(name: str) -> ZeroTopoConfig | None:
-    """A scheme, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine. None for a pipeline."""
+    A scheme has a name, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine.
+    """
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
-    if name == NAME or PIPELINE.fullmatch(name):
-        return None
-    if plain.endswith(".json"):
-        content = load_deepspeed_config(plain)
-        return ZeroTopoConfig.parse(content.get("zero_topo", content))
+    content = load_deepspeed_config(plain) if plain.endswith(".json") else {}
+    job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
+    request = replace(place, job=job)
+    if degrees := PIPELINE.fullmatch(name):
+        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
+    if name == NAME:
+        tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
+        return best_pipeline(request) or min(tried, key=lambda price: price.held)
     if degrees := DEGREES.fullmatch(plain):
         pairs = zip(ROLES, degrees.groups(), strict=True)
-        return ZeroTopoConfig.parse({role: int(degree) for role, degree in pairs if degree != "-"})
-    if plain not in SCHEMES:
+        content = {role: int(degree) for role, degree in pairs if degree != "-"}
+    elif plain in SCHEMES:
+        content = {"scheme": plain}
+    elif not plain.endswith(".json"):
         near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
         raise ValueError(
             f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    return ZeroTopoConfig.parse({"scheme": plain})
+    return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
 
 
 def _fit(files: Sequence[Path], as_json: bool) -> None:
@@ -240,7 +210,7 @@ def _fit(files: Sequence[Path], as_json: bool) -> None:
         )
     timed = [row for path in files for row in read_tests(path)]
     rings = fit_rings(timed)
-    written = {"rings": {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}}
+    written = to_jsonable_python({"rings": rings})
     if as_json:
         print_json({"rates": written, "measurements": len(timed)})
         return

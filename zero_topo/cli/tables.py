@@ -96,11 +96,3 @@ def _costs(price: Price) -> tuple[str, str, str]:
 def degrees(config: ResolvedConfig) -> str:
     """Ranks that share each role, such as ``8/-/8/32``; :data:`DEGREES` says of what."""
     return "/".join("-" if degree is None else str(degree) for degree in config.plan.degrees().values())
-
-
-def largest_table(rows: Mapping[str, int | None], title: str) -> Table:
-    """Scheme by the parameters of the largest model it trains."""
-    table = figures_table(["", "parameters"], title)
-    for name, params in rows.items():
-        table.add_row(name, f"{params:,}" if params else "-")
-    return table

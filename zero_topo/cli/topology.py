@@ -17,7 +17,7 @@ from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
 from zero_topo.launch.env import rank_environment
 from zero_topo.observe.console import bar
-from zero_topo.strict import parse_json, read_text
+from zero_topo.strict import read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
 from zero_topo.topology.devices import DeviceTree
@@ -119,20 +119,13 @@ def _captured(source: str) -> str | None:
     text = read_text(path, source, errors="replace")
     if recognise(text) is not None:
         return text
-    if source.endswith(".json") or _is_json(text):
+    if source.endswith(".json") or text.lstrip().startswith("{"):
         return None
     raise ValueError(f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
 
 
-def _is_json(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text, ""), dict)
-    except ValueError:
-        return False
-
-
 def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:
-    """Return a stated machine, completed by captured devices."""
+    """Return a stated machine, completed by captured devices; warnings say where they differ."""
     if source == "auto":
         return resolve_topology("auto", os.environ, world_size, lambda: (tree, ())), (tree, ())
     is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
@@ -143,20 +136,16 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tup
     if links:
         sources = {**found.sources, **{f"links.{domain}": tree.sources["links"] for domain in links}}
         found = replace(found, links={**found.links, **links}, sources=sources)
-    return found, (tree, tuple(_contradictions(found, tree)))
-
-
-def _contradictions(stated: Topology, tree: DeviceTree) -> list[str]:
-    """Return warnings where the devices differ from the stated machine, which takes precedence."""
     facts = {
-        "ranks per node": (stated.ranks_per_node, tree.count),
-        "ranks per GPU": (stated.ranks_per_gpu, tree.shape()[1] if tree.packages else stated.ranks_per_gpu),
+        "ranks per node": (found.ranks_per_node, tree.count),
+        "ranks per GPU": (found.ranks_per_gpu, tree.shape()[1] if tree.packages else found.ranks_per_gpu),
     }
-    return [
-        f"{stated.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
+    notes = [
+        f"{found.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
         for what, (said, seen) in facts.items()
         if said != seen
     ]
+    return found, (tree, tuple(notes))
 
 
 # -- as measured -----------------------------------------------------------------------------------------------------

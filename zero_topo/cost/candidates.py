@@ -12,10 +12,11 @@ Note [What is tried]
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -37,7 +38,6 @@ from zero_topo.topology.presets import load_machine, preset_names
 Block = Mapping[str, Any]
 PAPER_BITS: Block = {"weights": "int8", "secondary": "int8", "gradients": "int4"}
 FEW_BITS: Block = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
-WHOLE_NODES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,15 @@ class Candidate:
             between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
         return tuple(part for part in (inside, tuple(between)) if part)
 
+    @property
+    def words(self) -> list[str]:
+        """Return the words of :attr:`losses`."""
+        return [word for part in self.losses for word in part]
+
     def loses_only(self, asked: ZeroTopoConfig) -> bool:
         """Return whether the plan quantizes only what keys of the block ask for."""
         wanted = asked.quantize.model_fields_set | (asked.model_fields_set & {"sync", "publish"})
-        return all(word.split()[-1] in wanted for part in self.losses for word in part)
+        return all(word.split()[-1] in wanted for word in self.words)
 
     @property
     def named(self) -> bool:
@@ -82,7 +87,7 @@ class Candidate:
         return "scheme" in self.settings
 
 
-def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] = ()) -> tuple[Candidate, ...]:
+def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
     """Return all plans of different effect that keep the user's keys, named ones first; see Note [What is tried].
 
     Args:
@@ -93,7 +98,12 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     Raises:
         ValueError: if the user's keys fit no plan, with the reason.
     """
-    fixed = {k: value for k, value in asked.model_dump(exclude_unset=True).items() if k not in ("scheme", "lossy")}
+    return _candidates(asked.model_dump_json(exclude_unset=True, exclude={"scheme", "lossy"}), topology, sparse)
+
+
+@lru_cache(maxsize=4)  # jobs with and without recomputation have the same
+def _candidates(asked: str, topology: Topology, sparse: tuple[str, ...]) -> tuple[Candidate, ...]:
+    fixed = json.loads(asked)
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
     for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
@@ -136,8 +146,8 @@ def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str])
     if launcher_view(env) is not None or not isinstance(setting, str) or setting not in (AUTO, *presets):
         return None
     node = load_machine(setting).ranks_per_node if setting in presets else None
-    degrees = [each for each in (block.weights, block.secondary, block.gradients, block.optimizer) if each]
-    numbers = [each for each in (*degrees, node) if isinstance(each, int)]
+    stated = (block.weights, block.secondary, block.gradients, block.optimizer, node)
+    numbers = [each for each in stated if isinstance(each, int)]
     return math.lcm(*numbers) if numbers else None
 
 
@@ -182,44 +192,30 @@ def _between_nodes(sparse: Sequence[str], codes: bool) -> Iterator[Block]:
 
 
 def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
-    degrees = aligned_degrees(topology)
+    world, degrees = topology.world_size, aligned_degrees(topology)
     for weights, gradients in product(degrees, repeat=2):
-        if gradients % weights:
-            continue
-        for optimizer in _optimizers(topology, gradients):
+        replicated = max(gradients, topology.ranks_per_node)
+        for optimizer in dict.fromkeys((world, replicated)) if gradients % weights == 0 else ():
+            # Collectives that move nothing at these degrees have no settings.
+            moving = {name for name, moves in (("sync", gradients < world), ("publish", weights < optimizer)) if moves}
             for bits, secondary in _secondaries(topology, weights):
-                degrees_of = dict(zip(ROLES, (weights, secondary, gradients, optimizer), strict=True))
-                given = {role: degree for role, degree in degrees_of.items() if degree is not None}
-                block: dict[str, Any] = {role: _place(topology, degree) for role, degree in given.items()}
+                roles = zip(ROLES, (weights, secondary, gradients, optimizer), strict=True)
+                block: Block = {role: _place(topology, degree) for role, degree in roles if degree is not None}
                 if not bits:
                     yield block
                     continue
                 for codes in (False, True) if secondary is None and weights < optimizer else (False,):
-                    block["quantize"] = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}
+                    quantize = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}
                     for more in ({}, *_between_nodes(sparse, codes)):
-                        yield {**block, **_moving(more, degrees_of, topology)}
-
-
-def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topology) -> Block:
-    """Return the settings of sync and publish without those of collectives that move nothing at these degrees."""
-    moves = {
-        "sync": degrees["gradients"] != topology.world_size,
-        "publish": degrees["weights"] != degrees["optimizer"],
-    }
-    return {key: value for key, value in settings.items() if moves[key]}
+                        yield {**block, "quantize": quantize, **{name: more[name] for name in more if name in moving}}
 
 
 def aligned_degrees(topology: Topology) -> tuple[int, ...]:
     """Return the degrees that nest with the machine's units, ascending: parts of a node, few nodes, the world."""
     gpu, node = topology.ranks_per_gpu, topology.ranks_per_node
     inside = [d for d in divisors(node) if d % gpu == 0 or gpu % d == 0]
-    nodes = [count * node for count in WHOLE_NODES if topology.nodes % count == 0]
+    nodes = [count * node for count in (1, 2, 4) if topology.nodes % count == 0]
     return tuple(sorted({*inside, *nodes, topology.world_size}))
-
-
-def _optimizers(topology: Topology, gradients: int) -> tuple[int, ...]:
-    replicated = max(gradients, topology.ranks_per_node)
-    return tuple(dict.fromkeys((topology.world_size, replicated)))
 
 
 def _secondaries(topology: Topology, weights: int) -> Iterator[tuple[bool, int | None]]:

@@ -48,6 +48,20 @@ class Timed:
     nbytes: float
     seconds: float
 
+    @property
+    def message(self) -> float:
+        """Return the bytes of a rank's message."""
+        return self.nbytes / self.ranks
+
+    @property
+    def domain(self) -> str:
+        """Return the domain whose links set the pace."""
+        return "world" if self.nodes > 1 else "node"
+
+    def ratio(self, rings: Mapping[str, Ring]) -> float:
+        """Return the seconds that the ring of the domain would take, over the measured ones."""
+        return rings[self.domain].seconds(self.ranks, self.message) / self.seconds
+
 
 def read_tests(path: Path) -> list[Timed]:
     """Return the out-of-place rows of one output of ``all_gather_perf`` or ``reduce_scatter_perf``.
@@ -92,22 +106,21 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
             f"{ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
         )
     found = min((_fit_class(rows, small) for small in SMALL_CLASSES), key=lambda tried: tried[0])[1]
-    domains = {_domain(row) for row in rows}
-    shares = {name: [_off(found[name], row) for row in rows if _domain(row) == name] for name in domains}
+    shares = {name: [abs(row.ratio(found) - 1) for row in rows if row.domain == name] for name in found}
     return {name: replace(found[name], spread=min(1.0, sum(off) / len(off) or 1e-9)) for name, off in shares.items()}
 
 
 def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring]]:
     """Return the error and the rings if messages up to ``small`` bytes have a separate step time."""
-    domains = list(dict.fromkeys(_domain(row) for row in rows))
-    large = {(_domain(row), row.nbytes) for row in rows if row.nbytes / row.ranks > small}
+    domains = list(dict.fromkeys(row.domain for row in rows))
+    large = {(row.domain, row.nbytes) for row in rows if row.message > small}
     if any(sum(name == domain for name, _ in large) < 2 for domain in domains):
         small = 0  # too few long messages to fit a bandwidth
-    steps = [False, True] if any(row.nbytes / row.ranks <= small for row in rows) else [False]
+    steps = [False, True] if any(row.message <= small for row in rows) else [False]
     # Columns: seconds of a step, of a small message's step, then of a byte in each domain.
     matrix = [
-        [row.ranks - 1.0 if (row.nbytes / row.ranks <= small) == few else 0.0 for few in steps]
-        + [(row.ranks - 1) * row.nbytes / row.ranks if _domain(row) == domain else 0.0 for domain in domains]
+        [row.ranks - 1.0 if (row.message <= small) == few else 0.0 for few in steps]
+        + [(row.ranks - 1) * row.message if row.domain == domain else 0.0 for domain in domains]
         for row in rows
     ]
     model, found = [row.seconds for row in rows], [0.0]
@@ -120,7 +133,7 @@ def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring
     below = {"small": small, "small_step": min(step, few[0])} if few else {}
     bandwidths = dict(zip(domains, found[len(steps) :], strict=True))
     rings = {name: Ring(1 / of_byte, step, **below) for name, of_byte in bandwidths.items()}  # type: ignore[arg-type]
-    return sum(math.log(_seconds(rings[_domain(row)], row) / row.seconds) ** 2 for row in rows), rings
+    return sum(math.log(row.ratio(rings)) ** 2 for row in rows), rings
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
@@ -135,15 +148,3 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
             share = table[j][i] / table[i][i]
             table[j] = [a - share * b for a, b in zip(table[j], table[i], strict=True)]
     return [row[-1] / row[i] for i, row in enumerate(table)]
-
-
-def _domain(row: Timed) -> str:
-    return "world" if row.nodes > 1 else "node"
-
-
-def _seconds(ring: Ring, row: Timed) -> float:
-    return ring.seconds(row.ranks, row.nbytes / row.ranks)
-
-
-def _off(ring: Ring, row: Timed) -> float:
-    return abs(_seconds(ring, row) / row.seconds - 1)

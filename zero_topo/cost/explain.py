@@ -1,16 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Explains the planner's choice in sentences, and the choice of the scheme "auto" in one line."""
+"""The planner's answers: the plan of a block for a model, the best plan of a live one, and the reasons in words."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from zero_topo.config import AUTO, ZeroTopoConfig
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.config.parts import ROOT
+from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Price, Priced, Ranking, Request, rank_plans
 from zero_topo.cost.step import Job
+from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
 
@@ -22,6 +28,8 @@ RISKS: Mapping[str, tuple[str, float, float]] = {
 }
 """Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of
 ``benchmarks/records/convergence.json`` -> what is quantized, mean and worst of eight seeds (chaos: five)."""
+SURE = ("weights", "frozen", "secondary", "gradients", "residual")
+"""Roles whose bytes follow from the plan alone; an optimizer may store less than Adam."""
 
 
 def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, str]:
@@ -41,7 +49,10 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best)}"
     )
     counted = f"{sum(request.work.numels):,} parameters, counted as follows"
-    near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
+    near = [
+        f"near: {_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
+        for plan in ranking.timed[1:2]
+    ]
     return best.candidate.chosen, "; ".join(
         [line, *near, *_gain(ranking), counted, setting(request.job), *assumed_lines(request)]
     )
@@ -57,19 +68,14 @@ def _keys(plan: Priced) -> str:
     return json.dumps(dict(plan.candidate.settings)).removeprefix("{").removesuffix("}")
 
 
-def _beside(plan: Priced, best: Priced) -> str:
-    return f"{_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
-
-
 def _gain(ranking: Ranking) -> list[str]:
     """Return what the plans that quantize more than was asked for would gain, if anything."""
     best, faster = ranking.best.seconds, ranking.faster
     if faster is None:
         return []
-    words = ", ".join(word for part in faster.candidate.losses for word in part)
     return [
         f'"lossy": true would take {format_seconds(faster.seconds)} a step, {best / faster.seconds:.2f} times as fast, '
-        f"with {words} ({faster.candidate.name})"
+        f"with {', '.join(faster.candidate.words)} ({faster.candidate.name})"
     ]
 
 
@@ -82,14 +88,9 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best)]
-    lines += [
-        _memory_line(best, request),
-        *_advice(best, request),
-        *_pipeline_line(best, request),
-        _step_line(best),
-    ]
-    lines += [_runner_up_line(best, ranking.timed[1])] if len(ranking.timed) > 1 else []
+    lines = [_winner_line(ranking), *_loss_lines(ranking), *_gain(ranking), range_sentence(best), _memory_line(best)]
+    lines += [*_advice(best), *_pipeline_line(best), _step_line(best)]
+    lines += [_runner_up_line(best, second) for second in ranking.timed[1:2]]
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
         lines += [plan.why_not(request.limit) for plan in told]
@@ -98,44 +99,35 @@ def explain(ranking: Ranking) -> list[str]:
     return [*lines, *request.job.model.notes, *assumed_lines(request)]
 
 
-def _winner_line(best: Priced, ranking: Ranking) -> str:
-    fitting = len(ranking.timed)
+def _winner_line(ranking: Ranking) -> str:
+    """Return which plan won, compared with a faster one that needs more memory, if there is one."""
+    best, fastest, fitting = ranking.best, ranking.fastest, len(ranking.timed)
+    share = 1 - fastest.seconds / best.seconds
+    leaner = ""
+    if share > EQUAL and best.held < fastest.held:
+        leaner = f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
-        f"{fitting + len(ranking.refused)}{_leaner(ranking)}"
+        f"{fitting + len(ranking.refused)}{leaner}"
     )
 
 
-def _leaner(ranking: Ranking) -> str:
-    """Compare the winner with a faster plan that needs more memory; empty if there is none."""
-    best, fastest = ranking.best, ranking.fastest
-    share = 1 - fastest.seconds / best.seconds
-    if share <= EQUAL or best.held >= fastest.held:
-        return ""
-    return f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
-
-
-def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
+def _loss_lines(ranking: Ranking) -> list[str]:
     """Return what a lossy winner gains and risks, or how much faster the best lossy plan would be."""
-    exact = [plan for plan in ranking.timed if not plan.candidate.losses]
-    lossy = [plan for plan in ranking.timed if plan.candidate.losses]
+    best, by_time = ranking.best, sorted(ranking.timed, key=lambda plan: plan.seconds)
     if not best.candidate.losses:
-        fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
+        fastest = next((plan for plan in by_time if plan.candidate.losses), best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
         return [f"it loses nothing: all is sent uncompressed{less}"]
-    words = ", ".join(word for part in best.candidate.losses for word in part)
-    rival = min(exact, key=lambda plan: plan.seconds, default=None)
+    rival = next((plan for plan in by_time if not plan.candidate.losses), None)
     gains = "and no lossless plan fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
         gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest lossless plan"
-    return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
-
-
-def _risk() -> str:
-    told = ", ".join(f"{what} {mean:+.2%} (worst seed {worst:+.2%})" for what, mean, worst in RISKS.values())
-    return f"of the training loss of 400 thousand parameters, {told}; compare losses before a long run"
+    risks = ", ".join(f"{what} {mean:+.2%} (worst seed {worst:+.2%})" for what, mean, worst in RISKS.values())
+    risk = f"of the training loss of 400 thousand parameters, {risks}; compare losses before a long run"
+    return [f"it sends {', '.join(best.candidate.words)}, {gains}", f"what that may cost: {risk}"]
 
 
 def range_sentence(price: Price) -> str:
@@ -163,8 +155,9 @@ def setting(job: Job) -> str:
     )
 
 
-def _advice(best: Priced, request: Request) -> list[str]:
+def _advice(best: Priced) -> list[str]:
     """Return what recomputing activations, or keeping them, would change."""
+    request = best.request
     if request.limit is None or request.states_only:
         return []
     recomputes = request.job.checkpointing
@@ -176,10 +169,10 @@ def _advice(best: Priced, request: Request) -> list[str]:
     return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
 
 
-def _pipeline_line(best: Priced, request: Request) -> list[str]:
+def _pipeline_line(best: Priced) -> list[str]:
     """Compare the winner with tensor and pipeline parallel training."""
-    price = best_pipeline(request)
-    if price is None or request.states_only:
+    price = best_pipeline(best.request)
+    if price is None or best.request.states_only:
         return []
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
@@ -188,7 +181,8 @@ def _pipeline_line(best: Priced, request: Request) -> list[str]:
     ]
 
 
-def _memory_line(best: Priced, request: Request) -> str:
+def _memory_line(best: Priced) -> str:
+    request = best.request
     if request.limit is None:
         sharded = best.config.plan.weights >= request.topology.ranks_per_node > 1
         why = "plans that shard weights over less than a node were left out" if sharded else "nothing was left out"
@@ -200,9 +194,9 @@ def _memory_line(best: Priced, request: Request) -> str:
 
 
 def _step_line(best: Priced) -> str:
-    parts = {phase: seconds for phase, seconds in best.step.breakdown.items() if phase not in OWN_WORK}
-    phase, longest = max(parts.items(), key=lambda item: item[1])
-    total = sum(parts.values())
+    waits = {phase: seconds for phase, seconds in best.step.breakdown.items() if phase not in OWN_WORK}
+    phase, longest = max(waits.items(), key=lambda item: item[1])
+    total = sum(waits.values())
     if not total:
         return "it waits for no communication"
     return f"it waits {format_seconds(total)} a step for communication, {format_seconds(longest)} of it for {phase}"
@@ -217,13 +211,115 @@ def _runner_up_line(best: Priced, second: Priced) -> str:
 
 
 def assumed_lines(request: Request) -> list[str]:
-    lines = []
-    if assumed := assumptions(request.topology.name):
-        lines.append(f"assumed, not measured, for {request.topology.name}: {', '.join(assumed)}")
+    """Return what is assumed about the machine."""
+    name, lines = request.topology.name, []
+    if assumed := assumptions(name):
+        lines.append(f"assumed, not measured, for {name}: {', '.join(assumed)}")
     if missing := request.assumed_links:
         lines.append(f"the bandwidth of {', '.join(missing)} is not known: {ASSUMED_MACHINE}'s is assumed")
-    if request.assumed_rates:
-        lines.append(
-            f"how fast a rank of {request.topology.name} computes is not known: {ASSUMED_MACHINE}'s is assumed"
-        )
+    if request.known_rates is None:
+        lines.append(f"how fast a rank of {name} computes is not known: {ASSUMED_MACHINE}'s is assumed")
     return lines
+
+
+def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
+    """Resolve the block for a model; the notes say why a plan was chosen, or warn that it is not likely to fit.
+
+    Raises:
+        ValueError: raised by :func:`recommend` and ``resolve_config``, and if the shards of weights and gradients alone
+            are more than a rank's memory.
+    """
+    if is_automatic(block, request.topology):
+        chosen, why = recommend(block, request)
+        resolved = resolve_config(chosen, request.topology)
+        return replace(resolved, notes=(why, *resolved.notes))
+    resolved = resolve_config(block, request.topology)
+    memory, limit, price = request.topology.memory_per_rank, request.limit, request.price(resolved)
+    if memory is None or limit is None or price.fits:
+        return resolved
+    name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"
+    sure = sum(price.memory.get(role, 0) for role in SURE)
+    way_out = _way_out(block, resolved, request)
+    if sure > memory:
+        raise ValueError(
+            f"{ROOT}: {name} leaves {format_bytes(sure)} of weights and gradients on each rank of "
+            f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
+        )
+    warning = (
+        f"warning: {name} needs {format_bytes(price.held)} on each rank by prediction, {price.most}, of "
+        f"{format_bytes(limit)} ({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
+    )
+    return replace(resolved, notes=(*resolved.notes, warning))
+
+
+def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:
+    """Return what to set instead: weights sharded over a larger domain if that fits, else the scheme "auto"."""
+    for domain in ("gpu", "node"):
+        degree = resolved.topology.degree(domain)
+        if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
+            continue
+        keys = {"weights": domain} if resolved.scheme is None else {"scheme": resolved.scheme, "weights": domain}
+        wider = request.price(resolve_config(block.model_copy(update=keys), resolved.topology))
+        if wider.fits:
+            words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
+            return f"set {words}, which needs {format_bytes(wider.held)}"
+    return f'set "scheme": "{AUTO}", which takes the fastest plan that fits; if none fits, it reports why'
+
+
+def estimate(
+    model: Any,
+    machine: str | Mapping[str, Any] = "auto",
+    ranks: int | None = None,
+    *,
+    sequence: int | None = None,
+    micro_batch: int = 1,
+    micro_batches: int = 1,
+    checkpointing: bool = True,
+    lossy: bool = False,
+) -> Ranking:
+    """Print the plan that is predicted to train a model fastest in 16 bits, with the reasons, and return all plans.
+
+    Args:
+        model: a ``torch.nn.Module`` on any device, also "meta". Parameters that require no gradient count as frozen.
+        machine: the machine, as the config key ``topology`` takes it.
+        ranks: ranks of the job; None takes the launcher's, or those of the machine's description.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
+        micro_batch: sequences per rank and micro-batch.
+        micro_batches: micro-batches per optimizer step.
+        checkpointing: whether activations are recomputed.
+        lossy: whether plans may be quantized.
+
+    Raises:
+        ValueError: if the machine or the ranks are wrong, or no plan fits.
+    """
+    found = resolve_topology(machine, os.environ, ranks)
+    request = module_request(model, found, sequence, micro_batch=micro_batch, micro_batches=micro_batches)
+    job = replace(request.job, checkpointing=checkpointing)
+    ranking, tree = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), replace(request, job=job)), job.model
+    print(f"{tree.name}: {tree.params:,} parameters in {tree.layers} layers of width {tree.hidden}")
+    for line in (setting(job), *explain(ranking)):
+        print(f"- {line}")
+    return ranking
+
+
+def module_request(
+    module: Any, topology: Topology, sequence: int | None = None, trains: bool = True, **job: Any
+) -> Request:
+    """Return the planner's request for a live model, whose parameters DeepSpeed may have partitioned.
+
+    Args:
+        module: the ``torch.nn.Module``.
+        topology: the machine.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096; without one, 2048.
+        trains: whether there are gradients and optimizer states. A model without a trained parameter counts as trained.
+        job: other fields of :class:`~zero_topo.cost.step.Job`.
+    """
+    tree = read_modules(module, type(module).__name__)
+    tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
+    parameters = [*module.parameters()]
+    trained, frozen = ([p for p in parameters if (p.requires_grad and trains) == which] for which in (True, False))
+    if trains and not trained:
+        trained, frozen = frozen, trained
+    numels, still = (tuple(math.prod(shape_of(p)) for p in group) for group in (trained, frozen))
+    whole = tuple(bool(getattr(p, "use_muon", False)) for p in trained)  # DeepSpeed's mark
+    return Request(topology, Job(tree, **job), numels, frozen=still, whole=whole)

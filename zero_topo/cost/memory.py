@@ -1,9 +1,33 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes the bytes that one rank stores, by role: exactly, as the engine allocates them, and the paper's table.
+"""Computes the bytes that one rank stores, by role: the shards between steps, and all else at the peak of a step.
 
-Only the shards are counted; activations, gathered parameters and buckets in flight are in ``footprint.py``. Sizes are
-those of Note [Sizes] in ``volume.py``. A rank that stores INT8 weights still has the weights it updates, in DeepSpeed's
-own buffer, and the weights of parameters that are not quantized.
+The shards are exact, as the engine allocates them, and those of the paper's table. Sizes are those of Note [Sizes] in
+``volume.py``. A rank that stores INT8 weights still has the weights it updates, in DeepSpeed's own buffer, and the
+weights of parameters that are not quantized.
+
+Note [Activations]
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
+    tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
+    only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm take ``4 s b h``
+    (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores
+    one FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors that a
+    layer stores, which covers other widths, grouped-query attention and gated layers.
+
+    The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's (transformers
+    5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then. Fused losses, which
+    never store the logits (``Job.fused_loss``), need none of it.
+
+Note [In flight]
+    DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by default), but at least
+    the module in use and the prefetched modules. The buffers of the all-gather come in addition. Its gradient bucket
+    has ``reduce_bucket_size`` elements (5 * 10^8 by default) for any model size. The optimizer updates
+    ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
+    states and these copies are in host memory, which is not counted.
+
+Note [Messages]
+    Sync and publish carry a run of parameters at a time (``packed_runs``). Of the packed buffers that a rank stores at
+    one time, sent and received, a hierarchical reduction of two groups needs most memory in the first group, an
+    all-gather in the last.
 """
 
 from __future__ import annotations
@@ -12,15 +36,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.cost.codes import codes_bytes
-from zero_topo.cost.volume import Workload
+from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
+from zero_topo.cost.volume import Workload, codes_bytes, gather_spec, largest_change_bytes, message_bytes
+from zero_topo.plan import packed_runs
+
+if TYPE_CHECKING:
+    from zero_topo.cost.step import Job
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store
 AGE_BYTES = 1  # per parameter: what AgedAdamW stores in addition to ADAM_BYTES
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
+LOGITS = 3.52  # peak of the usual loss, in FP32 logits; see Note [Activations]
 
 
 def memory_bytes(
@@ -99,3 +130,170 @@ def _secondary_bytes(config: ResolvedConfig, shards: Sequence[int], itemsize: in
         return sum(count * spec.nbytes(rows * width) for width, count in Counter(shards).items())
     is_view = plan.secondary % plan.weights == 0
     return 0 if is_view else rows * sum(shards) * itemsize
+
+
+def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
+    """Return the bytes per rank at the peak of a step, by role.
+
+    Args:
+        config: plan and formats.
+        work: the parameters, for the shards.
+        job: the model's shape, the micro-batch and DeepSpeed's settings.
+
+    Returns:
+        The roles of :func:`memory_bytes`; "masks" of sparse modes; the gradient "bucket"; and
+        the roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
+    """
+    accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
+    states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
+    states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
+    held = memory_bytes(config, work, accumulated, states)
+    columns = sum(work.shards(config.plan))
+    held |= {"optimizer": 0} if job.offload else {}
+    most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
+    masks = config.sync.memory(config.plan, columns, False)[1]
+    beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
+    return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
+
+
+def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str, int], ...]:
+    """Return the bytes in addition to the shards at each moment of a step that may be the peak.
+
+    Args:
+        config: plan and formats.
+        work: the parameters.
+        job: the model's shape, the micro-batch and DeepSpeed's settings.
+
+    Returns:
+        One mapping of role to bytes for each of these moments, in order:
+
+        1. A backward pass: "gathered" parameters, "activations", and "messages" of sync if it overlaps.
+        2. The backward pass while a bucket is reduce-scattered, with the buffers of that in "messages".
+        3. Sync after the backward pass.
+        4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
+        5. Publish after the optimizer step.
+    """
+    plan, work = config.plan, replace(work, run_numel=job.bucket)
+    columns = sum(work.shards(plan))
+    run = widest_run(config, replace(work, run_numel=config.sync.run_numel(job.bucket, sum(work.numels))))
+    dtype = getattr(config.sync, "dtype", None) or config.accumulation_dtype
+    peak, kept = config.sync.scratch(plan, columns, run, ITEMSIZES[dtype] if dtype else work.itemsize)
+    publish = publish_bytes(config, work)
+    rows = plan.world_size // plan.optimizer * columns
+    copied = work.itemsize < 4 and not job.offload
+    scatter = scatter_bytes(config, job.bucket, work)
+    complete, coming = gathered_bytes(config, job, work.itemsize)
+    computing = {"activations": activation_bytes(job, work.itemsize)}
+    beside = peak if config.overlap else 0
+    step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
+    return (
+        {"gathered": complete, **computing, "messages": beside},
+        {"gathered": coming, **computing, "messages": scatter + beside},
+        {"messages": peak},
+        {**step, "messages": kept + (publish if config.overlap else 0)},
+        {"messages": kept + publish},
+    )
+
+
+def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
+
+    Args:
+        config: the wire formats.
+        job: the model, whose modules are gathered one by one, and how many elements DeepSpeed gathers ahead and keeps.
+        itemsize: bytes per weight.
+
+    Returns:
+        Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
+        flight, for which this rank stores its own buffer and those received from the outermost group.
+    """
+    sizes = [sum(numels) for numels in job.model.modules()]
+    ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))
+    whole = min(job.model.params, max(job.live, ahead)) * itemsize
+    complete = coming = 0
+    for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
+        members, (lo, hi) = config.plan.hop(phase)[1], config.plan.route(*config.plan.hop(phase))[-1]
+        message = message_bytes(max(sizes), gather_spec(config, phase), itemsize)
+        complete = max(complete, message)
+        coming = max(coming, message * (1 + hi // lo) // members)
+    return whole + complete, whole + coming
+
+
+def activation_bytes(job: Job, itemsize: int = 2, tensor: int = 1) -> int:
+    """Return the bytes of activations of one micro-batch at the peak; see Note [Activations].
+
+    Args:
+        job: gives the model's shape, sequences per micro-batch, the attention, and whether layers are recomputed.
+        itemsize: bytes per activation.
+        tensor: tensor parallel ranks, which share the logits and 24 of a layer's 34 bytes per element.
+    """
+    model = job.model
+    tokens, h = model.sequence * job.micro_batch, model.hidden
+    scores = 5 * model.heads * model.sequence if job.attention == "eager" else 4 * model.heads
+    layer = tokens * (2 * model.stored + scores) * (10 * tensor + 24) * itemsize // (2 * 34 * tensor)
+    logits = 0 if job.fused_loss else int(LOGITS * 4 * tokens * model.vocab) // tensor
+    ends = 4 * tokens * h
+    if job.checkpointing:  # the layers' inputs, and then either the loss or one layer
+        return model.layers * tokens * h * itemsize + max(layer, logits) + ends
+    return model.layers * layer + logits + ends
+
+
+# -- packed buffers, see Note [Messages] -------------------------------------------------------------------------------
+
+
+def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
+    """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and those received.
+
+    Args:
+        config: plan and formats.
+        bucket: elements of the bucket.
+        work: the parameters, each of which is padded to whole blocks.
+    """
+    plan, spec = config.plan, config.gradients_spec
+    if plan.gradients == 1:
+        return bucket * FP32
+    if spec is None:
+        return 2 * bucket * work.scatter_itemsize
+    sizes = [plan.world_size // plan.gradients * width for width in widest_run(config, work)]
+    added = sum(-size % spec.block_size for size in sizes)
+    return 2 * spec.nbytes(bucket + plan.gradients * added)
+
+
+def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
+    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and the receive buffer.
+
+    For INT8 weights the packed buffer is the largest possible one, in which every block is sent whole.
+    """
+    plan, spec, codes = config.plan, config.publish.spec, config.resident_spec
+    rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
+    widths, coded = (widest_run(config, work, kind) for kind in (False, True))
+    itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
+    own = rows_message(rows, widths, spec, itemsize)
+    if codes is not None:
+        own = max(own, largest_change_bytes(rows, coded, codes))
+    differences = 0 if spec is None else FP32 * rows * sum(widths)
+    if size == 1:
+        return 0 if spec is None else differences + own
+    route = plan.route(plan.weights, plan.optimizer)
+    if len(route) == 1:
+        return differences + own + own * size
+    came = own * (route[-1][1] // route[-1][0])
+    return max(differences + own + came if spec else 0, came + own * size)
+
+
+def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> Sequence[int]:
+    """Return the elements, in a world shard, of each parameter of the largest run.
+
+    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None takes all.
+    """
+    kinds = work.coded(config) if coded is not None else ()
+    return _widest(work.shards(config.plan), config.plan.world_size, kinds, coded, work.run_numel)
+
+
+@lru_cache  # the planner asks for the same run in most of its plans
+def _widest(
+    shards: Sequence[int], ranks: int, kinds: Sequence[bool], coded: bool | None, limit: int | None
+) -> Sequence[int]:
+    widths = shards if coded is None else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
+    runs = packed_runs([ranks * width for width in widths], limit)
+    return max((widths[run.start : run.stop] for run in runs), key=sum, default=())

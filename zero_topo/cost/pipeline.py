@@ -18,12 +18,12 @@ Compared with measurements in ``docs/simulator.md``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zero_topo.cost.footprint import activation_bytes
-from zero_topo.cost.memory import ADAM_BYTES
+from zero_topo.cost.memory import ADAM_BYTES, activation_bytes
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import OPTIMIZER_BYTES, Job, Network, Step
 from zero_topo.cost.volume import Key
@@ -122,10 +122,9 @@ class PipelinePrice(Price):
     @cached_property
     def sent(self) -> dict[Key, int]:
         """Return the bytes that a rank sends in a step, by phase and domain."""
-        sent: dict[Key, int] = {}
+        sent = Counter[Key]()
         for phase, times, (_, hi), nbytes, _ in _collectives(self.config, self.request.job):
-            key = phase, self.config.topology.domain(hi)
-            sent[key] = sent.get(key, 0) + int(times * nbytes)
+            sent[phase, self.config.topology.domain(hi)] += int(times * nbytes)
         return sent
 
 

@@ -20,12 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
-from zero_topo.cost.footprint import predict_memory
-from zero_topo.cost.memory import memory_bytes
+from zero_topo.cost.memory import memory_bytes, predict_memory
 from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
@@ -85,18 +83,17 @@ class Request:
         links = {**load_machine(ASSUMED_MACHINE).links, **self.topology.links}
         return replace(self.topology, links=links, order=None, hosts=None)
 
+    @property
+    def known_rates(self) -> Rates | None:
+        """Return the rates of a rank, if they are known."""
+        return self.own_rates or known_rates(self.topology)
+
     @cached_property
     def rates(self) -> Rates:
         """Return the rates of a rank; Frontier's if they are not known."""
-        assumed = rates_as(load_machine(ASSUMED_MACHINE), self.topology)
-        rates = self.own_rates or known_rates(self.topology) or assumed
+        rates = self.known_rates or rates_as(load_machine(ASSUMED_MACHINE), self.topology)
         assert rates is not None
         return rates
-
-    @property
-    def assumed_rates(self) -> bool:
-        """Return whether the rates are assumed, because they are not known."""
-        return self.own_rates is None and known_rates(self.topology) is None
 
     @property
     def assumed_links(self) -> list[str]:
@@ -333,10 +330,10 @@ def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     """Move the plan with the least memory to the front, among those that :data:`LEANER` lets replace the first."""
 
     def may_win(plan: Priced) -> bool:
-        losses = len(plan.candidate.losses)
-        exacter = [other.weighed for other in timed if len(other.candidate.losses) < losses]
-        alike = losses <= len(timed[0].candidate.losses) and plan.held < timed[0].held * (1 - HOLDS_LESS)
-        return alike and plan.seconds <= timed[0].seconds * (1 + LEANER) and plan.weighed <= min(exacter, default=inf)
+        losses, first = len(plan.candidate.losses), timed[0]
+        alike = losses <= len(first.candidate.losses) and plan.seconds <= first.seconds * (1 + LEANER)
+        leaner = alike and plan.held < first.held * (1 - HOLDS_LESS)
+        return leaner and all(plan.weighed <= of.weighed for of in timed if len(of.candidate.losses) < losses)
 
     leanest = min(filter(may_win, timed), key=lambda plan: plan.held, default=None)
     return tuple(timed) if leanest is None else (leanest, *(plan for plan in timed if plan is not leanest))

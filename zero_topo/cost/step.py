@@ -43,10 +43,15 @@ Note [Stock]
     as persistent parameters (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each separately; both are
     left out.
 
+Note [Muon]
+    Newton-Schulz iterations of whole matrices, in five steps, as DeepSpeed 0.19.8 computes them. A matrix of ``m`` by
+    ``n <= m`` takes products of ``2 n^2 m`` or ``2 n^3`` FLOPs. "standard" takes ten and five of them. "gram" iterates
+    on the Gram matrix and starts it anew once: four, and fourteen; a square matrix as "standard".
+
 Note [Range]
     A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default). The share of the
     communication that a device hides is unknown too, unless the user states it, and so are the FLOPs of some layers
-    (``module_tree.py``), which may be half as many or half as many again. A step is never longer on a faster
+    (``model_files.py``), which may be half as many or half as many again. A step is never longer on a faster
     machine or with more overlap. Two predictions therefore bound it: everything at its best, and everything at its
     worst. Two more for each single unknown give the dependence of the step on it.
 """
@@ -60,10 +65,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
-from zero_topo.cost.muon import owner_flops
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import (
     Columns,
@@ -97,6 +101,9 @@ OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum 
 TERA = 10**12
 PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
+PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
+COUNTS = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
+"""Field of a job -> key of ``zero_optimization``, a number of elements."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class Job:
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
         overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
         muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
-        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see ``footprint.py``.
+        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see ``memory.py``.
         bucket: elements of a gradient bucket (``reduce_bucket_size``).
         sub_group: elements that the optimizer updates at a time (``sub_group_size``).
         offload: whether ``offload_optimizer`` names the CPU.
@@ -161,6 +168,31 @@ class Job:
         """Return the model FLOPs of one rank in a step: forward and backward, without recomputation."""
         tokens = self.micro_batch * self.model.sequence
         return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
+
+
+def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a :class:`Job` that a DeepSpeed config sets; "auto" counts as absent.
+
+    Raises:
+        ValueError: if a value is not a number.
+    """
+    zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
+    found = {name: zero[key] for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"zero_optimization.{COUNTS[name]} is {value!r}; it must be a number of elements")
+    device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    counts = {name: int(value) for name, value in found.items()}
+    scaled = fp16.get("enabled") is True
+    return {**counts, "offload": device == "cpu", "loss_scaled": scaled, "muon": method_of(config)}
+
+
+def method_of(ds_config: Mapping[str, Any]) -> str | None:
+    """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not Muon."""
+    optimizer = ds_config.get("optimizer")
+    if not isinstance(optimizer, Mapping) or str(optimizer.get("type")).lower() != "muon":
+        return None
+    return "standard" if (optimizer.get("params") or {}).get("ns_method") == "standard" else "gram"
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
@@ -260,11 +292,9 @@ def rates_as(machine: Machine, topology: Topology) -> Rates | None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
     stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
-    rings = {
-        collective: {name: ring for name, ring in of.items() if name not in stated}
-        for collective, of in machine.rates.rings.items()
-    }
-    return machine.rates if not stated else replace(machine.rates, rings=rings)
+    rings = machine.rates.rings.items()
+    kept = {collective: {name: of[name] for name in of if name not in stated} for collective, of in rings}
+    return replace(machine.rates, rings=kept)
 
 
 def rates_of(topology: Topology) -> Rates:
@@ -374,7 +404,7 @@ def _module_columns(config: ResolvedConfig, job: Job, shapes: Sequence[Shape]) -
     """Return the columns of a module's parameters; stock DeepSpeed has no INT8 weights."""
     work = Workload.uniform(map(math.prod, shapes), dims=map(len, shapes))
     coded = (False,) * len(shapes) if job.stock else work.coded(config)
-    return Columns.of(config.plan, list(zip(work.numels, coded, strict=True)))
+    return Columns.of(list(zip(work.shards(config.plan), coded, strict=True)))
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -403,30 +433,6 @@ class Step:
         return self.flops / self.seconds / TERA
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Describes equal passes: computation, collectives that can overlap with it, and those that cannot."""
-
-    times: int
-    compute: float
-    beside: Sequence[Packet]
-    alone: Sequence[Packet]
-
-    def exposed(self, hidden: float, host_codec: bool) -> dict[str, float]:
-        """Return by phase the seconds that computation does not hide; ``hidden`` is the share of overlap."""
-        busy = defaultdict[str, float](float, compute=self.compute)
-        for packet in self.beside:
-            for what, seconds in packet.busy(host_codec):
-                busy[what] += seconds
-        whole = sum(packet.seconds for packet in self.beside)
-        waits = (max(busy.values()) - self.compute) / whole if whole else 0.0
-        found = defaultdict[str, float](float)
-        for packets, share in ((self.beside, hidden * waits + 1 - hidden), (self.alone, 1.0)):
-            for packet in packets:
-                found[packet.phase] += self.times * share * packet.seconds
-        return found
-
-
 def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
@@ -443,9 +449,10 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
-    for each in _passes(config, job, Network(config.topology, rates), modules, (forward, backward)):
-        for phase, exposed in each.exposed(job.hidden, rates.host_codec).items():
-            found[phase] += exposed
+    network = Network(config.topology, rates)
+    for each in _passes(config, job, network, modules, (forward, backward)):
+        for phase, seconds in _exposed(*each, job.hidden, rates.host_codec).items():
+            found[phase] += seconds
     rows = config.plan.world_size // config.plan.optimizer
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
@@ -455,7 +462,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
-        found["matrices"] = Packet("matrices", 0.0, _hops(Network(config.topology, rates), exchange)).seconds
+        found["matrices"] = Packet("matrices", 0.0, _hops(network, exchange)).seconds
     return Step(found, job.flops)
 
 
@@ -465,8 +472,12 @@ def _passes(
     network: Network,
     modules: Sequence[tuple[int, Columns]],
     seconds: tuple[float, float],
-) -> Iterable[_Pass]:
-    """Yield the forward and backward passes of a step; ``seconds`` is the computation of each."""
+) -> Iterable[tuple[int, float, list[Packet], list[Packet]]]:
+    """Yield equal passes of a step: their number, computation, and the packets that overlap and that do not.
+
+    Args:
+        seconds: computation of a forward and of a backward pass.
+    """
 
     def of(phase: str) -> list[Packet]:
         return [replace(_packet(config, job, network, phase, of), count=count) for count, of in modules]
@@ -487,7 +498,37 @@ def _passes(
     for compute, always, once in ((seconds[0], forward, published), (seconds[1], backward, reduced)):
         for times, parts in ((1, [*always, once]), (job.micro_batches - 1, always)):
             beside, alone = ([packet for part in parts for packet in part[side]] for side in (0, 1))
-            yield _Pass(times, compute, beside, alone)
+            yield times, compute, beside, alone
+
+
+def _exposed(
+    times: int, compute: float, beside: list[Packet], alone: list[Packet], hidden: float, host_codec: bool
+) -> dict[str, float]:
+    """Return by phase the seconds of passes that computation does not hide; ``hidden`` is the share of overlap."""
+    busy = defaultdict[str, float](float, compute=compute)
+    for packet in beside:
+        for what, seconds in packet.busy(host_codec):
+            busy[what] += seconds
+    whole = sum(packet.seconds for packet in beside)
+    waits = (max(busy.values()) - compute) / whole if whole else 0.0
+    found = defaultdict[str, float](float)
+    for packets, share in ((beside, hidden * waits + 1 - hidden), (alone, 1.0)):
+        for packet in packets:
+            found[packet.phase] += times * share * packet.seconds
+    return found
+
+
+def newton_schulz_flops(shape: Shape, method: str) -> float:
+    """Return the FLOPs of one matrix, or of each of a stack of them; ``method`` is "gram" or "standard"."""
+    n, m = sorted(shape[-2:])
+    large, small = PRODUCTS["standard" if n == m else method]
+    return math.prod(shape[:-2]) * 2.0 * n**2 * (large * m + small * n)
+
+
+def owner_flops(shapes: Iterable[Shape], owners: int, method: str) -> float:
+    """Return the FLOPs of the busiest of the ranks that divide matrices among themselves, large ones first."""
+    ordered = sorted(shapes, key=math.prod, reverse=True)
+    return sum(newton_schulz_flops(shape, method) for shape in ordered[::owners])
 
 
 # -- how far it may be off ---------------------------------------------------------------------------------------------
@@ -525,9 +566,7 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
     usual = predict(config, job, rates).seconds
     spans = {what: ends((what,)) for what in unknown}
     shares = {what: (worst - best) / usual for what, (best, worst) in spans.items()}
-    order = sorted(shares, key=lambda what: -shares[what])
-    low, high = ends(unknown)
-    return Range(low, high, {what: shares[what] for what in order})
+    return Range(*ends(unknown), dict(sorted(shares.items(), key=lambda share: -share[1])))
 
 
 def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int) -> tuple[Located, Job, Rates]:

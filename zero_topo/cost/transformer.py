@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Describes models by the parts that are gathered one at a time; computes parameters and FLOPs of transformers.
 
-``model_files.py`` reads files that describe a model, ``module_tree.py`` the modules of one.
+``model_files.py`` reads files that describe a model, and the modules of one.
 
 Note [Parts]
     The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
@@ -17,7 +17,6 @@ Note [A shape for a size]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -27,7 +26,6 @@ VOCABULARY = 50432  # GPT-NeoX's, padded
 MOST_LAYERS, MOST_WIDTH = 4096, 10**9  # each layer is simulated
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
-FEED_FORWARD = ("gate", "up", "down")
 Shape = tuple[int, ...]
 
 
@@ -40,7 +38,7 @@ class Part:
         shapes: shapes of the parameters of one.
         multiplied: matrix elements by which a token is multiplied.
         attention: width of all heads that compare each token with the whole sequence; 0 for none.
-        stored: 16-bit elements per token that one stores for its backward pass; see ``footprint.py``.
+        stored: 16-bit elements per token that one stores for its backward pass; see ``memory.py``.
         unknown: classes whose FLOPs ``multiplied`` and ``attention`` do not determine.
     """
 
@@ -171,119 +169,69 @@ class Transformer(Model):
             most = MOST_LAYERS if key == "layers" else MOST_WIDTH
             if value > most:
                 raise ValueError(f"model {self.name!r}: {key} is more than the {most:,} that are planned for")
-        if self.head_size == 0:
-            self._check_divides("hidden", self.hidden, "heads", self.heads)
-            object.__setattr__(self, "head_size", self.hidden // self.heads)
-        self._check_divides("heads", self.heads, "kv_heads", self.kv_heads)
-
-    def _check_divides(self, whole: str, number: int, part: str, divisor: int) -> None:
-        if number % divisor:
-            raise ValueError(
-                f"model {self.name!r}: {part} = {divisor} does not divide {whole} = {number}; choose a divisor"
-            )
+        groups = [("heads", "kv_heads")] if self.head_size else [("hidden", "heads"), ("heads", "kv_heads")]
+        for whole, part in groups:
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"model {self.name!r}: {part} = {getattr(self, part)} does not divide {whole} = "
+                    f"{getattr(self, whole)}; choose a divisor"
+                )
+        object.__setattr__(self, "head_size", self.head_size or self.hidden // self.heads)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]  # a field of the other subclass
         """Return the embedding, the layers and the head.
 
-        A layer stores the inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's
-        product; gated ones store gate, up, the gate's value and the product. Models with biases have dropout, with
-        masks of one byte per element.
+        The parameters of a layer are two norms, the matrices, their biases. A layer stores the inputs of both norms and
+        of the matrices, queries, keys and values, and the feed-forward's product; gated ones store gate, up, the gate's
+        value and the product. Models with biases have dropout, with masks of one byte per element.
         """
-        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        masks = self.hidden if self.biases else 0
-        stored = 4 * self.hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
-        matrix, positions = (self.vocab, self.hidden), (self.positions, self.hidden)
+        hidden, wide, keys = self.hidden, self.heads * self.head_size, self.kv_heads * self.head_size
+        mlp_biases, norm_biases = (
+            self.biases if stated is None else stated for stated in (self.mlp_biases, self.norm_biases)
+        )
+        norm = ((hidden,),) * (2 if norm_biases else 1)
+        attention = (wide, keys, keys) if self.gated else (wide + 2 * keys,)
+        forward = (self.intermediate,) * (2 if self.gated else 1)  # the matrices before the activation
+        rows = (*attention, wide, *forward, self.intermediate)
+        vectors = (
+            *((*attention, hidden) if self.biases else ()),
+            *((*forward, hidden) if mlp_biases else ()),
+            *((wide, keys, keys) if self.qkv_biases else ()),
+            *((self.head_size, self.head_size) if self.qk_norm else ()),
+        )
+        layer = (*norm, *norm, *((n, hidden) for n in rows), *((n,) for n in vectors))
+        masks = hidden if self.biases else 0
+        stored = 4 * hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
+        matrix, positions = (self.vocab, hidden), (self.positions, hidden)
         return (
             Part(1, (matrix, positions) if self.positions else (matrix,)),
-            Part(self.layers, self._layer, sum(self._matrices.values()), wide, stored),
-            Part(1, (*self._norm, *(() if self.tied else (matrix,))), self.hidden * self.vocab),
+            Part(self.layers, layer, hidden * sum(rows), wide, stored),
+            Part(1, (*norm, *(() if self.tied else (matrix,))), hidden * self.vocab),
         )
 
-    @cached_property
-    def _matrices(self) -> Mapping[str, int]:
-        """Return the elements of the matrices of a layer."""
-        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = {"query": wide, "key": keys, "value": keys} if self.gated else {"qkv": wide + 2 * keys}
-        forward = FEED_FORWARD if self.gated else FEED_FORWARD[1:]
-        return {
-            **{name: width * self.hidden for name, width in attention.items()},
-            "out": wide * self.hidden,
-            **{name: self.hidden * self.intermediate for name in forward},
-        }
 
-    @cached_property
-    def _norm(self) -> tuple[Shape, ...]:
-        biased = self.biases if self.norm_biases is None else self.norm_biases
-        return ((self.hidden,),) * (2 if biased else 1)
-
-    @cached_property
-    def _layer(self) -> tuple[Shape, ...]:
-        """Return the shapes of the parameters of a layer: two norms, the matrices, their biases."""
-        forward = self.biases if self.mlp_biases is None else self.mlp_biases
-        vectors = [
-            self.hidden if name in ("out", "down") else n // self.hidden
-            for name, n in self._matrices.items()
-            if (forward if name in FEED_FORWARD else self.biases)
-        ]
-        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        vectors += [wide, keys, keys] if self.qkv_biases else []
-        vectors += [self.head_size, self.head_size] if self.qk_norm else []
-        matrices = ((numel // self.hidden, self.hidden) for numel in self._matrices.values())
-        return (*self._norm, *self._norm, *matrices, *((numel,) for numel in vectors))
-
-
-def scaled(params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE) -> Transformer:
+def scaled(params: int, sequence: int = SEQUENCE) -> Transformer:
     """Return the conventional shape of a model with ``params`` parameters; see Note [A shape for a size].
 
     Args:
         params: ``N``.
-        layers: layers, if known.
-        hidden: width, if known.
         sequence: tokens of a sequence.
 
     Raises:
-        ValueError: if there is no such shape: under 1000 parameters, or layers and width that do not match the size.
+        ValueError: if there is no such shape: under 1000 parameters.
     """
     if params < LEAST_PARAMS:
         raise ValueError(f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}")
-    wide = hidden or _width(params, layers)
-    vocab = min(VOCABULARY, max(2, params // (8 * wide)))
-    bare = Transformer(f"about {params:,} parameters", 1, wide, _heads(wide), _heads(wide), vocab, sequence, 1)
-    layer = sum(map(math.prod, bare._layer))
-    outside = bare.params - layer
-    deep = layers or max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
-    fixed, each = outside + deep * (layer - 2 * wide - 1), deep * (2 * wide + 1)
-    intermediate = round((params - fixed) / each)
-    if intermediate < 1 or ((layers or hidden) and not wide <= intermediate <= 16 * wide):
-        raise ValueError(
-            f"{params:,} parameters do not go with {deep} layers of width {wide}: the feed-forward would have a width "
-            f"of {intermediate}; leave out layers or hidden, or change the number of parameters"
-        )
-    return replace(bare, layers=deep, intermediate=intermediate)
-
-
-def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE) -> Transformer:
-    """Return a model with the given layers and width; its other sizes follow GPT-NeoX.
-
-    Args:
-        layers: ``L``.
-        hidden: ``h``.
-        sequence: tokens of a sequence.
-    """
-    heads = _heads(hidden)
-    name = f"{layers} layers of width {hidden}"
-    return Transformer(name, layers, hidden, heads, heads, VOCABULARY, sequence, 4 * hidden)
-
-
-def _width(params: int, layers: int | None) -> int:
-    """Return the width from ``N = 12 L h^2``, rounded to whole heads."""
-    usual = (params * WIDTH_PER_LAYER / 12) ** (1 / 3)
-    width = (params / 12 / layers) ** 0.5 if layers else min(usual, (params / 24) ** 0.5)
+    width = min((params * WIDTH_PER_LAYER / 12) ** (1 / 3), (params / 24) ** 0.5)
     step = next(step for step, least in ((128, 1024), (64, 256), (8, 16), (1, 0)) if width >= least)
-    return max(1, round(width / step)) * step
-
-
-def _heads(hidden: int) -> int:
-    """Return the number of heads: of 128 elements in wide models, of 64 in others; of 8, or one head, in toys."""
-    return next(hidden // size for size in (128 if hidden >= 4096 else 64, 64, 8, hidden) if hidden % size == 0)
+    wide = max(1, round(width / step)) * step
+    # Heads have 128 elements in wide models, 64 in others; 8, or there is one head, in toys.
+    heads = next(wide // size for size in (128 if wide >= 4096 else 64, 64, 8, wide) if wide % size == 0)
+    vocab = min(VOCABULARY, max(2, params // (8 * wide)))
+    bare = Transformer(f"about {params:,} parameters", 1, wide, heads, heads, vocab, sequence, 1)
+    layer = sum(map(math.prod, bare.parts[1].shapes))
+    outside = bare.params - layer
+    deep = max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
+    fixed, each = outside + deep * (layer - 2 * wide - 1), deep * (2 * wide + 1)
+    return replace(bare, layers=deep, intermediate=round((params - fixed) / each))

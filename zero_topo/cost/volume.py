@@ -23,27 +23,49 @@ Note [Stock bytes]
     between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is
     1.6% too many bytes for INT8.
 
+Note [Expected changes]
+    The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the data. In a matrix whose
+    weights have the standard deviation ``sigma``, the share ``7.4 lr / sigma`` of the INT8 weights changes in a step of
+    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. Changes are taken to be independent of each other, so
+    the number of changes of a tile is binomial. How many blocks are sent whole, and how many tiles have a change larger
+    than 1, follows from the share of changes (:data:`SHARES`, measured with blocks of 256 over 600 steps of a small
+    model): almost none once an eighth of the INT8 weights or less changes. By default ``lr / sigma`` is a hundredth,
+    for example 1e-4 to .01. This describes the second half of a training.
+
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import ceil, comb
 from typing import NamedTuple
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
-from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes
 from zero_topo.plan import Plan, coded_slots, packed_runs
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
+COUNT_BYTES = 16  # per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
+CHANGED = 7.4  # share of INT8 weights that change in a step, divided by lr / sigma
+LR_OVER_SIGMA = 0.01
+SHARES = (
+    (0.0, 0.0, 0.0),
+    (0.1, 0.002, 0.0),
+    (0.16, 0.005, 0.005),
+    (0.2, 0.006, 0.08),
+    (0.25, 0.016, 0.25),
+    (0.3, 0.03, 0.31),
+)
+"""By the share of INT8 weights that change: the share of blocks sent whole, and of tiles with larger changes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +84,7 @@ class Workload:
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
         published: bytes of every rank's message in each run of a publish of INT8 weights; None expects those of
-            ``codes.py``.
+            :func:`change_bytes`.
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
@@ -174,48 +196,45 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     Returns:
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as sent].
     """
-    plan = config.plan
-    coded, slots = work.coded(config), range(len(work.numels))
-    sent = sum((_gathered_bytes(config, of, stock) for of in (work, work.frozen) if of is not None), Counter[Key]())
+    plan, slots, coded = config.plan, range(len(work.numels)), work.coded(config)
+    sent: Counter[Key] = Counter()
 
     def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    def add(phase: str, of: Iterable[int], itemsize: int, times: int = 1, message: int | None = None) -> None:
-        columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
+    def add(
+        phase: str, widths: Collection[tuple[int, bool]], itemsize: int, times: int = 1, message: int | None = None
+    ) -> None:
+        columns = Columns.of(widths)
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
 
+    for of in filter(None, (work, work.frozen)):
+        parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
+        for phase in ("gather_forward", "gather_backward", "gather_exact") if of.trains else ("gather_forward",):
+            exact = phase == "gather_exact"
+            gathered = [(width, stored) for width, stored, persistent in parameters if persistent == exact]
+            add(phase, gathered, of.itemsize, 1 if exact else of.micro_batches)
+    trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
-    add("scatter", slots, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
+    add("scatter", trained, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
-        add("sync", run, work.sync_itemsize)
+        add("sync", [trained[slot] for slot in run], work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
-    for run in slot_runs(plan, work, [i for i in slots if not coded[i]], work.run_numel):
-        add("publish", run, work.publish_itemsize)
-    changed = slot_runs(plan, work, [i for i in slots if coded[i]], work.run_numel)
+    for run in slot_runs(plan, work, [slot for slot in slots if not coded[slot]], work.run_numel):
+        add("publish", [trained[slot] for slot in run], work.publish_itemsize)
+    changed = slot_runs(plan, work, [slot for slot in slots if coded[slot]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
-    for index, run in enumerate(changed):
-        add("publish", run, work.publish_itemsize, message=None if work.published is None else work.published[index])
+    for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
+        add("publish", [trained[slot] for slot in run], work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
-
-
-def _gathered_bytes(config: ResolvedConfig, work: Workload, stock: bool) -> Counter[Key]:
-    """Return the bytes of the gathers of a step."""
-    parameters = list(zip(work.numels, work.coded(config), work.persistent, strict=True))
-    sent: Counter[Key] = Counter()
-    phases = (("gather_forward", False), ("gather_backward", False), ("gather_exact", True))
-    for phase, kept in phases if work.trains else phases[:1]:
-        columns = Columns.of(config.plan, [(m, coded) for m, coded, persistent in parameters if persistent == kept])
-        for move in phase_moves(sent_as(config, phase, stock), phase, columns, work.itemsize)[0]:
-            sent[phase, config.topology.domain(move.hi)] += move.sent * (1 if kept else work.micro_batches)
-    return sent
 
 
 def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:
     """Return the parameters in ``slots`` in the runs in which sync or publish sends them."""
-    sizes = [plan.world_size * plan.shard_numel(work.numels[slot]) for slot in slots]
-    return [[slots[place] for place in run] for run in packed_runs(sizes, limit)]
+    shards = work.shards(plan)
+    runs = packed_runs([plan.world_size * shards[slot] for slot in slots], limit)
+    return [[slots[place] for place in run] for run in runs]
 
 
 class Columns(NamedTuple):
@@ -230,10 +249,9 @@ class Columns(NamedTuple):
     coded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, parameters: Collection[tuple[int, bool]]) -> Columns:
-        """Build the columns of parameters, each given as (elements, whether stored as INT8)."""
-        kinds = ([plan.shard_numel(m) for m, coded in parameters if coded == kind] for kind in (False, True))
-        return cls(*map(tuple, kinds))
+    def of(cls, widths: Collection[tuple[int, bool]]) -> Columns:
+        """Build the columns of parameters, each given as (elements of a world shard, whether stored as INT8)."""
+        return cls(*(tuple(width for width, coded in widths if coded == kind) for kind in (False, True)))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -251,7 +269,7 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
-        published: bytes of a message in a publish of INT8 weights; None expects those of ``codes.py``.
+        published: bytes of a message in a publish of INT8 weights; None expects those of :func:`change_bytes`.
 
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
@@ -269,7 +287,8 @@ def phase_moves(
             message += change_bytes(rows, columns.coded, codes) if published is None else published
     else:
         spec = gather_spec(config, phase)
-        message = sum(message_bytes(rows * width, spec, itemsize) for width in columns.plain)
+        alike = Counter(columns.plain).items()  # layers are equal
+        message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
         message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
     return gather_moves(plan, hop, message), message
 
@@ -310,3 +329,53 @@ def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
 
 def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
     return numel * itemsize if spec is None else spec.nbytes(numel)
+
+
+# -- INT8 weights ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def expected_shares(block_size: int, lr_over_sigma: float = LR_OVER_SIGMA) -> tuple[float, float]:
+    """Return the share of blocks that a step sends whole, and the bytes of changes per INT8 weight of the others.
+
+    See Note [Expected changes].
+
+    Args:
+        block_size: number of values that share a scale.
+        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
+    """
+    tile, share = ChangeSpec(block_size).tile, min(CHANGED * lr_over_sigma, SHARES[-1][0])
+    above = bisect(SHARES, (share,), lo=1, hi=len(SHARES) - 1)
+    (low, *few), (high, *many) = SHARES[above - 1 : above + 1]
+    whole, large = (a + (b - a) * (share - low) / (high - low) for a, b in zip(few, many, strict=True))
+    bytes_of = 0.0
+    for c in range(tile + 1):
+        signed, new = min(c, tile // 8 + ceil(c / 8)), min(c, tile // 8) + c
+        bytes_of += comb(tile, c) * share**c * (1 - share) ** (tile - c) * ((1 - large) * signed + large * new)
+    return whole, bytes_of / tile
+
+
+def codes_bytes(rows: int, width: int, spec: BlockSpec) -> int:
+    """Return the bytes of the INT8 weights and scales of ``rows`` rows of a parameter, each padded to whole blocks."""
+    return spec.nbytes(rows * spec.blocks(width) * spec.block_size)
+
+
+def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec, lr_over_sigma: float = LR_OVER_SIGMA) -> int:
+    """Return the expected bytes of a packed buffer with the changes of the INT8 weights of some rows.
+
+    Args:
+        rows: rows of one group rank.
+        widths: columns of each parameter.
+        spec: format of the INT8 weights.
+        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
+    """
+    blocks = rows * sum(map(spec.blocks, widths))
+    whole_share, change_share = expected_shares(spec.block_size, lr_over_sigma)
+    whole = ceil(whole_share * blocks)
+    changes = ceil(change_share * (blocks - whole) * spec.block_size)
+    return ChangeSpec(spec.block_size).nbytes(blocks, whole, changes)
+
+
+def largest_change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
+    """Return the bytes of the largest packed buffer that :func:`change_bytes` may need: all blocks are sent whole."""
+    return ChangeSpec(spec.block_size).largest(rows * sum(map(spec.blocks, widths)))

@@ -17,10 +17,9 @@ from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_envi
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
-from zero_topo.cost.estimate import module_request
-from zero_topo.cost.fit import planned
-from zero_topo.cost.muon import method_of
+from zero_topo.cost.explain import module_request, planned
 from zero_topo.cost.planner import Request
+from zero_topo.cost.step import method_of
 from zero_topo.hook.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
