@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Torch, as_bytes
 from zero_topo.hook.monitor import NAMES, comms_timing, record
@@ -23,8 +23,7 @@ SCATTER: tuple[Any, int, bool] = ("all_to_all", 300, True)
 
 def group(phase: str, meter: Meter | None = None, members: int = 4) -> Torch:
     """A metered group of a node."""
-    counted = Counted(meter or Meter(), phase)
-    return Torch(1, members, 0, tuple(range(members)), "node", None).metered(counted)
+    return Torch(1, members, 0, tuple(range(members)), "node", None, meter or Meter()).metered(phase)
 
 
 @pytest.fixture

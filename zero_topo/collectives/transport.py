@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import View, at_blocks, total_numel
@@ -56,28 +56,34 @@ class Group:
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
         done: finished works that are kept alive, see Note [Works that are kept].
-        counted: meter and phase of a group that :meth:`metered` returned.
+        meter: counts the exchanges.
+        phase: the phase under which they count, one of ``plan.PHASES``; only a group of :meth:`metered` has one.
     """
 
+    phase: str
+
     def __init__(
-        self, lo: int, hi: int, index: int, group_ranks: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
+        self,
+        lo: int,
+        hi: int,
+        index: int,
+        group_ranks: tuple[int, ...],
+        domain: str,
+        group: dist.ProcessGroup | None,
+        meter: Meter,
     ) -> None:
         self.lo, self.hi, self.size, self.index = lo, hi, hi // lo, index
-        self.group_ranks, self.domain, self.group = group_ranks, domain, group
+        self.group_ranks, self.domain, self.group, self.meter = group_ranks, domain, group, meter
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
         # Shared by all copies of the group, since they share its process group: see Note [Works that are kept].
         self.done: list[dist.Work] = []
-        self.counted: Counted
-        # One cached copy for each meter and phase, so that a training step makes none.
-        self._metered: dict[Counted, Self] = {}
 
-    def metered(self, counted: Counted) -> Self:
-        """Return this group with its exchanges counted by a meter for a phase; one cached copy for each pair."""
-        if counted not in self._metered:
-            metered = self._metered[counted] = copy(self)
-            metered.counted = counted
-        return self._metered[counted]
+    def metered(self, phase: str) -> Self:
+        """Return a copy of this group whose exchanges are counted for a phase."""
+        metered = copy(self)
+        metered.phase = phase
+        return metered
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
         """Start an all-gather of ``x``, of one shape on all members; the result is ``[size, *x.shape]``."""
@@ -146,9 +152,8 @@ class Group:
         *arguments: Any,
     ) -> Handle[Tensor]:
         """Begin and count an exchange; if the meter's listener times it, also finish it."""
-        meter = self.counted.meter
-        meter.record(self.counted.phase, self.domain, nbytes)
-        timing = None if meter.listener is None else meter.listener(self, op, nbytes, even)
+        self.meter.record(self.phase, self.domain, nbytes)
+        timing = None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
         if timing is None:
             return begin(*arguments)
         with timing:
@@ -270,7 +275,7 @@ class Mpi(Group):
     """
 
     def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group)
+        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter)
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
@@ -318,6 +323,14 @@ class Route:
         self.size, self.index = self.hi // self.lo, 0
         for hop in hops:
             self.index += hop.lo // self.lo * hop.index
+        # One cached route for each phase, so that a training step makes none.
+        self._metered: dict[str, Route] = {}
+
+    def metered(self, phase: str) -> Route:
+        """Return this route with its exchanges counted for a phase; collectives need such a route."""
+        if phase not in self._metered:
+            self._metered[phase] = Route(tuple(hop.metered(phase) for hop in self.hops))
+        return self._metered[phase]
 
 
 def members(rows: Tensor, size: int) -> Tensor:
@@ -370,7 +383,7 @@ def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
     return View(flat, plan.world_size // degree, width, degree * width, degree, width)
 
 
-def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor]:
+def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
@@ -381,15 +394,14 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
     Args:
         route: the members.
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
-        counted: meter and phase.
 
     Returns:
         ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at ``[m // inner, m % inner]``.
     """
-    outer = route.hops[-1].metered(counted).gather_later(message)
+    outer = route.hops[-1].gather_later(message)
     if len(route.hops) == 1:
         return outer.then(lambda received: received[None])
-    inner = route.hops[0].metered(counted)
+    inner = route.hops[0]
     return outer.then(lambda received: inner.gather(received).transpose(0, 1))
 
 
@@ -397,7 +409,6 @@ def all_gather_views(
     route: Route,
     views: Sequence[View],
     spec: Format,
-    counted: Counted,
     message: Tensor | None = None,
     accumulate: bool = False,
 ) -> Handle[None]:
@@ -410,7 +421,6 @@ def all_gather_views(
         route: the members.
         views: views of all members, in tree order.
         spec: the format.
-        counted: meter and phase.
         message: the message of this rank, if it is encoded already.
         accumulate: add the decoded values to those that the views have.
     """
@@ -420,16 +430,15 @@ def all_gather_views(
     def finish(received: Tensor) -> None:
         dequantize(received, spec, views, accumulate=accumulate, without=route.index)
 
-    return all_gather(route, message, counted).then(finish)
+    return all_gather(route, message).then(finish)
 
 
-def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
+def all_gather_rows(route: Route, rows: Tensor, chunk_numel: int = 1 << 26) -> None:
     """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks until done.
 
     Args:
         route: the members.
         rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
-        counted: meter and phase.
         chunk_numel: elements that one collective may carry.
     """
     if route.size == 1 or rows.numel() == 0:
@@ -438,7 +447,7 @@ def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: i
     for begin in range(0, rows.shape[1], width):
         by_member = members(rows[:, begin : begin + width], route.size)
         own = by_member[route.index].contiguous()
-        received = all_gather(route, own.view(-1), counted).wait()
+        received = all_gather(route, own.view(-1)).wait()
         by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
 
 
@@ -447,7 +456,6 @@ def reduce_scatter(
     parts: Sequence[View],
     spec: Format,
     out: Sequence[View],
-    counted: Counted,
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> Handle[None]:
@@ -468,7 +476,6 @@ def reduce_scatter(
         parts: the values for each member, in tree order, to sum.
         spec: the format.
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
-        counted: meter and phase.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
 
@@ -488,10 +495,10 @@ def reduce_scatter(
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
             requantize(received, spec, send.transpose(0, 1), numel)
-            received = following.metered(counted).scatter_later(send).wait()
+            received = following.scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    return first.metered(counted).scatter_later(send).then(finish)
+    return first.scatter_later(send).then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:

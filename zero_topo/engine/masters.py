@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
@@ -32,11 +31,10 @@ class Masters:
         own_row: index of the row that DeepSpeed's layout stores.
     """
 
-    def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
+    def __init__(self, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self.own_row = layout.row(layout.plan.optimizer)
-        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size)
-        self._counted = Counted(meter, "publish")
+        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size).metered("publish")
         self._device = device
 
     def table(self, flat: Tensor) -> Tensor:
@@ -67,7 +65,7 @@ class Masters:
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
         moved = columns.to(self._device)
-        all_gather_rows(self._route, moved, self._counted)
+        all_gather_rows(self._route, moved)
         if moved is not columns:
             columns.copy_(moved)
 
