@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,6 @@ from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import select
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
-from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +256,7 @@ class Stage3:
         names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
         facts = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(facts, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
+            agree(facts, self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
             problem, held, residuals, ages = str(error), {}, {}, {}
         self.weights.load_state_dict(held)
