@@ -251,19 +251,15 @@ class TopoStage3(Stock):
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
 
-    def refuse_half_a_backward(self) -> None:
-        """Raise RuntimeError before a step if the last backward pass failed half-way."""
-        if self._in_backward:
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        if self._in_backward:  # the last backward pass failed half-way
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
                 "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
                 "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
             )
-
-    # -- step ------------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        self.refuse_half_a_backward()
         self.require_states()
         self.stepping = True
         try:
@@ -537,6 +533,8 @@ class TopoStage3(Stock):
             self.topo.masters.table(master.detach()).copy_(rows)
 
     def destroy(self) -> None:
+        if self.recorder:
+            self.recorder.close()
         if self._watch:
             self._watch.close()
         self._beginning.remove()

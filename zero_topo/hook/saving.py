@@ -75,8 +75,10 @@ def copying_beside(copy: Callable[[Any, str], None]) -> Callable[[Any, str], Non
     return wrapper
 
 
-class Beside(CheckpointEngine):
+class Beside:
     """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save that fails]).
+
+    All else that DeepSpeed calls is its own engine's.
 
     Args:
         stock: DeepSpeed's checkpoint engine, which serializes the files.
@@ -85,20 +87,13 @@ class Beside(CheckpointEngine):
     """
 
     def __init__(self, stock: CheckpointEngine, device: torch.device, points: bool) -> None:
-        super().__init__()
-        self.name = stock.name
         self._stock, self._device, self._points = stock, device, points
         self.last: list[Callable[[], object]] = []  # this rank's actions once all ranks have renamed their files
         self._written: list[Path] = []
         self._problem: str | None = None
 
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint."""
-        self._stock.create(info)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file through DeepSpeed's checkpoint engine."""
-        return self._stock.load(path, map_location)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder."""

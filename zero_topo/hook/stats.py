@@ -148,7 +148,7 @@ class Recorder:
     """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy has completed.
 
     Args:
-        engine: DeepSpeed's engine, whose ``backward`` and ``destroy`` are wrapped.
+        engine: DeepSpeed's engine, whose ``backward`` is wrapped; its optimizer calls :meth:`close`.
         folder: the run's folder; a resumed run appends to the log there, a new run replaces it.
     """
 
@@ -157,7 +157,7 @@ class Recorder:
         self._engine, self._began = engine, time.perf_counter()
         self._loss: Tensor | None = None
         self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
-        engine.backward, engine.destroy = self._backward(engine.backward), self._destroy(engine.destroy)
+        engine.backward = self._backward(engine.backward)
         atexit.register(self.close)
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,14 +168,6 @@ class Recorder:
                 part = loss.detach().float().reshape(()) * share
                 self._loss = part if self._loss is None else self._loss + part
             return backward(loss, *args, **kwargs)
-
-        return wrapper
-
-    def _destroy(self, destroy: Callable[[], None]) -> Callable[[], None]:
-        @wraps(destroy)
-        def wrapper() -> None:
-            self.close()
-            destroy()
 
         return wrapper
 
