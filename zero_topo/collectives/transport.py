@@ -161,15 +161,17 @@ class Group:
             handle.wait()
         return handle
 
-    # -- what a transport implements -------------------------------------------------------------------------------
+    # -- what a transport implements: rows of any number per member; the others, where it has something faster ------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        raise NotImplementedError
+        return self._all_gather_uneven(message[None], [1] * self.size)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
-        raise NotImplementedError
+        ones = [1] * self.size
+        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
+        return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
@@ -217,14 +219,6 @@ class Torch(Group):
 class Gloo(Group):
     """Exchanges messages point to point; see Note [Point to point on gloo]."""
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        received = message.new_empty(self.size, message.numel())
-        return self._swap([message] * self.size, received, received)
-
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        received = torch.empty_like(table)
-        return self._swap(table, received, received)
-
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         received = rows.new_empty(sum(expected), rows.shape[1])
         return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
@@ -233,9 +227,7 @@ class Gloo(Group):
         received = rows.new_empty(sum(sizes), rows.shape[1])
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
-    def _swap(
-        self, parts: Sequence[Tensor] | Tensor, places: Sequence[Tensor] | Tensor, received: Tensor
-    ) -> Handle[Tensor]:
+    def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor) -> Handle[Tensor]:
         """Send a part to each other member and receive one from each, nearest neighbours in the ring first.
 
         Empty messages are not sent.

@@ -119,9 +119,10 @@ class Masters:
             yield masters
             return
         state = optimizer.state
-        narrow = [self._narrow(master) for master in masters]
+        narrow = [self.table(master.detach())[self.own_row].clone().requires_grad_(True) for master in masters]
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
+            small.ds_id = getattr(master, "ds_id", None)  # type: ignore[attr-defined]
             if entry is not None:
                 state[small] = {
                     key: self.table(value)[self.own_row].clone() if _is_laid_out_as(master, value) else value
@@ -141,12 +142,6 @@ class Masters:
                     entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
                 if entry is not None:
                     state[master] = entry
-
-    def _narrow(self, master: Tensor) -> Tensor:
-        small = self.table(master.detach())[self.own_row].clone().requires_grad_(True)
-        if hasattr(master, "ds_id"):
-            small.ds_id = master.ds_id  # type: ignore[attr-defined]
-        return small
 
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
         if not _is_laid_out_as(small, value):
