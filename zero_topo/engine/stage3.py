@@ -70,8 +70,8 @@ class Stage3:
         scatter_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         bucket_numel: int,
-        loss_scale: Callable[[], float],
-        moments: Callable[[], Sequence[Moment]],
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        moments: Callable[[], Sequence[Moment]] = list,
     ) -> None:
         self.config, self.like, self.scatter_dtype, self.bucket_numel = config, like, scatter_dtype, bucket_numel
         self.meter = Meter(config.meter)

@@ -22,27 +22,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     options = parser().parse_args(argv)
     try:
-        return _run(options)
+        if options.command == "check":
+            print(check(options))
+            if (note := unasked()) is not None:
+                print(f"- {note}")
+        elif options.command == "launch":
+            from zero_topo.neox.launch import launch
+
+            return launch(options)
+        else:
+            from zero_topo.neox.train import train
+
+            train(options)
+        return 0
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"zero_topo.neox: {cut(line)}", file=sys.stderr)
         return WRONG_INPUT
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.command == "check":
-        print(check(options))
-        if (note := unasked()) is not None:
-            print(f"- {note}")
-        return 0
-    if options.command == "launch":
-        from zero_topo.neox.launch import launch
-
-        return launch(options)
-    from zero_topo.neox.train import train
-
-    train(options)
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
