@@ -33,7 +33,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import reduce_scatter, rows_of, shard_view
+from zero_topo.collectives.transport import reduce_scatter, shard_view
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
@@ -162,7 +162,7 @@ class Gradients:
     def replace(self, index: int, full: Tensor) -> None:
         """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
         plan = self.layout.plan
-        rows = rows_of(full.reshape(-1), plan)
+        rows = self.layout.rows(full.reshape(-1))
         self.layout.slot(self.peek()[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, GPTConfig, sample
+from zero_topo.examples.gpt import GPT, sample
 from zero_topo.examples.process import behave
 from zero_topo.observe.runlog import log_evaluation, log_step, new_run_folder
 from zero_topo.observe.tables import pace_words, render
@@ -93,7 +93,7 @@ def start(args: argparse.Namespace) -> Run:
     config = load_deepspeed_config(args.deepspeed_config)
     corpus = Corpus.load(args.data, args.context)
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(args.layers, args.width, context=args.context))
+    model = build(args)
     schedule = partial(warm_up_and_cosine, args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -102,6 +102,11 @@ def start(args: argparse.Namespace) -> Run:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
     )
     return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
+
+
+def build(args: argparse.Namespace) -> GPT:
+    """Return the model of the command line's sizes."""
+    return GPT(args.layers, args.width, context=args.context)
 
 
 def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
@@ -158,7 +163,7 @@ def write_sample(run: Run) -> None:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {name: value.float().cpu() for name, value in model.state_dict().items()} if run.rank == 0 else None
     if weights is not None:
-        plain = GPT(model.config)
+        plain = build(run.args)
         plain.load_state_dict(weights)
         text = sample(plain, PROMPT, run.args.sample, run.args.seed).decode("utf-8", errors="replace")
         print(f"\n--- the model writes\n{text}\n---\n")
