@@ -43,7 +43,7 @@ KEPT = 1 << 22  # bytes
 
 
 class Group:
-    """Represents one process group of this rank (Note [Process groups] in ``plan.py``); subclasses exchange messages.
+    """One process group of this rank (Note [Process groups] in ``plan.py``), with the collectives of torch's backend.
 
     Attributes:
         lo: degree of the larger shard.
@@ -161,36 +161,16 @@ class Group:
             handle.wait()
         return handle
 
-    # -- what a transport implements: rows of any number per member; the others, where it has something faster ------
+    # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------------------------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        return self._all_gather_uneven(message[None], [1] * self.size)
-
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
-        ones = [1] * self.size
-        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
-        return received.then(lambda rows: rows.view(table.shape))
-
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
-        raise NotImplementedError
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
-
-
-class Torch(Group):
-    """Exchanges messages by the collectives of torch's backend; see Note [Group order]."""
-
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.new_empty(self.size, message.numel())
         work = dist.all_gather_into_tensor(received.view(-1), message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
+        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
         send = table if self.in_order else table[_index(self.members, table.device)]
         received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
@@ -204,6 +184,7 @@ class Torch(Group):
         )
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
         received = rows.new_empty(sum(expected), rows.shape[1])
         if self.in_order:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
@@ -215,9 +196,21 @@ class Torch(Group):
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
 
+    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
+        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
+
 
 class Gloo(Group):
     """Exchanges messages point to point; see Note [Point to point on gloo]."""
+
+    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
+        return self._all_gather_uneven(message[None], [1] * self.size)
+
+    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
+        ones = [1] * self.size
+        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
+        return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         received = rows.new_empty(sum(expected), rows.shape[1])
@@ -296,7 +289,7 @@ class Mpi(Group):
 
 def transport() -> type[Group]:
     """Return the class of groups for the world's backend."""
-    return Gloo if dist.get_backend() == "gloo" else Torch
+    return Gloo if dist.get_backend() == "gloo" else Group
 
 
 class Route:
