@@ -189,7 +189,7 @@ class Weights:
         sent = BlockSpec(8, block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
-            self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
+            self._shards[slot] = Copy(self._shards[slot].route, store.buffers[slot], sent, True, block)
         # By first parameter of each run of the last publish: the bytes of every rank's message.
         self._sizes = dict[int, int]()
         self._changes = partial(store.begin, self._route, self._sizes)
