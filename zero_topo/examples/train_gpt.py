@@ -93,7 +93,7 @@ def start(args: argparse.Namespace) -> Run:
     config = load_deepspeed_config(args.deepspeed_config)
     corpus = Corpus.load(args.data, args.context)
     torch.manual_seed(args.seed)
-    model = build(args)
+    model = GPT(args.layers, args.width, context=args.context)
     schedule = partial(warm_up_and_cosine, args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -102,11 +102,6 @@ def start(args: argparse.Namespace) -> Run:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
     )
     return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
-
-
-def build(args: argparse.Namespace) -> GPT:
-    """Return the model of the command line's sizes."""
-    return GPT(args.layers, args.width, context=args.context)
 
 
 def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
@@ -159,13 +154,13 @@ def evaluate(run: Run) -> float:
 
 def write_sample(run: Run) -> None:
     """Rank 0 copies the gathered weights into a plain model and lets it write; the other ranks help to gather."""
-    model = run.engine.module
+    model, args = run.engine.module, run.args
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {name: value.float().cpu() for name, value in model.state_dict().items()} if run.rank == 0 else None
     if weights is not None:
-        plain = build(run.args)
+        plain = GPT(args.layers, args.width, context=args.context)
         plain.load_state_dict(weights)
-        text = sample(plain, PROMPT, run.args.sample, run.args.seed).decode("utf-8", errors="replace")
+        text = sample(plain, PROMPT, args.sample, args.seed).decode("utf-8", errors="replace")
         print(f"\n--- the model writes\n{text}\n---\n")
 
 
