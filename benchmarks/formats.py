@@ -26,7 +26,7 @@ from benchmarks.records import GrowingRecord, Tick, record
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.collectives.transport import shard_view
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.gpt import GPT
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.plan import Plan
 from zero_topo.quant import ops
@@ -98,7 +98,7 @@ def train(
 ) -> dict[str, Any]:
     """One run: the mean loss of each step, and the evaluation loss at the end."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context))
+    model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
     params, generator = list(model.parameters()), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in params if change else ():

@@ -25,7 +25,7 @@ from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.config.sparse_config import share
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
@@ -72,10 +72,10 @@ class Synthetic:
         """They do not depend on the weights."""
 
 
-def model_for(numel: int) -> GPTConfig:
+def model_for(numel: int) -> GPT:
     """A GPT of two layers with about so many parameters, in heads of 16."""
     heads = max(1, round((numel / (12 * LAYERS)) ** 0.5 / HEAD))
-    return GPTConfig(LAYERS, HEAD * heads, heads, CONTEXT)
+    return GPT(LAYERS, HEAD * heads, heads, CONTEXT)
 
 
 class Model:
@@ -83,7 +83,7 @@ class Model:
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(1)
-        self._model = GPT(model_for(numel))
+        self._model = model_for(numel)
         self._parameters = list(self._model.parameters())
         self._text = Corpus.load(None, CONTEXT).train
         self.shapes = [p.shape for p in self._parameters]

@@ -33,7 +33,7 @@ from benchmarks.emulated_cluster.spec import Spec
 from benchmarks.floors import all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.hook.leaving import leave
@@ -55,7 +55,7 @@ def prepare() -> None:
 def build_model(setup: TrainingSetup, seed: int) -> GPT:
     """The GPT, with the same weights on every rank."""
     torch.manual_seed(seed)
-    return GPT(GPTConfig(setup.layers, setup.width, setup.heads, setup.context))
+    return GPT(setup.layers, setup.width, setup.heads, setup.context)
 
 
 @contextmanager

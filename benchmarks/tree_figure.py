@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.observe.tree import Tree, tree_svg
+from zero_topo.observe.tree import tree_svg
 from zero_topo.topology.presets import emulated
 
 
@@ -15,7 +15,7 @@ def readme_svg() -> str:
     """The scheme ``topo`` on 2 nodes x 2 GPUs x 2 GCDs, as in ``configs/demo.json``."""
     config = resolve_config(ZeroTopoConfig.parse({"scheme": "topo"}), emulated(2, 2, 2))
     bits = {"weights": str(config.weights_spec), "gradients": str(config.gradients_spec), "sync": None}
-    return tree_svg(Tree(config.plan, config.topology, bits))
+    return tree_svg(config.plan, config.topology, bits)
 
 
 def main(arguments: list[str]) -> None:

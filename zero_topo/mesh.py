@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zero_topo.collectives import transport
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.transport import Group
 from zero_topo.collectives.transport import Route as Route
 from zero_topo.plan import Plan
@@ -45,10 +46,12 @@ class Mesh:
 
     Attributes:
         calls: number of collective calls that created groups.
+        meter: counts the exchanges of all groups.
 
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
+        meter: counts the exchanges of all groups.
         pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
         hops: further ``(lo, hi)`` that are used as one group each.
     """
@@ -57,11 +60,13 @@ class Mesh:
         self,
         plan: Plan,
         topology: Topology,
+        meter: Meter,
         pairs: Iterable[tuple[int, int]],
         hops: Iterable[tuple[int, int]] = (),
     ) -> None:
         self.plan = plan
         self.topology = topology
+        self.meter = meter
         self.rank = dist.get_rank()
         self._created: list[dist.ProcessGroup] = []
         self._transport = transport.transport()
@@ -113,7 +118,8 @@ class Mesh:
         group_rank = {rank: index for index, rank in enumerate(sorted(ranks))}
         group_ranks = tuple(group_rank[rank] for rank in ranks)
         group = self._group(lo, hi) if len(ranks) > 1 else None
-        return self._transport(lo, hi, ranks.index(self.rank), group_ranks, self.topology.domain(hi), group)
+        domain = self.topology.domain(hi)
+        return self._transport(lo, hi, ranks.index(self.rank), group_ranks, domain, group, self.meter)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
         """Create all groups ``(lo, hi)`` and return this rank's; see Note [One call makes all groups]."""

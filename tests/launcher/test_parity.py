@@ -18,7 +18,7 @@ from tests.launcher.training import Job, block, largest_difference, train
 from tests.marks import late
 from zero_topo.examples.data import Corpus
 from zero_topo.examples.data import batch as text_batch
-from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.gpt import GPT
 
 pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp: tests/unit/test_config_resolve.py
@@ -80,7 +80,7 @@ def text_job(block: dict[str, Any] | None) -> Job:
         return text_batch(corpus().train, (8, CONTEXT), 0, step, dist.get_rank())
 
     return Job(
-        model=lambda: GPT(GPTConfig(layers=1, width=64, heads=2, context=CONTEXT)),
+        model=lambda: GPT(layers=1, width=64, heads=2, context=CONTEXT),
         zero_topo=block,
         steps=200,
         dtype="bf16",

@@ -40,7 +40,7 @@ def told_alike(size: int, say: Any) -> str:
 
     def rank_main(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
-            agree(say(rank), Seat(f"n{rank // 2}"), CPU)
+            agree(say(rank), CPU, seat=Seat(f"n{rank // 2}"))
         return str(caught.value)
 
     (said,) = set(run_threads(size, rank_main))
@@ -57,7 +57,7 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
         gather(table, own)
 
     def rank_main(rank: int) -> list[Seat]:
-        return agree({"order": list(range(100_000))}, Seat(f"n{rank // 2}", package=rank if rank else None), CPU)
+        return agree({"order": list(range(100_000))}, CPU, seat=Seat(f"n{rank // 2}", package=rank if rank else None))
 
     with (
         patch.object(dist, "all_gather_into_tensor", counted),
@@ -230,7 +230,7 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
         said = []
         for path in paths:
             try:
-                agree(seen_by(changed(config, path) if rank == 1 else config), Seat("n"), CPU)
+                agree(seen_by(changed(config, path) if rank == 1 else config), CPU, seat=Seat("n"))
                 said.append("")
             except ValueError as error:
                 said.append(str(error))
@@ -302,7 +302,7 @@ def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
     def rank_main(rank: int) -> int:
         model = torch.nn.Linear(2, 2)
         group = {"params": list(model.parameters()), "lr": torch.tensor(0.25), "mine": lambda: rank, "own": object()}
-        return len(agree(trained(model, [group]), Seat("n"), CPU))
+        return len(agree(trained(model, [group]), CPU))
 
     assert run_threads(2, rank_main) == [2, 2]
 

@@ -23,7 +23,7 @@ from tests.ranks.worlds import (
     world,
 )
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import Torch
+from zero_topo.collectives.transport import Group
 from zero_topo.cost import step_bytes
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.stage3 import Stage3
@@ -157,16 +157,16 @@ def publish_step(engine: Stage3, masters: Tensor) -> None:
 
 def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is gathered after a step is of that step, however late publish arrives."""
-    all_gather = Torch._all_gather
+    all_gather = Group._all_gather
 
-    def slow(group: Torch, message: Tensor) -> Handle[Tensor]:
+    def slow(group: Group, message: Tensor) -> Handle[Tensor]:
         """Messages arrive when they are waited for; until then, the received buffer holds NaN."""
         received = all_gather(group, message).wait()
         arrived = received.clone()
         received.view(torch.uint8).fill_(255)  # NaN in every floating type
         return Handle(None, (), lambda: received.copy_(arrived))
 
-    monkeypatch.setattr(Torch, "_all_gather", slow)
+    monkeypatch.setattr(Group, "_all_gather", slow)
     w = world(block("topo", None))
 
     def rank_main(rank: int) -> bool:

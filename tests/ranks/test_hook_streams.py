@@ -18,7 +18,6 @@ from tests.marks import late
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
-from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook import optimizer
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.seam import Stock
@@ -182,7 +181,7 @@ def test_whatever_follows_a_step(name: str) -> None:
             "fp16_partitioned_groups_flat": [],
             "module": torch.nn.Module(),
             "optimizer": SimpleNamespace(state={}),
-            "_host_copies": HostCopies(torch.device("cpu")),
+            "_reloads": [],
         }
         for kind in ("full", "local"):
             stock[f"set_{kind}_hp_param"] = MagicMock(side_effect=lambda table, *_: table.add_(1.0))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
-from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
@@ -34,7 +34,7 @@ def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
     with fake_world(machine.world_size, rank):
-        mesh = Mesh(plan, machine, plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.hops())
         pair, node = mesh.hop(1, 2), mesh.hop(1, 8)
         across, publish = mesh.hop(8, machine.world_size), mesh.route(2, machine.world_size)
         assert dist.get_process_group_ranks(pair.group) == [40_002, 40_003]
@@ -51,7 +51,7 @@ def test_a_destroyed_mesh_lets_go_of_works() -> None:
     machine = emulated(2, 1, 2)
     plan = Plan.build(machine, ("world", None, "world", "world"))
     with fake_world(machine.world_size, 0):
-        mesh = Mesh(plan, machine, plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.hops())
         hop = mesh.route(1, 4).hops[-1]
         hop.done.append(dist.barrier(async_op=True))
         mesh.destroy()
@@ -64,9 +64,9 @@ def test_rows_are_gathered_in_chunks() -> None:
     plan = Plan.build(machine, ("world", None, "world", "world"))
 
     def rank_main(rank: int) -> torch.Tensor:
-        mesh, rows = Mesh(plan, machine, plan.hops()), torch.full((4, 7), -1.0)
+        mesh, rows = Mesh(plan, machine, Meter(), plan.hops()), torch.full((4, 7), -1.0)
         rows[rank] = torch.arange(7) + 10.0 * rank
-        all_gather_rows(mesh.route(1, 4), rows, Counted(Meter(), "publish"), chunk_numel=9)
+        all_gather_rows(mesh.route(1, 4).metered("publish"), rows, chunk_numel=9)
         return rows
 
     expected = torch.arange(7) + 10.0 * torch.arange(4)[:, None]
@@ -79,7 +79,7 @@ def test_members_sit_at_the_slots_the_mesh_says(machine: Topology) -> None:
     plan = Plan.build(machine, ("gpu", None, "node", "world"))
 
     def rank_main(rank: int) -> bool:
-        mesh = Mesh(plan, machine, plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.hops())
         right = []
         for lo, hi in (pair for whole in plan.hops() for pair in plan.route(*whole)):
             hop = mesh.hop(lo, hi)
@@ -104,7 +104,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
     def rank_main(rank: int) -> list[int]:
         dist.new_group([0, 1, 5])
         dist.new_group([2, 5])
-        hop = Mesh(plan, machine, plan.hops()).hop(1, 2)
+        hop = Mesh(plan, machine, Meter(), plan.hops()).hop(1, 2)
         seen = torch.empty(2, dtype=torch.int64)
         dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
         return seen.tolist()
@@ -116,7 +116,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
 def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
-        Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
+        Mesh(Plan(4, 2, None, 4, 4), machine, Meter(), [(1, 2)]).hop(2, 4)
 
 
 @pytest.mark.skipif(not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one")
@@ -127,13 +127,13 @@ def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
     with bound_world(machine.world_size, rank) as world, patch.object(dist, "new_group", side_effect=AssertionError):
-        mesh = Mesh(plan, machine, plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.hops())
         hops = [mesh.hop(*pair) for whole in plan.hops() for pair in plan.route(*whole)]
         travelled = {(hop.lo, hop.hi): hop.group for hop in hops if hop.group not in (None, world)}
         assert mesh.calls == len(world.splits) == len(travelled) == 4
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
-        assert not Mesh(Plan.build(machine, ("rank", "rank", "world", "world")), machine, []).words({})
+        assert not Mesh(Plan.build(machine, ("rank", "rank", "world", "world")), machine, Meter(), []).words({})
         assert "the world's and 4 of " in mesh.words({}) and "created in 4 collective calls" in mesh.words({})
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_know_unequally_many_groups_do_not_split(
         return SplittingGroup(0, len(ranks)) if 3 in ranks else None
 
     with bound_world(8, 3, unequal=unequal) as world, patch.object(dist, "new_group", new_group):
-        mesh = Mesh(plan, machine, plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.hops())
         assert world.bound_device_id == torch.device("cpu", 0)
         assert world.splits == [] and mesh.calls == len(made) == sum(
             len(plan.groups(*pair)) for pair in mesh._hops if 1 < pair[1] // pair[0] < 8
@@ -177,7 +177,7 @@ def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(SplittingGroup, "options", SimpleNamespace(_timeout=wanted))
     monkeypatch.setattr(dist, "split_group" if bound else "new_group", make)
     with bound_world(8, 3):
-        calls = Mesh(plan, machine, plan.hops()).calls
+        calls = Mesh(plan, machine, Meter(), plan.hops()).calls
     assert given == [wanted] * calls and calls > 1
 
 
@@ -185,7 +185,7 @@ def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:
     """Two neighbours of a ring, one in a pair; 4 MiB each by default."""
     machine = emulated(2, 2, 2)
     with fake_world(8):
-        mesh = Mesh(Plan(8, 2, None, 4, 8), machine, [(1, 2), (1, 4)])
+        mesh = Mesh(Plan(8, 2, None, 4, 8), machine, Meter(), [(1, 2), (1, 4)])
         assert "the world's and 2 of [2, 4] ranks, created in 6 collective calls" in mesh.words({})
         assert "take 12.58 MB per channel (NCCL_BUFFSIZE = 4.19 MB" in mesh.words({})
         assert "take 3.00 KB per channel" in mesh.words({"NCCL_BUFFSIZE": "1000"})

@@ -18,6 +18,7 @@ from tests.nccl import RuleError, nccl_rules
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
 from zero_topo import AdamS
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.transport import Gloo, Group
 from zero_topo.mesh import Mesh
 from zero_topo.topology.presets import emulated
@@ -131,7 +132,8 @@ def forgotten(hop: Group, rank: int) -> None:
 
 def one_by_one(hop: Group, rank: int) -> None:
     """As on gloo."""
-    Gloo(hop.lo, hop.hi, hop.index, hop.group_ranks, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
+    one = Gloo(hop.lo, hop.hi, hop.index, hop.group_ranks, hop.domain, hop.group, hop.meter)
+    one._all_gather(torch.zeros(2)).wait()
 
 
 BREAKS: dict[Callable[[Group, int], None], str] = {
@@ -152,7 +154,7 @@ def test_a_broken_rule_is_named(program: Callable[[Group, int], None]) -> None:
     config = world({"scheme": "zero3"}, emulated(1, 2, 2)).config
 
     def rank_main(rank: int) -> None:
-        program(Mesh(config.plan, config.topology, config.plan.hops()).route(1, 4).hops[0], rank)
+        program(Mesh(config.plan, config.topology, Meter(), config.plan.hops()).route(1, 4).hops[0], rank)
 
     with pytest.raises(RuleError, match=BREAKS[program]), nccl_rules():
         run_threads(4, rank_main)

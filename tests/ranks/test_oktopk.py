@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,12 +17,13 @@ from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
 from tests.ranks.worlds import World, synced
 from zero_topo.config.sparse_config import share
-from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.gpt import GPT
 from zero_topo.sync import oktopk
 from zero_topo.sync.picks import Picked, above
 
-CONFIG = GPTConfig(layers=1, width=32, context=32)
-NUMEL = sum(p.numel() for p in GPT(CONFIG).parameters())
+CONTEXT = 32
+gpt = partial(GPT, layers=1, width=32, context=CONTEXT)
+NUMEL = sum(p.numel() for p in gpt().parameters())
 DENSITY, REUSE = 0.02, 10
 
 
@@ -42,12 +44,12 @@ def trained(w: World, steps: int) -> list[list[Seen]]:
     def rank_main(rank: int) -> list[Seen]:
         engine, found = w.engine(), []
         generator = torch.Generator().manual_seed(rank)
-        model = GPT(CONFIG)
+        model = gpt()
         model.load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
         for _ in range(steps):
-            begins = torch.randint(len(text) - CONFIG.context - 1, (8,), generator=generator)
-            rows = torch.stack([text[at : at + CONFIG.context + 1] for at in begins.tolist()])
+            begins = torch.randint(len(text) - CONTEXT - 1, (8,), generator=generator)
+            rows = torch.stack([text[at : at + CONTEXT + 1] for at in begins.tolist()])
             optimizer.zero_grad()
             F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
             grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
@@ -61,7 +63,7 @@ def trained(w: World, steps: int) -> list[list[Seen]]:
             optimizer.step()
         return found
 
-    start = GPT(CONFIG).state_dict()
+    start = gpt().state_dict()
     return run_threads(w.size, rank_main)
 
 

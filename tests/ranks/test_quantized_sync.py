@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
-from zero_topo.collectives.transport import Torch
+from zero_topo.collectives.transport import Group
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.quant import ops, reference
@@ -146,14 +146,14 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     w, spec = world({**block(), "overlap": False}), BlockSpec(4, 64)
     sent: dict[int, list[Tensor]] = defaultdict(list)
 
-    all_to_all = Torch._all_to_all
+    all_to_all = Group._all_to_all
 
-    def noted(group: Torch, send: Tensor) -> Any:
+    def noted(group: Group, send: Tensor) -> Any:
         if send.dim() == 2:  # sync's; the scatter's are [members, destinations, bytes]
             sent[torch.distributed.get_rank()].append(send.clone())
         return all_to_all(group, send)
 
-    monkeypatch.setattr(Torch, "_all_to_all", noted)
+    monkeypatch.setattr(Group, "_all_to_all", noted)
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor, Any]:
         engine, _ = train(w, rank, 4)

@@ -12,19 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import Torch, as_bytes
+from zero_topo.collectives.transport import Group, as_bytes
 from zero_topo.hook.monitor import NAMES, comms_timing, record
 
 GATHER: tuple[Any, int, bool] = ("all_gather", 300, True)
 SCATTER: tuple[Any, int, bool] = ("all_to_all", 300, True)
 
 
-def group(phase: str, meter: Meter | None = None, members: int = 4) -> Torch:
+def group(phase: str, meter: Meter | None = None, members: int = 4) -> Group:
     """A metered group of a node."""
-    counted = Counted(meter or Meter(), phase)
-    return Torch(1, members, 0, tuple(range(members)), "node", None).metered(counted)
+    return Group(1, members, 0, tuple(range(members)), "node", None, meter or Meter()).metered(phase)
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     sent = Handle(None, (), lambda: as_bytes(table).view(2, -1))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
-            patch.setattr(Torch, name, lambda *_: sent)
+            patch.setattr(Group, name, lambda *_: sent)
         peers = group("sync", meter, members=2)
         peers.scatter(table)
         peers.gather(table[0])

@@ -21,8 +21,9 @@ from zero_topo.config import (
     load_deepspeed_config,
 )
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.neox.__main__ import parser
 from zero_topo.neox.check import require
-from zero_topo.neox.config import Options, deepspeed_config, load_configs
+from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -149,7 +150,7 @@ def test_neox_would_train_the_twins(path: Path) -> None:
     assert load_configs([str(path)]) == neox_config(path)
     assert deepspeed_hints(deepspeed_config(neox_config(path))) == []
     model = [] if path.stem in (*FRONTIER, *PAPERS_RUN) else [str(MODELS[0])]
-    require(Options("check", [str(path), *model]))
+    require(parser().parse_args(["check", str(path), *model]))
 
 
 @by_stem(CONFIGS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.launching import ROOT
 from zero_topo.examples import train_gpt
 from zero_topo.examples.data import EVAL_EVERY, Corpus, batch, standard_library_files
-from zero_topo.examples.gpt import GPT, GPTConfig, sample
+from zero_topo.examples.gpt import GPT, sample
 
 
 def write(folder: Path, names: list[str], text: str = "x = 1\n" * 20) -> None:
@@ -90,7 +90,7 @@ def test_ranks_and_steps_draw_different_batches() -> None:
 def test_the_model_starts_at_the_loss_of_guessing() -> None:
     """Untrained, every byte is about equally likely: log(256) = 5.55 nats; the default has three million weights."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT()
     assert 3_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 3_500_000
     tokens = torch.randint(256, (2, 64))
     assert 5.4 < model(tokens, tokens).item() < 5.8
@@ -99,7 +99,7 @@ def test_the_model_starts_at_the_loss_of_guessing() -> None:
 def test_the_model_does_not_see_the_future() -> None:
     """What comes after a byte must not change the prediction made at it."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8))
+    model = GPT(layers=1, width=16, heads=2, context=8)
     tokens = torch.randint(256, (1, 8))
     changed = tokens.clone()
     changed[0, 5] = (changed[0, 5] + 1) % 256
@@ -109,7 +109,7 @@ def test_the_model_does_not_see_the_future() -> None:
 
 def test_sampling_goes_beyond_the_context_and_repeats() -> None:
     """Text longer than the context can be written, and one seed always writes the same."""
-    model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8))
+    model = GPT(layers=1, width=16, heads=2, context=8)
     text = sample(model, b"def ", 20, seed=3)
     assert text.startswith(b"def ") and len(text) == 24
     assert text == sample(model, b"def ", 20, seed=3)
@@ -118,7 +118,7 @@ def test_sampling_goes_beyond_the_context_and_repeats() -> None:
 def test_a_width_that_heads_do_not_divide_is_refused() -> None:
     """The message has both numbers."""
     with pytest.raises(ValueError, match="width 10 does not divide into 4 heads"):
-        GPTConfig(width=10)
+        GPT(width=10)
 
 
 def test_arguments_are_deepspeeds_own() -> None:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.transport import KEPT, Gloo
 
 
@@ -37,7 +38,7 @@ def alive_after(group: Gloo, nbytes: int) -> int:
 
 def test_short_works_are_kept_until_a_later_exchange() -> None:
     """Whoever destroys one at once waits for gloo's thread, which may take a scheduler's tick."""
-    group = Gloo(1, 3, 0, (0, 1, 2), "world", None)
+    group = Gloo(1, 3, 0, (0, 1, 2), "world", None, Meter())
     assert alive_after(group, 400) == 4
     kept = list(group.done)
     assert alive_after(group, 400) == 4 and not set(kept) & set(group.done), "those of the last one take their place"
@@ -45,6 +46,6 @@ def test_short_works_are_kept_until_a_later_exchange() -> None:
 
 def test_works_with_long_messages_are_let_go() -> None:
     """They hold the messages, which is memory that no formula has."""
-    group = Gloo(1, 2, 0, (0, 1), "world", None)
+    group = Gloo(1, 2, 0, (0, 1), "world", None, Meter())
     assert alive_after(group, KEPT) == 2
     assert alive_after(group, KEPT + 2) == 0

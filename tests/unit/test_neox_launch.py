@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,20 +16,23 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
-from zero_topo.neox.__main__ import main
+from zero_topo.neox.__main__ import main, parser
 from zero_topo.neox.adapt import use_the_only_device, with_ours
 from zero_topo.neox.check import require
-from zero_topo.neox.config import Options
 from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, rank_arguments, srun_command
 from zero_topo.neox.train import adopt_launcher, decode
 
 WORDS = ["--num_gpus", "8", "--master_port", "29501", MODULE, "--deepspeed_config", "AA==", "--megatron_config", "BB=="]
-CONFIGS = ["a.yml"]
+
+
+def options(*words: str, path: Path | str = "a.yml") -> Namespace:
+    """The options of a launch."""
+    return parser().parse_args(["launch", str(path), "--neox-path=", *words])
 
 
 def test_deepspeeds_launcher_gets_a_module_and_no_local_rank() -> None:
     """Its own options come first; ranks run `train` with what NeoX encoded."""
-    words = deepspeed_arguments(WORDS, Options("launch", CONFIGS, cpu=True, neox_path="/opt/neox"))
+    words = deepspeed_arguments(WORDS, options("--cpu", "--neox-path", "/opt/neox"))
     added = [MODULE, "train", "--neox-path", "/opt/neox", "--cpu"]
     assert words == ["--no_local_rank", "--module", *WORDS[:4], *added, *WORDS[5:]]
 
@@ -36,10 +40,10 @@ def test_deepspeeds_launcher_gets_a_module_and_no_local_rank() -> None:
 def test_ranks_become_the_launchers_number_of_gpus_unless_it_has_one() -> None:
     """`--ranks` of one machine need no `num_gpus` in the YAML."""
     plain = [MODULE, *WORDS[5:]]
-    assert deepspeed_arguments(plain, Options("launch", CONFIGS, ranks=4))[2:4] == ["--num_gpus", "4"]
-    assert deepspeed_arguments(WORDS, Options("launch", CONFIGS, ranks=4)).count("--num_gpus") == 1
+    assert deepspeed_arguments(plain, options("--ranks=4"))[2:4] == ["--num_gpus", "4"]
+    assert deepspeed_arguments(WORDS, options("--ranks=4")).count("--num_gpus") == 1
     hosts = ["--hostfile", "hosts", *plain]
-    assert "--num_gpus" not in deepspeed_arguments(hosts, Options("launch", CONFIGS, ranks=16))
+    assert "--num_gpus" not in deepspeed_arguments(hosts, options("--ranks=16"))
 
 
 def test_a_baseline_needs_no_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,30 +68,30 @@ def test_a_baseline_needs_no_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     for name, content in (("with.yml", text), ("without.yml", stock)):
         (tmp_path / name).write_text(content)
-        options = Options("launch", [str(tmp_path / name)], plain=True)
-        require(options)
-        assert rank_arguments(options) == WORDS
+        plain = options("--plain", path=tmp_path / name)
+        require(plain)
+        assert rank_arguments(plain) == WORDS
     assert [sorted(each["deepspeed_extra_args"]) for each in merged] == [["gradient_clipping", "timers"], []]
     with pytest.raises(ValueError, match="zero_topo is missing"):
-        require(Options("launch", [str(tmp_path / "without.yml")]))
+        require(options(path=tmp_path / "without.yml"))
 
 
 def test_srun_binds_tasks_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher stands between srun and the ranks."""
     monkeypatch.setenv("SLURM_NNODES", "2")
-    options = Options("launch", CONFIGS, ranks=16, srun="-c7 --gpus-per-task=1 --gpu-bind=closest")
+    bound = options("--ranks=16", "--srun=-c7 --gpus-per-task=1 --gpu-bind=closest")
     started = ["srun", "-N", "2", "-n", "16", "-c7", "--gpus-per-task=1", "--gpu-bind=closest"]
-    assert srun_command(options, WORDS) == [*started, sys.executable, "-u", "-m", MODULE, "train", *WORDS[5:]]
+    assert srun_command(bound, WORDS) == [*started, sys.executable, "-u", "-m", MODULE, "train", *WORDS[5:]]
 
 
 def test_srun_needs_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From Slurm, or from the command line."""
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
     with pytest.raises(ValueError, match="give --ranks 16"):
-        number_of_ranks(Options("launch", CONFIGS, srun=""))
+        number_of_ranks(options("--srun="))
     monkeypatch.setenv("SLURM_NTASKS", "64")
-    assert number_of_ranks(Options("launch", CONFIGS, srun="")) == 64
-    assert number_of_ranks(Options("launch", CONFIGS)) is None
+    assert number_of_ranks(options("--srun=")) == 64
+    assert number_of_ranks(options()) is None
 
 
 def test_arguments_come_back_from_base64() -> None:

@@ -19,8 +19,9 @@ from tests.plans import resolve
 from tests.unit.test_report import EXACT, RESULT, RUN, folder, printed
 from zero_topo.config import ResolvedConfig
 from zero_topo.observe.page import HOST
+from zero_topo.observe.plots import ROLE_COLOURS
 from zero_topo.observe.report import build_report
-from zero_topo.observe.tree import COLOURS, Tree, tree_svg
+from zero_topo.observe.tree import tree_svg
 from zero_topo.topology.presets import emulated, load_preset
 
 __all__ = ["folder"]
@@ -209,9 +210,9 @@ def test_the_plan_of_many_ranks_shows_the_first(ranks: int) -> None:
     """Above 16 ranks eight are drawn, each bar filled by one part as wide as its share, and the world is named."""
     machine = emulated(2, 2, 2) if ranks == 8 else load_preset("frontier", ranks)
     config: ResolvedConfig = resolve(machine, scheme="topo")
-    svg = tree_svg(Tree(config.plan, machine, {"weights": "int8/256", "gradients": None, "sync": "oktopk"}))
+    svg = tree_svg(config.plan, machine, {"weights": "int8/256", "gradients": None, "sync": "oktopk"})
     assert svg.count('font-weight="bold">rank ') == 8 and "INT8" in svg and "oktopk" in svg
     assert ("the first 8 of 384 ranks" in svg) == (ranks == 384)
     if ranks == 384:
-        wide = re.findall(rf'width="([\d.]+)" height="15" rx="0" fill="{COLOURS["weights"]}"', svg)
+        wide = re.findall(rf'width="([\d.]+)" height="15" rx="0" fill="{ROLE_COLOURS["weights"]}"', svg)
         assert wide == ["40"] * 8

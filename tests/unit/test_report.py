@@ -15,11 +15,12 @@ from tests.commands import Run
 from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.cli.schema import document
+from zero_topo.config import ROLES
 from zero_topo.cost import Workload, memory_bytes, step_bytes
+from zero_topo.observe.plots import ROLE_COLOURS
 from zero_topo.observe.report import RankBytes, Stats, build_report
-from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics, read_report
+from zero_topo.observe.runlog import log_evaluation, log_step, log_timeline, new_run_folder, read_metrics, read_report
 from zero_topo.observe.tables import render
-from zero_topo.observe.tree import COLOURS
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
 
@@ -62,11 +63,11 @@ EXACT = RankBytes(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run's, with the log of three steps and one evaluation."""
-    with RunLog(tmp_path) as log:
-        for step, loss in enumerate((5.5, 4.0, 3.0), 1):
-            log.step(step, loss, 1e-3, 20.5, {("scatter", "node"): 10}, PACE)
-        log.timeline(3, 0.5, [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)])
-        assert log.evaluation(3, 2.5) == 2.5
+    for step, loss in enumerate((5.5, 4.0, 3.0), 1):
+        log_step(tmp_path, step, loss, 1e-3, 20.5, {("scatter", "node"): 10}, PACE)
+    spans = [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)]
+    log_timeline(tmp_path, 3, 0.5, spans)
+    assert log_evaluation(tmp_path, 3, 2.5) == 2.5
     return tmp_path
 
 
@@ -142,14 +143,12 @@ def test_report_draws_its_plots(folder: Path) -> None:
 
 
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
-    """Lines can be read back while the run goes on, and a quiet log (other ranks) writes nothing."""
+    """Lines can be read back while the run goes on, and without a folder (other ranks) none is written."""
     lines = read_metrics(folder)
     assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, None, 2.5]
     assert lines[3]["timeline"][1] == ["scatter", 0.25, 0.375]
     assert lines[0]["sent"] == {"scatter/node": 10}
-    with RunLog(folder / "b", quiet=True) as log:
-        log.step(1, 1.0, 1.0, 1.0)
-    assert not (folder / "b").exists()
+    log_step(None, 1, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("read", [read_metrics, read_report, printed])
@@ -215,5 +214,5 @@ def test_the_readmes_picture_is_what_the_script_draws() -> None:
 def test_the_picture_fills_as_much_as_the_degrees_say() -> None:
     """Each rank's bar is filled by 1 / degree: 4, 2 and 1 of 8 pieces under the scheme topo."""
     svg = tree_figure.readme_svg()
-    pieces = {role: svg.count(f'rx="0" fill="{colour}"') for role, colour in COLOURS.items()}
+    pieces = {role: svg.count(f'rx="0" fill="{ROLE_COLOURS[role]}"') for role in ROLES}
     assert pieces == {"weights": 8 * 4, "secondary": 0, "gradients": 8 * 2, "optimizer": 8 * 1}

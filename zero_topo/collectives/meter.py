@@ -7,7 +7,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast
@@ -116,16 +115,3 @@ class Meter:
 
     def _restart_clock(self) -> None:
         self._began, self._seconds, self._spans = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_SPANS)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Names the meter that counts an exchange, and the phase under which it counts.
-
-    Attributes:
-        meter: counts the bytes.
-        phase: one of ``plan.PHASES``.
-    """
-
-    meter: Meter
-    phase: str

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import View, at_blocks, total_numel
@@ -43,7 +43,7 @@ KEPT = 1 << 22  # bytes
 
 
 class Group:
-    """Represents one process group of this rank (Note [Process groups] in ``plan.py``); subclasses exchange messages.
+    """One process group of this rank (Note [Process groups] in ``plan.py``), with the collectives of torch's backend.
 
     Attributes:
         lo: degree of the larger shard.
@@ -56,28 +56,34 @@ class Group:
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
         done: finished works that are kept alive, see Note [Works that are kept].
-        counted: meter and phase of a group that :meth:`metered` returned.
+        meter: counts the exchanges.
+        phase: the phase under which they count, one of ``plan.PHASES``; only a group of :meth:`metered` has one.
     """
 
+    phase: str
+
     def __init__(
-        self, lo: int, hi: int, index: int, group_ranks: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
+        self,
+        lo: int,
+        hi: int,
+        index: int,
+        group_ranks: tuple[int, ...],
+        domain: str,
+        group: dist.ProcessGroup | None,
+        meter: Meter,
     ) -> None:
         self.lo, self.hi, self.size, self.index = lo, hi, hi // lo, index
-        self.group_ranks, self.domain, self.group = group_ranks, domain, group
+        self.group_ranks, self.domain, self.group, self.meter = group_ranks, domain, group, meter
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
         # Shared by all copies of the group, since they share its process group: see Note [Works that are kept].
         self.done: list[dist.Work] = []
-        self.counted: Counted
-        # One cached copy for each meter and phase, so that a training step makes none.
-        self._metered: dict[Counted, Self] = {}
 
-    def metered(self, counted: Counted) -> Self:
-        """Return this group with its exchanges counted by a meter for a phase; one cached copy for each pair."""
-        if counted not in self._metered:
-            metered = self._metered[counted] = copy(self)
-            metered.counted = counted
-        return self._metered[counted]
+    def metered(self, phase: str) -> Self:
+        """Return a copy of this group whose exchanges are counted for a phase."""
+        metered = copy(self)
+        metered.phase = phase
+        return metered
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
         """Start an all-gather of ``x``, of one shape on all members; the result is ``[size, *x.shape]``."""
@@ -146,9 +152,8 @@ class Group:
         *arguments: Any,
     ) -> Handle[Tensor]:
         """Begin and count an exchange; if the meter's listener times it, also finish it."""
-        meter = self.counted.meter
-        meter.record(self.counted.phase, self.domain, nbytes)
-        timing = None if meter.listener is None else meter.listener(self, op, nbytes, even)
+        self.meter.record(self.phase, self.domain, nbytes)
+        timing = None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
         if timing is None:
             return begin(*arguments)
         with timing:
@@ -156,34 +161,16 @@ class Group:
             handle.wait()
         return handle
 
-    # -- what a transport implements -------------------------------------------------------------------------------
+    # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------------------------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        raise NotImplementedError
-
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
-        raise NotImplementedError
-
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
-        raise NotImplementedError
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
-
-
-class Torch(Group):
-    """Exchanges messages by the collectives of torch's backend; see Note [Group order]."""
-
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.new_empty(self.size, message.numel())
         work = dist.all_gather_into_tensor(received.view(-1), message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
+        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
         send = table if self.in_order else table[_index(self.members, table.device)]
         received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
@@ -197,6 +184,7 @@ class Torch(Group):
         )
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
         received = rows.new_empty(sum(expected), rows.shape[1])
         if self.in_order:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
@@ -208,17 +196,21 @@ class Torch(Group):
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
 
+    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
+        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
+
 
 class Gloo(Group):
     """Exchanges messages point to point; see Note [Point to point on gloo]."""
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        received = message.new_empty(self.size, message.numel())
-        return self._swap([message] * self.size, received, received)
+        return self._all_gather_uneven(message[None], [1] * self.size)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        received = torch.empty_like(table)
-        return self._swap(table, received, received)
+        ones = [1] * self.size
+        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
+        return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         received = rows.new_empty(sum(expected), rows.shape[1])
@@ -228,9 +220,7 @@ class Gloo(Group):
         received = rows.new_empty(sum(sizes), rows.shape[1])
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
-    def _swap(
-        self, parts: Sequence[Tensor] | Tensor, places: Sequence[Tensor] | Tensor, received: Tensor
-    ) -> Handle[Tensor]:
+    def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor) -> Handle[Tensor]:
         """Send a part to each other member and receive one from each, nearest neighbours in the ring first.
 
         Empty messages are not sent.
@@ -270,7 +260,7 @@ class Mpi(Group):
     """
 
     def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group)
+        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter)
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
@@ -299,7 +289,7 @@ class Mpi(Group):
 
 def transport() -> type[Group]:
     """Return the class of groups for the world's backend."""
-    return Gloo if dist.get_backend() == "gloo" else Torch
+    return Gloo if dist.get_backend() == "gloo" else Group
 
 
 class Route:
@@ -318,6 +308,14 @@ class Route:
         self.size, self.index = self.hi // self.lo, 0
         for hop in hops:
             self.index += hop.lo // self.lo * hop.index
+        # One cached route for each phase, so that a training step makes none.
+        self._metered: dict[str, Route] = {}
+
+    def metered(self, phase: str) -> Route:
+        """Return this route with its exchanges counted for a phase; collectives need such a route."""
+        if phase not in self._metered:
+            self._metered[phase] = Route(tuple(hop.metered(phase) for hop in self.hops))
+        return self._metered[phase]
 
 
 def members(rows: Tensor, size: int) -> Tensor:
@@ -370,7 +368,7 @@ def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
     return View(flat, plan.world_size // degree, width, degree * width, degree, width)
 
 
-def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor]:
+def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
@@ -381,15 +379,14 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
     Args:
         route: the members.
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
-        counted: meter and phase.
 
     Returns:
         ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at ``[m // inner, m % inner]``.
     """
-    outer = route.hops[-1].metered(counted).gather_later(message)
+    outer = route.hops[-1].gather_later(message)
     if len(route.hops) == 1:
         return outer.then(lambda received: received[None])
-    inner = route.hops[0].metered(counted)
+    inner = route.hops[0]
     return outer.then(lambda received: inner.gather(received).transpose(0, 1))
 
 
@@ -397,7 +394,6 @@ def all_gather_views(
     route: Route,
     views: Sequence[View],
     spec: Format,
-    counted: Counted,
     message: Tensor | None = None,
     accumulate: bool = False,
 ) -> Handle[None]:
@@ -410,7 +406,6 @@ def all_gather_views(
         route: the members.
         views: views of all members, in tree order.
         spec: the format.
-        counted: meter and phase.
         message: the message of this rank, if it is encoded already.
         accumulate: add the decoded values to those that the views have.
     """
@@ -420,16 +415,15 @@ def all_gather_views(
     def finish(received: Tensor) -> None:
         dequantize(received, spec, views, accumulate=accumulate, without=route.index)
 
-    return all_gather(route, message, counted).then(finish)
+    return all_gather(route, message).then(finish)
 
 
-def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
+def all_gather_rows(route: Route, rows: Tensor, chunk_numel: int = 1 << 26) -> None:
     """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks until done.
 
     Args:
         route: the members.
         rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
-        counted: meter and phase.
         chunk_numel: elements that one collective may carry.
     """
     if route.size == 1 or rows.numel() == 0:
@@ -438,7 +432,7 @@ def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: i
     for begin in range(0, rows.shape[1], width):
         by_member = members(rows[:, begin : begin + width], route.size)
         own = by_member[route.index].contiguous()
-        received = all_gather(route, own.view(-1), counted).wait()
+        received = all_gather(route, own.view(-1)).wait()
         by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
 
 
@@ -447,7 +441,6 @@ def reduce_scatter(
     parts: Sequence[View],
     spec: Format,
     out: Sequence[View],
-    counted: Counted,
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> Handle[None]:
@@ -468,7 +461,6 @@ def reduce_scatter(
         parts: the values for each member, in tree order, to sum.
         spec: the format.
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
-        counted: meter and phase.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
 
@@ -488,10 +480,10 @@ def reduce_scatter(
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
             requantize(received, spec, send.transpose(0, 1), numel)
-            received = following.metered(counted).scatter_later(send).wait()
+            received = following.scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    return first.metered(counted).scatter_later(send).then(finish)
+    return first.scatter_later(send).then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:

@@ -109,7 +109,7 @@ def check_agreement(
     topology = config.topology.to_json()
     topology.pop("sources", None)  # differs if a tool timed out on one node
     seat = own_seat(config.topology, device)
-    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, seat, device)
+    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, device, seat=seat)
     with suppress(ValueError):
         check_seats(config.topology, places)
         return
@@ -118,14 +118,16 @@ def check_agreement(
     check_seats(config.topology, seats)  # repeated to raise an error with the names of the hosts
 
 
-def agree(facts: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
+def agree(
+    facts: Mapping[str, Any], device: torch.device, way_out: str = SAME_START, seat: Seat | None = None
+) -> list[Seat]:
     """Check that all ranks report equal values, and gather their placement. Collective.
 
     Args:
         facts: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
-        seat: the placement of this rank.
         device: the device of the world group's tensors.
         way_out: what the user can do if ranks differ.
+        seat: the placement of this rank; by default only its host.
 
     Returns:
         The placement of each rank, with a digest in place of the host's name.
@@ -133,6 +135,7 @@ def agree(facts: Mapping[str, Any], seat: Seat, device: torch.device, way_out: s
     Raises:
         ValueError: on every rank, if reported values differ.
     """
+    seat = seat or Seat(socket.gethostname())
     text = json.dumps(facts, sort_keys=True, default=_plain)
     place = sha256(f"{seat.host} {seat.machine}".encode()).digest()[:8]
     package = (0 if seat.package is None else 1 + seat.package).to_bytes(8, "little")
@@ -164,7 +167,7 @@ def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device,
     Raises:
         ValueError: on every rank, naming a rank that cannot continue or reports other values.
     """
-    agree(facts if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
+    agree(facts if problem is None else {"refused": problem}, device, way_out)
     if problem is not None:  # all ranks report this problem
         raise ValueError(f"{problem}; {way_out}")
 

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather
 from zero_topo.engine.shards import Layout
@@ -37,7 +36,6 @@ class CodeStore:
         coded: by parameter, whether it is stored as INT8.
         block: number of values that share a scale.
         device: where INT8 weights are stored.
-        counted: meter and phase.
         planned: cuts updates into runs.
         lane: the ordered queue in which runs are started and finished.
 
@@ -53,11 +51,10 @@ class CodeStore:
         coded: Sequence[bool],
         block: int,
         device: torch.device,
-        counted: Counted,
         planned: Planner,
         lane: OrderedQueue,
     ) -> None:
-        self._counted, self._planned, self._lane = counted, planned, lane
+        self._planned, self._lane = planned, lane
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
         blocks = [-(-width // block) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
@@ -138,7 +135,7 @@ class CodeStore:
         if not changes:
             return []
         totals = torch.cat([change.ends[-1:] for _, change in changes])  # blocks sent whole, bytes of changes
-        gathered = all_gather(route, totals.view(-1).view(torch.uint8), self._counted).wait()
+        gathered = all_gather(route, totals.view(-1).view(torch.uint8)).wait()
         most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
         return [
@@ -147,5 +144,5 @@ class CodeStore:
         ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes), self._counted)
+        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
         return Handle(None, (), lambda: ops.apply_changes(handle.wait(), self.codes, part, route.index))

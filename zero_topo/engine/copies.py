@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
@@ -83,7 +82,7 @@ def gather(
     slots: Sequence[int],
     layout: Layout,
     like: Tensor,
-    counted: Counted,
+    phase: str,
     capture: Capture | None = None,
 ) -> Handle[list[Tensor]]:
     """Gather whole parameters by one collective.
@@ -93,7 +92,7 @@ def gather(
         slots: parameters, in the same order on every rank.
         layout: of all parameters.
         like: a tensor with the dtype and device of the result.
-        counted: meter and phase.
+        phase: under which the bytes count.
         capture: called with each parameter and its rows ``[N, width]``.
 
     Returns:
@@ -116,7 +115,7 @@ def gather(
     if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
         return Handle(None, (), lambda: [local(slot) for slot in slots])
     buffer, ends = pack(chosen)
-    handle = all_gather(chosen[0].route, buffer, counted)
+    handle = all_gather(chosen[0].route.metered(phase), buffer)
 
     def finish() -> list[Tensor]:
         buffers = handle.wait()

@@ -32,9 +32,8 @@ from functools import partial
 
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import reduce_scatter, rows_of, shard_view
+from zero_topo.collectives.transport import reduce_scatter, shard_view
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
@@ -55,7 +54,6 @@ class Gradients:
         wire: format of the scatter.
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
-        meter: counts bytes.
         lane: the ordered queue in which sync runs.
 
     Attributes:
@@ -71,14 +69,13 @@ class Gradients:
         wire: Format,
         run_numel: int | None,
         loss_scale: Callable[[], float],
-        meter: Meter,
         lane: OrderedQueue,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
-        self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, meter, lane
-        self._route = mesh.route(1, layout.plan.gradients)
+        self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, mesh.meter, lane
+        self._route = mesh.route(1, layout.plan.gradients).metered("scatter")
         self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
         # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins when none is left.
@@ -116,8 +113,8 @@ class Gradients:
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.spans(slots))
-            counted, mean = Counted(self._meter, "scatter"), 1.0 / plan.world_size
-            reduce_scatter(self._route, parts, self._wire, views, counted, mean, accumulate=True).wait()
+            mean = 1.0 / plan.world_size
+            reduce_scatter(self._route, parts, self._wire, views, mean, accumulate=True).wait()
         self._added, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:
@@ -165,7 +162,7 @@ class Gradients:
     def replace(self, index: int, full: Tensor) -> None:
         """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
         plan = self.layout.plan
-        rows = rows_of(full.reshape(-1), plan)
+        rows = self.layout.rows(full.reshape(-1))
         self.layout.slot(self.peek()[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:

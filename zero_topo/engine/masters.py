@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
@@ -32,11 +31,10 @@ class Masters:
         own_row: index of the row that DeepSpeed's layout stores.
     """
 
-    def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
+    def __init__(self, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self.own_row = layout.row(layout.plan.optimizer)
-        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size)
-        self._counted = Counted(meter, "publish")
+        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size).metered("publish")
         self._device = device
 
     def table(self, flat: Tensor) -> Tensor:
@@ -67,7 +65,7 @@ class Masters:
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
         moved = columns.to(self._device)
-        all_gather_rows(self._route, moved, self._counted)
+        all_gather_rows(self._route, moved)
         if moved is not columns:
             columns.copy_(moved)
 
@@ -121,9 +119,10 @@ class Masters:
             yield masters
             return
         state = optimizer.state
-        narrow = [self._narrow(master) for master in masters]
+        narrow = [self.table(master.detach())[self.own_row].clone().requires_grad_(True) for master in masters]
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
+            small.ds_id = getattr(master, "ds_id", None)  # type: ignore[attr-defined]
             if entry is not None:
                 state[small] = {
                     key: self.table(value)[self.own_row].clone() if _is_laid_out_as(master, value) else value
@@ -143,12 +142,6 @@ class Masters:
                     entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
                 if entry is not None:
                     state[master] = entry
-
-    def _narrow(self, master: Tensor) -> Tensor:
-        small = self.table(master.detach())[self.own_row].clone().requires_grad_(True)
-        if hasattr(master, "ds_id"):
-            small.ds_id = master.ds_id  # type: ignore[attr-defined]
-        return small
 
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
         if not _is_laid_out_as(small, value):

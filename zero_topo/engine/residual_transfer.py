@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
 from zero_topo.sync import ResidualOwners, SyncMode
@@ -53,7 +52,7 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
     rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
     for index, name in enumerate(names):
         if name in ages:
-            layout.slot(rows, index).copy_(rows_of(ages[name], plan)[positions])
+            layout.slot(rows, index).copy_(layout.rows(ages[name])[positions])
     return rows
 
 

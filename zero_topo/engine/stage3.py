@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sparse_config import OkTopkSync
@@ -32,7 +31,6 @@ from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import select
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
-from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +70,8 @@ class Stage3:
         scatter_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         bucket_numel: int,
-        loss_scale: Callable[[], float],
-        moments: Callable[[], Sequence[Moment]],
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        moments: Callable[[], Sequence[Moment]] = list,
     ) -> None:
         self.config, self.like, self.scatter_dtype, self.bucket_numel = config, like, scatter_dtype, bucket_numel
         self.meter = Meter(config.meter)
@@ -88,7 +86,7 @@ class Stage3:
         pairs = [pair for plan in plans for pair in plan.hops()]
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
-        self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact], [whole] if has_whole else [])
+        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], [whole] if has_whole else [])
         select(like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
@@ -97,13 +95,11 @@ class Stage3:
         self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
         publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
-        self.weights = Weights(
-            config, parameters, count, like, bucket_numel, publish, self.mesh, self.meter, self._lane
-        )
+        self.weights = Weights(config, parameters, count, like, bucket_numel, publish, self.mesh, self._lane)
         self.gradients = self._build_gradients(loss_scale, moments)
-        self.masters = Masters(self.layout, self.mesh, self.meter, like.device)
+        self.masters = Masters(self.layout, self.mesh, like.device)
         if has_whole:
-            group = self.mesh.hop(*whole).metered(Counted(self.meter, "matrices"))
+            group = self.mesh.hop(*whole).metered("matrices")
             self.matrices = Matrices(self.layout, group, bucket_numel, scatter_dtype)
 
     @property
@@ -121,7 +117,6 @@ class Stage3:
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
-            meter=self.meter,
             dtype=self.sync_dtype,
             shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
             loss_scaled=like.dtype == torch.float16,
@@ -132,7 +127,7 @@ class Stage3:
         )
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
-        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self.meter, self._lane)
+        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self._lane)
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -261,7 +256,7 @@ class Stage3:
         names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
         facts = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(facts, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
+            agree(facts, self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
             problem, held, residuals, ages = str(error), {}, {}, {}
         self.weights.load_state_dict(held)

@@ -11,7 +11,7 @@ Note [Emptied storages]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,59 +19,45 @@ from torch import Tensor, UntypedStorage
 from zero_topo.collectives.queue import on_gpu
 
 
-class HostCopies:
-    """The tensors of a device that are on the host now.
+def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -> Callable[[bool], None]:
+    """Copy the storages of some tensors to the host, and free them; one host synchronization.
 
     Args:
+        tensors: of any shapes; their data are the host's copy until the reload. Other tensors that share their storages
+            must not be read until then.
         device: tensors of other devices are not moved.
+        pin_memory: whether copies are page-locked; ignored on a CPU.
+
+    Returns:
+        A function that copies all tensors back into their storages, with any edits. With True it only queues the
+        copies, on the current stream.
     """
+    held = {id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held.values()}
+    copies = {}
+    for address, storage in storages.items():
+        copies[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and on_gpu(device))
+        copies[address].copy_(_bytes_of(storage), non_blocking=True)
+    if on_gpu(device):
+        torch.accelerator.synchronize()
+    there = [(tensor, tensor.data) for tensor in held.values()]  # each with its data on the device
+    for tensor in held.values():
+        copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
+    for storage in storages.values():
+        storage.resize_(0)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # each with its data on the device
-        self._storages: list[tuple[UntypedStorage, Tensor]] = []  # each with its bytes on the host
-
-    def offload(self, tensors: Iterable[Tensor], pin_memory: bool) -> None:
-        """Copy the storages of some tensors to the host, and free them; one host synchronization.
-
-        Args:
-            tensors: of any shapes; their data are the host's copy until :meth:`reload`. Other tensors that share their
-                storages must not be read until then.
-            pin_memory: whether copies are page-locked; ignored on a CPU.
-        """
-        held = {id(t): t for t in tensors if t.device.type == self._device.type and t.untyped_storage().nbytes()}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held.values()}
-        gpu = on_gpu(self._device)
-        copies = {}
+    def reload(non_blocking: bool) -> None:
         for address, storage in storages.items():
-            copies[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and gpu)
-            copies[address].copy_(_bytes_of(storage), non_blocking=True)
-        if gpu:
+            storage.resize_(copies[address].numel())
+            _bytes_of(storage).copy_(copies[address], non_blocking=True)
+        for tensor, data in there:
+            tensor.data = data
+        if on_gpu(device) and not non_blocking:
             torch.accelerator.synchronize()
-        for tensor in held.values():
-            copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
-            place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            self._tensors.append((tensor, tensor.data))
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
-        for address, storage in storages.items():
-            storage.resize_(0)
-            self._storages.append((storage, copies[address]))
 
-    def reload(self, non_blocking: bool) -> None:
-        """Copy all tensors back into their storages, with any edits.
-
-        Args:
-            non_blocking: only queue the copies, on the current stream.
-        """
-        for storage, copy in self._storages:
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy, non_blocking=True)
-        for tensor, there in self._tensors:
-            tensor.data = there
-        if on_gpu(self._device) and not non_blocking:
-            torch.accelerator.synchronize()
-        self._storages.clear()
-        self._tensors.clear()
+    return reload
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

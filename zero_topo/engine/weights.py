@@ -70,7 +70,6 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
@@ -96,7 +95,6 @@ class Weights:
         run_numel: elements per collective of publish.
         publish: the format of publish; if it quantizes, of differences to the masters.
         mesh: the groups.
-        meter: counts bytes.
         lane: the ordered queue in which publish runs.
 
     Attributes:
@@ -125,14 +123,12 @@ class Weights:
         run_numel: int,
         publish: Format,
         mesh: Mesh,
-        meter: Meter,
         lane: OrderedQueue,
     ) -> None:
         plan, int8 = config.plan, config.resident_spec
         slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
         self.trained, self.frozen = slots[:count], slots[count:]
-        self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
-        self._counted = Counted(meter, "publish")
+        self._mesh, self._meter, self._run_numel = mesh, mesh.meter, run_numel
         # The queue of all gathers: the collectives of their second group have one order on all ranks (Note [In order]).
         self._gathering = OrderedQueue(like.device, overlap=True, priority=-1)  # the next module waits for it
         self.layout = layout = Layout(plan, mesh.rank, numels)
@@ -155,7 +151,7 @@ class Weights:
         # Persistent parameters are published first, the others in the order in which the model needs them.
         self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        self._route, self._wire, self._lane = mesh.route(plan.weights, plan.optimizer), publish, lane
+        self._route, self._wire, self._lane = mesh.route(plan.weights, plan.optimizer).metered("publish"), publish, lane
         self.needs_masters = publish.lossy or int8 is not None
         self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
@@ -189,11 +185,11 @@ class Weights:
         if self.frozen:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, self._planned, self._lane)
+        self._store = store = CodeStore(layout, self.coded, block, device, self._planned, self._lane)
         sent = BlockSpec(8, block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
-            self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
+            self._shards[slot] = Copy(self._shards[slot].route, store.buffers[slot], sent, True, block)
         # By first parameter of each run of the last publish: the bytes of every rank's message.
         self._sizes = dict[int, int]()
         self._changes = partial(store.begin, self._route, self._sizes)
@@ -220,10 +216,9 @@ class Weights:
 
     def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
-        counted = Counted(self._meter, phase)
         if phase == "gather_forward":
             capture = self.secondary.capturing(slots)
-            return gather(self._forward, slots, self.layout, self.primary, counted, capture)
+            return gather(self._forward, slots, self.layout, self.primary, phase, capture)
         # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward pass gathers parameters
         # that were not captured since their last change from the primary.
         exact, first, second = phase == "gather_exact", list[int](), list[int]()
@@ -232,7 +227,7 @@ class Weights:
             (first if apart else second).append(slot)
         copies = (self._exact, self._exact) if exact else (self.secondary.copies, self._forward)
         parts = [
-            (part, gather(of, part, self.layout, self.primary, counted))
+            (part, gather(of, part, self.layout, self.primary, phase))
             for of, part in zip(copies, (first, second), strict=True)
             if part
         ]
@@ -289,7 +284,7 @@ class Weights:
         if not masters:
             if route.size == 1:
                 return Handle(None, (), lambda: None)
-            return all_gather_views(route, views, wire, self._counted)
+            return all_gather_views(route, views, wire)
         own, differences = by_member[route.index], list[View]()
         for spans, rows in zip(parts, masters, strict=True):
             # The master minus the stored row: adding it, quantized, brings the row close to the master.
@@ -297,7 +292,7 @@ class Weights:
             differences += range_views(differ, packed_ranges(spans), wire.block_size)
         message = quantize(differences, wire)
         dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
-        return all_gather_views(route, views, wire, self._counted, message, accumulate=True)
+        return all_gather_views(route, views, wire, message, accumulate=True)
 
     def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
@@ -376,7 +371,7 @@ class Weights:
             if anew:
                 self._store.begin_anew(slots, self._scales.pop(slots, None))
             values = (shard if masters is None else masters[columns])[None].float()
-            route = self._mesh.route(plan.weights, plan.world_size)
+            route = self._mesh.route(plan.weights, plan.world_size).metered("publish")
             with self._meter.timing("publish"):
                 for _, handle in list(self._store.begin(route, {}, [(slots, values, columns.start)])):
                     handle.wait()
@@ -384,7 +379,8 @@ class Weights:
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
-        all_gather_rows(self._mesh.route(degree, self.layout.plan.world_size), rows, self._counted, self._run_numel)
+        route = self._mesh.route(degree, self.layout.plan.world_size).metered("publish")
+        all_gather_rows(route, rows, self._run_numel)
 
     def _world_shard(self, slots: range) -> Tensor:
         """Return a view of the own world shard of some parameters, all trained or all frozen."""
@@ -425,7 +421,7 @@ class Weights:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host synchronization."""
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
         differ = (own.data.contiguous().view(bits) != given.contiguous().view(bits)).any().view(1).view(torch.uint8)
-        return bool(all_gather(own.route, differ, Counted(self._meter, "gather_exact")).wait().any())
+        return bool(all_gather(own.route.metered("gather_exact"), differ).wait().any())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

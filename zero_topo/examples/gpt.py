@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +12,18 @@ from torch.nn import functional as F
 BYTES = 256
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of the model; the defaults give 3.3 million parameters."""
-
-    layers: int = 4
-    width: int = 256
-    heads: int = 4
-    context: int = 64
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple of it")
-
-
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); `[batch, time, width]` in and out."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.norm1 = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -50,16 +35,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, next-byte logits (or their mean cross entropy) out."""
+    """Bytes in, next-byte logits (or their mean cross entropy) out; the default sizes give 3.3 million parameters."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4, context: int = 64) -> None:
         super().__init__()
-        self.config = config
-        self.embed_bytes = nn.Embedding(BYTES, config.width)
-        self.embed_positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.lm_head = nn.Linear(config.width, BYTES, bias=False)
+        if width % heads:
+            raise ValueError(f"width {width} does not divide into {heads} heads: choose a multiple of it")
+        self.context = context
+        self.embed_bytes = nn.Embedding(BYTES, width)
+        self.embed_positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, BYTES, bias=False)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -70,7 +57,7 @@ class GPT(nn.Module):
                 continue
             std = outside.get(name, 1 / math.sqrt(parameter.shape[1]))
             if name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(2 * self.config.layers)
+                std /= math.sqrt(2 * len(self.blocks))
             nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -99,7 +86,7 @@ def sample(model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: f
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = torch.tensor(list(prompt), dtype=torch.long, device=device)[None]
     for _ in range(length):
-        logits = model(tokens[:, -model.config.context :])[0, -1].float().cpu()
+        logits = model(tokens[:, -model.context :])[0, -1].float().cpu()
         choice = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
         tokens = torch.cat([tokens, choice.to(device)[None]], dim=1)
     return bytes(tokens[0].tolist())

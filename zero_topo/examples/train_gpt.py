@@ -25,9 +25,9 @@ import torch.distributed as dist
 import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, GPTConfig, sample
+from zero_topo.examples.gpt import GPT, sample
 from zero_topo.examples.process import behave
-from zero_topo.observe.runlog import RunLog, new_run_folder
+from zero_topo.observe.runlog import log_evaluation, log_step, new_run_folder
 from zero_topo.observe.tables import pace_words, render
 from zero_topo.units import format_seconds
 
@@ -93,7 +93,7 @@ def start(args: argparse.Namespace) -> Run:
     config = load_deepspeed_config(args.deepspeed_config)
     corpus = Corpus.load(args.data, args.context)
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(args.layers, args.width, context=args.context))
+    model = GPT(args.layers, args.width, context=args.context)
     schedule = partial(warm_up_and_cosine, args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -110,8 +110,8 @@ def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
     return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def train(run: Run, log: RunLog, first: int) -> None:
-    """Take optimizer steps from `first` on."""
+def train(run: Run, log: Path | None, first: int) -> None:
+    """Take optimizer steps from `first` on; `log` is the run's folder, on rank 0 alone."""
     args, engine = run.args, run.engine
     if engine.device.type == "cpu" and engine.bfloat16_enabled() and torch.backends.cpu.get_cpu_capability() == "AVX2":
         # torch 2.13 on an EPYC: 1 to 7 GFLOP/s per core in BF16, 37 to 54 in FP32
@@ -128,13 +128,13 @@ def train(run: Run, log: RunLog, first: int) -> None:
         mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
         stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
         pace = {} if stats is None else stats.pace
-        log.step(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
+        log_step(log, step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
         if is_due(step + 1, first, args.steps):
             place = f"step {step + 1:>{len(str(args.steps))}}/{args.steps}"
             words = (place, f"loss {mean:.3f}", format_seconds(time.perf_counter() - start_s), pace_words(pace))
             print("  ".join(filter(None, words)), flush=True)
         if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
-            print(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}", flush=True)
+            print(f"step {step + 1}: evaluation loss {log_evaluation(log, step + 1, evaluate(run)):.3f}", flush=True)
 
 
 def is_due(step: int, first: int, total: int) -> bool:
@@ -154,13 +154,13 @@ def evaluate(run: Run) -> float:
 
 def write_sample(run: Run) -> None:
     """Rank 0 copies the gathered weights into a plain model and lets it write; the other ranks help to gather."""
-    model = run.engine.module
+    model, args = run.engine.module, run.args
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = {name: value.float().cpu() for name, value in model.state_dict().items()} if run.rank == 0 else None
     if weights is not None:
-        plain = GPT(model.config)
+        plain = GPT(args.layers, args.width, context=args.context)
         plain.load_state_dict(weights)
-        text = sample(plain, PROMPT, run.args.sample, run.args.seed).decode("utf-8", errors="replace")
+        text = sample(plain, PROMPT, args.sample, args.seed).decode("utf-8", errors="replace")
         print(f"\n--- the model writes\n{text}\n---\n")
 
 
@@ -181,9 +181,9 @@ def main() -> None:
         if first >= args.steps:
             sys.exit(f"train_gpt: --resume {args.resume} has {first} steps behind it: give --steps more than that")
     folder = args.run_dir or new_run_folder(Path(args.deepspeed_config).stem)
-    with RunLog(folder, quiet=run.rank != 0) as log:
-        train(run, log, first)
-        log.evaluation(args.steps, evaluate(run))
+    log = folder if run.rank == 0 else None
+    train(run, log, first)
+    log_evaluation(log, args.steps, evaluate(run))
     if args.sample:
         write_sample(run)
     if args.save is not None:

@@ -51,8 +51,6 @@ class TopoInference(DeepSpeedZeRoOffload):
             scatter_dtype=dtype,
             accumulation_dtype=dtype,
             bucket_numel=max(p.ds_numel for p in params),
-            loss_scale=lambda: 1.0,
-            moments=list,
         )
         self.frozen.move(self.topo.weights)
         self.topo.restart_frozen()

@@ -132,7 +132,7 @@ def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tu
     whole = nbytes * group.size // others
     size = nbytes // others if op == "all_gather" else whole
     algorithm, bus = (8 * sent / GB / max(seconds, 1e-9) for sent in (whole, nbytes))
-    name = f"{NAMES[op]} | zero_topo {group.counted.phase} | {group.domain}"
+    name = f"{NAMES[op]} | zero_topo {group.phase} | {group.domain}"
     return name, size if even else 0, (1e3 * seconds, algorithm, bus)
 
 

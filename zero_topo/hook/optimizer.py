@@ -24,7 +24,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.step import known_rates
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.engine.state_offload import HostCopies
+from zero_topo.engine.state_offload import offload
 from zero_topo.hook.frozen import Frozen, described
 from zero_topo.hook.muon import check_muon, orthogonalized
 from zero_topo.hook.pace import Pace
@@ -83,7 +83,7 @@ class TopoStage3(Stock):
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
         super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
         self.reduce_scatter = True
-        self._host_copies = HostCopies(self.topo.like.device)
+        self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
         store = meeting_place()
@@ -251,19 +251,15 @@ class TopoStage3(Stock):
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
 
-    def refuse_half_a_backward(self) -> None:
-        """Raise RuntimeError before a step if the last backward pass failed half-way."""
-        if self._in_backward:
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        if self._in_backward:  # the last backward pass failed half-way
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
                 "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
                 "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
             )
-
-    # -- step ------------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        self.refuse_half_a_backward()
         self.require_states()
         self.stepping = True
         try:
@@ -454,7 +450,8 @@ class TopoStage3(Stock):
         self.topo.settle()
         self.empty_partition_cache()  # while the shards still exist
         held = self._offloadable()
-        self._host_copies.offload([tensor for kind in kinds if kind in held for tensor in held[kind]()], pin_memory)
+        tensors = [tensor for kind in kinds if kind in held for tensor in held[kind]()]
+        self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
         super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
         self.offloaded_states.update(kinds)
 
@@ -464,7 +461,8 @@ class TopoStage3(Stock):
         Args:
             non_blocking: only queue the copies.
         """
-        self._host_copies.reload(non_blocking)
+        while self._reloads:
+            self._reloads.pop()(non_blocking)
         self.offloaded_states.intersection_update({BUCKET})
         super().reload_states(non_blocking)
 
@@ -537,6 +535,8 @@ class TopoStage3(Stock):
             self.topo.masters.table(master.detach()).copy_(rows)
 
     def destroy(self) -> None:
+        if self.recorder:
+            self.recorder.close()
         if self._watch:
             self._watch.close()
         self._beginning.remove()

@@ -39,7 +39,7 @@ class Pace:
         """Count a forward pass with gradients; its token ids are the first integer matrix of its (nested) inputs."""
         if not torch.is_grad_enabled():
             return
-        matrices = (value for value in _tensors(inputs) if value.dim() == 2)
+        matrices = (value for value in tensors_in(inputs) if value.dim() == 2)
         ids = next((value for value in matrices if value.dtype in (torch.int64, torch.int32, torch.uint8)), None)
         if ids is not None:
             self._passes[tuple(ids.shape)] += 1
@@ -69,10 +69,10 @@ class Pace:
         return speed if self._peak_flops is None else {**speed, "mfu": flops / self._last_seconds / self._peak_flops}
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
     """Yield the tensors in nested values, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Mapping | tuple | list):
-            yield from _tensors(value.values() if isinstance(value, Mapping) else value)
+            yield from tensors_in(value.values() if isinstance(value, Mapping) else value)

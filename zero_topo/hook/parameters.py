@@ -9,7 +9,6 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
@@ -58,27 +57,12 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class ParameterHandle:
-    """A pending gather whose ``wait`` sets each parameter's data; later waits do nothing."""
-
-    def __init__(
-        self, params: list[Any], handle: Handle[list[Tensor]], timing: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._params = params
-        self._handle = handle
-        self._timing = timing
+class ParameterHandle(Handle[None]):
+    """A pending gather that DeepSpeed waits for."""
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
-        if not self._params:
-            return
-        with self._timing():
-            whole = self._handle.wait()
-        for param, full in zip(self._params, whole, strict=True):
-            param.data = full.view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-        self._params = []
-        self._handle = Handle(None, (), list)
+        super().wait()
 
 
 class ParameterGathers:
@@ -146,14 +130,19 @@ class ParameterGathers:
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
     ) -> MultipleAllGatherHandles:
+        def of_others(others: list[Any]) -> list[Any]:
+            return [stock(others, safe_mode=safe_mode, quantize=quantize)]
+
+        return MultipleAllGatherHandles(self._start_all(params, _phase_of_pass(), of_others))
+
+    def _start_all(self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]) -> list[Any]:
+        """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the handles."""
         ours, others = self._split(params)
-        # A graph task exists only inside a backward pass; a prefetch that the forward pass starts has none.
-        phase = "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
             self._count_stock(others, phase)
-            handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
-        return MultipleAllGatherHandles(handles)
+            handles += stock(others) or []
+        return handles
 
     def _start(self, params: list[Any], phase: str) -> ParameterHandle:
         """Begin to gather parameters of one group of :meth:`_split`: persistent ones exactly."""
@@ -167,12 +156,19 @@ class ParameterGathers:
                     "which zero_topo does not read: edit parameters under deepspeed.zero.GatheredParameters"
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT
-        timing = partial(self._engine.meter.timing, phase)
-        with timing():
+        with self._engine.meter.timing(phase):
             handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
-        started = ParameterHandle(params, handle, timing)
+        started = ParameterHandle(None, (), partial(self._finish, params, handle, phase))
         self._started.add(started)
         return started
+
+    def _finish(self, params: list[Any], handle: Handle[list[Tensor]], phase: str) -> None:
+        """Wait for a gather, and set the parameters' data."""
+        with self._engine.meter.timing(phase):
+            whole = handle.wait()
+        for param, full in zip(params, whole, strict=True):
+            param.data = full.view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         world = dist.get_world_size()
@@ -183,18 +179,13 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         params = [param] if param_list is None else param_list
-        ours, others = self._split(
-            p for p in params if p.ds_id not in self._slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        )
+        missing = [p for p in params if p.ds_id not in self._slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
         # gathers it with the parameters of the module that read it.
         in_forward = getattr(self._module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
         reads = param_list is None and (in_forward or _in_backward())
-        phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
-        handles: list[Any] = [self._start(alike, phase) for alike in ours]
-        if others:
-            self._count_stock(others, phase)
-            handles += stock(others, async_op=async_op, hierarchy=hierarchy) or []
+        phase = _phase_of_pass() if reads else "gather_exact"
+        handles = self._start_all(missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy))
         if async_op:
             return handles
         for handle in handles:
@@ -213,5 +204,10 @@ class ParameterGathers:
             stock(others, **options)
 
 
+def _phase_of_pass() -> str:
+    return "gather_backward" if _in_backward() else "gather_forward"
+
+
 def _in_backward() -> bool:
+    """Return whether a backward pass runs: only then there is a graph task. Prefetches of a forward pass have none."""
     return torch._C._current_graph_task_id() != -1

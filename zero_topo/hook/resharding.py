@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,8 @@ class Saved:
 
     def __init__(self, folder: Path, prefix: str, rank: int, ranks: int) -> None:
         self._folder, self._prefix, self._rank, self._ranks = folder, prefix, rank, ranks
-        self._opened: dict[str, Any] = {}
+        self._open = cache(lambda name: mapped(folder / name))
         self._saved_ranks = int(self._model(0)["dp_world_size"])
-
-    def _open(self, name: str) -> Any:
-        if name not in self._opened:
-            self._opened[name] = mapped(self._folder / name)
-        return self._opened[name]
 
     def _model(self, rank: int) -> Any:
         return self._open(file_name(rank, "model"))

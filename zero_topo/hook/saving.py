@@ -27,6 +27,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
+from zero_topo.hook.pace import tensors_in
 from zero_topo.hook.seam import replaced
 from zero_topo.units import format_bytes
 
@@ -74,8 +75,10 @@ def copying_beside(copy: Callable[[Any, str], None]) -> Callable[[Any, str], Non
     return wrapper
 
 
-class Beside(CheckpointEngine):
+class Beside:
     """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save that fails]).
+
+    All else that DeepSpeed calls is its own engine's.
 
     Args:
         stock: DeepSpeed's checkpoint engine, which serializes the files.
@@ -84,20 +87,13 @@ class Beside(CheckpointEngine):
     """
 
     def __init__(self, stock: CheckpointEngine, device: torch.device, points: bool) -> None:
-        super().__init__()
-        self.name = stock.name
         self._stock, self._device, self._points = stock, device, points
         self.last: list[Callable[[], object]] = []  # this rank's actions once all ranks have renamed their files
         self._written: list[Path] = []
         self._problem: str | None = None
 
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint."""
-        self._stock.create(info)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file through DeepSpeed's checkpoint engine."""
-        return self._stock.load(path, map_location)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder."""
@@ -188,24 +184,11 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     reason = f"{path} cannot be written ({error.strerror})"
     if error.errno not in FULL:
         return f"{reason}: make its folder writable, or save into another"
-    size: Any = _Size()
-    with suppress(Exception):
-        torch.save(content, size)
+    storages = [tensor.untyped_storage() for tensor in tensors_in([content])]
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     place = os.statvfs(next(folder for folder in path.parents if folder.exists()))
     free = format_bytes(place.f_bavail * place.f_frsize)
     return (
-        f"{reason}: it takes {format_bytes(size.nbytes)}, other ranks' about as much, and {free} are free there; "
+        f"{reason}: it takes {format_bytes(size)}, other ranks' about as much, and {free} are free there; "
         "delete older checkpoints, raise the quota, or save into another folder"
     )
-
-
-class _Size:
-    """A file object that only counts bytes."""
-
-    nbytes = 0
-
-    def write(self, data: Any) -> int:
-        self.nbytes += len(data)
-        return len(data)
-
-    def flush(self) -> None: ...

@@ -57,7 +57,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
     (CheckpointEngine, "save", ("self", "state_dict", "path")),
-    *((CheckpointEngine, name, ("self", "info")) for name in ("create", "commit")),
+    (CheckpointEngine, "commit", ("self", "info")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
     (Stock, "load_state_dict", None),
     (Stock, "offload_states", ("self", "include", "device", "pin_memory", "non_blocking")),

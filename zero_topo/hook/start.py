@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Mapping
 from functools import wraps
 from hashlib import sha256
@@ -23,7 +22,6 @@ from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals
 from zero_topo.quant.operands import FLOATS
-from zero_topo.topology.seats import Seat
 
 LOCAL: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +56,7 @@ def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
             if not divided and store is not None:
                 check_blocks(store, dist.get_rank(), world, has_block)
             if has_block:
-                agree(_told(engine, model), Seat(socket.gethostname()), engine.device)
+                agree(_told(engine, model), engine.device)
         configure(engine, model)
 
     return wrapper
@@ -170,7 +168,7 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
         if found is not None and optimizer:
             _refuse_types(optimizer, engine.param_names)
     except ValueError as error:
-        agree({"refused": str(error)}, Seat(socket.gethostname()), engine.device)
+        agree({"refused": str(error)}, engine.device)
         raise
     if found is not None:
         names = engine.param_names

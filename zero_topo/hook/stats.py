@@ -29,7 +29,7 @@ from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json
 from zero_topo.observe.report import RankBytes, Stats, build_report
-from zero_topo.observe.runlog import METRICS, RunLog
+from zero_topo.observe.runlog import METRICS, log_step, log_timeline
 from zero_topo.sync import AdamS, AgedAdamW
 from zero_topo.units import KIB
 
@@ -132,8 +132,7 @@ def _write(
 ) -> None:
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     if found is not None and found.phase_spans:
-        with RunLog(folder) as log:
-            log.timeline(engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
+        log_timeline(folder, engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
     build_report(
         folder,
         found,
@@ -149,16 +148,16 @@ class Recorder:
     """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy has completed.
 
     Args:
-        engine: DeepSpeed's engine, whose ``backward`` and ``destroy`` are wrapped.
+        engine: DeepSpeed's engine, whose ``backward`` is wrapped; its optimizer calls :meth:`close`.
         folder: the run's folder; a resumed run appends to the log there, a new run replaces it.
     """
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self.folder = folder
-        self._engine, self._log, self._began = engine, RunLog(folder), time.perf_counter()
+        self._engine, self._began = engine, time.perf_counter()
         self._loss: Tensor | None = None
         self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
-        engine.backward, engine.destroy = self._backward(engine.backward), self._destroy(engine.destroy)
+        engine.backward = self._backward(engine.backward)
         atexit.register(self.close)
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,14 +168,6 @@ class Recorder:
                 part = loss.detach().float().reshape(()) * share
                 self._loss = part if self._loss is None else self._loss + part
             return backward(loss, *args, **kwargs)
-
-        return wrapper
-
-    def _destroy(self, destroy: Callable[[], None]) -> Callable[[], None]:
-        @wraps(destroy)
-        def wrapper() -> None:
-            self.close()
-            destroy()
 
         return wrapper
 
@@ -198,7 +189,7 @@ class Recorder:
 
     def _write_line(self) -> None:
         _, loss, line = self._waiting.popleft()
-        self._log.step(**line, loss=None if loss is None else loss.item())
+        log_step(self.folder, **line, loss=None if loss is None else loss.item())
 
     def finish(self) -> None:
         """Write the lines whose loss is still pending, and cancel the report at the end of the process."""

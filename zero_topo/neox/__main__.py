@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from zero_topo.cli.output import plain_output
 from zero_topo.doctor.refusals import unasked
 from zero_topo.neox.check import check
-from zero_topo.neox.config import Options
 from zero_topo.strict import cut
 
 WRONG_INPUT = 2
@@ -21,35 +20,32 @@ FRONTIER_STEP = "-c7 --gpus-per-task=1 --gpu-bind=closest"
 @plain_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
-    parsed = _parser().parse_args(argv)
-    options = Options(**vars(parsed))
+    options = parser().parse_args(argv)
     try:
-        return _run(options)
+        if options.command == "check":
+            print(check(options))
+            if (note := unasked()) is not None:
+                print(f"- {note}")
+        elif options.command == "launch":
+            from zero_topo.neox.launch import launch
+
+            return launch(options)
+        else:
+            from zero_topo.neox.train import train
+
+            train(options)
+        return 0
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"zero_topo.neox: {cut(line)}", file=sys.stderr)
         return WRONG_INPUT
 
 
-def _run(options: Options) -> int:
-    if options.command == "check":
-        print(check(options))
-        if (note := unasked()) is not None:
-            print(f"- {note}")
-        return 0
-    if options.command == "launch":
-        from zero_topo.neox.launch import launch
-
-        return launch(options)
-    from zero_topo.neox.train import train
-
-    train(options)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all three commands; options that a command lacks have their defaults."""
+    whole = argparse.ArgumentParser(prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo.")
+    whole.set_defaults(cpu=False, dry_run=False, plain=False, srun=None, megatron_config=None)
+    commands = whole.add_subparsers(dest="command", required=True)
     check_ = commands.add_parser("check", help="validate the configs; imports neither NeoX nor torch")
     launch_ = commands.add_parser("launch", help="start a run, by DeepSpeed's launcher or by srun")
     train_ = commands.add_parser("train", help="what each rank runs")
@@ -70,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train_.add_argument("--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them")
     train_.add_argument("--deepspeed_config", help="accepted and left to NeoX's autotuning")
-    return parser
+    return whole
 
 
 if __name__ == "__main__":

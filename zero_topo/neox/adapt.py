@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -22,10 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zero_topo.neox import cpu
-from zero_topo.neox.config import Options
 
 
-def reach(options: Options) -> None:
+def reach(options: Namespace) -> None:
     """Make ``megatron`` importable, install zero_topo's hook and apply the adaptations to NeoX.
 
     Raises:

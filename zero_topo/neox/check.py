@@ -7,6 +7,7 @@ Each problem is one line: the key and its value, why, and what to do instead.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,13 +15,13 @@ from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, r
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.refusals import setting_refusals
-from zero_topo.neox.config import EXTRA, Options, deepspeed_config, known_keys, load_configs
+from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
 from zero_topo.strict import as_json, nearest
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
 
 
-def check(options: Options) -> str:
+def check(options: Namespace) -> str:
     """Check the configs, and return a one-line summary if they are valid.
 
     Raises:
@@ -49,7 +50,7 @@ def check(options: Options) -> str:
     return f"ok: {name} on {options.ranks} ranks: {degrees}"
 
 
-def require(options: Options) -> ZeroTopoConfig | None:
+def require(options: Namespace) -> ZeroTopoConfig | None:
     """Return the ``zero_topo`` block of valid configs; None if ``options.plain`` leaves it out.
 
     Raises:

@@ -13,7 +13,6 @@ import ast
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +23,6 @@ EXTRA = "deepspeed_extra_args"
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = packaged(__package__, "deepspeed_defaults.json")
 """NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Holds the options of all three commands; options that a command lacks keep their defaults.
-
-    Attributes:
-        command: "check", "launch" or "train".
-        configs: YAML files, merged as NeoX merges them.
-        neox_path: NeoX's checkout, or None for an importable ``megatron``.
-        ranks: ranks of all nodes, or None to take the launcher's number.
-        cpu: train on CPUs.
-        dry_run: print the command that ``launch`` would run.
-        plain: leave the ``zero_topo`` block out, for stock ZeRO-3 with all other keys equal.
-        srun: options for ``srun``, or None for DeepSpeed's launcher.
-        megatron_config: NeoX's arguments as URL-safe base64 of JSON.
-        deepspeed_config: DeepSpeed's config as URL-safe base64 of JSON; only NeoX's autotuning reads it.
-    """
-
-    command: str
-    configs: list[str]
-    neox_path: str | None = None
-    ranks: int | None = None
-    cpu: bool = False
-    dry_run: bool = False
-    plain: bool = False
-    srun: str | None = None
-    megatron_config: str | None = None
-    deepspeed_config: str | None = None
 
 
 def load_configs(paths: Iterable[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from importlib import import_module
 from typing import Any
 
@@ -16,12 +17,12 @@ from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
 from zero_topo.neox.adapt import reach
 from zero_topo.neox.check import require
-from zero_topo.neox.config import EXTRA, Options, config_path, load_configs
+from zero_topo.neox.config import EXTRA, config_path, load_configs
 
 MODULE = "zero_topo.neox"
 
 
-def launch(options: Options) -> int:
+def launch(options: Namespace) -> int:
     """Start the ranks, or print what would start them; returns the exit status.
 
     Raises:
@@ -42,7 +43,7 @@ def launch(options: Options) -> int:
     return 0
 
 
-def rank_arguments(options: Options) -> list[str]:
+def rank_arguments(options: Namespace) -> list[str]:
     """Return NeoX's launcher arguments: the launcher's options, :data:`MODULE`, base64 arguments of each rank."""
     forced: dict[str, Any] = dict(cpu.OVERRIDES) if options.cpu else {}
     forced["user_script"] = MODULE
@@ -59,7 +60,7 @@ def rank_arguments(options: Options) -> list[str]:
     return [str(word) for word in neox_args.get_deepspeed_main_args()]
 
 
-def number_of_ranks(options: Options) -> int | None:
+def number_of_ranks(options: Namespace) -> int | None:
     """Return the ranks of all nodes: ``--ranks``, or Slurm's number of tasks with srun; None leaves it to NeoX."""
     if options.ranks is not None or options.srun is None:
         return options.ranks
@@ -69,7 +70,7 @@ def number_of_ranks(options: Options) -> int | None:
     return int(tasks)
 
 
-def deepspeed_arguments(words: list[str], options: Options) -> list[str]:
+def deepspeed_arguments(words: list[str], options: Namespace) -> list[str]:
     """Return the arguments for DeepSpeed's launcher: ranks run ``python -m zero_topo.neox train``."""
     at = words.index(MODULE)
     own = words[:at]
@@ -78,7 +79,7 @@ def deepspeed_arguments(words: list[str], options: Options) -> list[str]:
     return ["--no_local_rank", "--module", *own, MODULE, "train", *_train_options(options), *words[at + 1 :]]
 
 
-def srun_command(options: Options, words: list[str]) -> list[str]:
+def srun_command(options: Namespace, words: list[str]) -> list[str]:
     """Return the ``srun`` that starts the ranks without another launcher, so that its binding options apply."""
     own = shlex.split(options.srun or "")
     nodes = os.environ.get("SLURM_NNODES")
@@ -87,7 +88,7 @@ def srun_command(options: Options, words: list[str]) -> list[str]:
     return ["srun", *size, *own, *rank, *words[words.index(MODULE) + 1 :]]
 
 
-def _train_options(options: Options) -> list[str]:
+def _train_options(options: Namespace) -> list[str]:
     path = ["--neox-path", os.path.abspath(options.neox_path)] if options.neox_path else []
     return [*path, *(["--cpu"] if options.cpu else [])]
 

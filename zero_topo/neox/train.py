@@ -7,17 +7,18 @@ import base64
 import binascii
 import json
 import os
+from argparse import Namespace
 from importlib import import_module
 from typing import Any
 
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox import adapt, cpu
 from zero_topo.neox.check import require
-from zero_topo.neox.config import Options, config_path
+from zero_topo.neox.config import config_path
 from zero_topo.topology.launchers import launcher_view
 
 
-def train(options: Options) -> None:
+def train(options: Namespace) -> None:
     """Train, from base64 arguments or from YAML files, and end the process.
 
     Raises:
@@ -43,7 +44,7 @@ def train(options: Options) -> None:
     leave()
 
 
-def arguments(options: Options) -> Any:
+def arguments(options: Namespace) -> Any:
     """Return NeoX's arguments object.
 
     Raises:

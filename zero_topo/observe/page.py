@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zero_topo.observe import plots
 from zero_topo.observe.files import PAGE
 from zero_topo.observe.tables import STOCK, last_step_lines, memory_table, run_lines, sent_table
-from zero_topo.observe.tree import Tree, tree_svg
+from zero_topo.observe.tree import tree_svg
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 
@@ -71,7 +71,7 @@ def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str,
     config, topology = measured["config"], Topology.from_json(measured["topology"])
     plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}
-    yield _section("Plan", tree_svg(Tree(plan, topology, wire)))
+    yield _section("Plan", tree_svg(plan, topology, wire))
     for line in (line for line in metrics if "timeline" in line):
         yield _section(f"Step {line['step']}", plots.step_timeline(line), lines=[HOST])
     yield {"lines": list(last_step_lines(measured))}

@@ -14,8 +14,8 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import IO, Any, NotRequired
+from types import MappingProxyType
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -56,71 +56,52 @@ def new_run_folder(name: str) -> Path:
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-class RunLog:
-    """Appends lines to a run's ``metrics.jsonl``; use it in a ``with`` block.
+def log_step(
+    folder: Path | None,
+    step: int,
+    loss: float | None,
+    lr: float,
+    seconds: float,
+    sent: Mapping[Key, int] | None = None,
+    pace: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Log an optimizer step.
 
     Args:
-        folder: created if missing.
-        quiet: write nothing (ranks other than 0).
+        folder: of the run, created if missing; None writes nothing (ranks other than 0).
+        step: its number, from 1.
+        loss: mean over micro-batches, or None if it is not known.
+        lr: learning rate after it.
+        seconds: duration of the step.
+        sent: (phase, domain) -> bytes rank 0 sent in it; None if nothing is metered.
+        pace: tokens/s, TFLOP/s and MFU of rank 0.
     """
+    line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6), **pace}
+    if loss is not None:
+        line["loss"] = loss
+    if sent is not None:
+        line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())}
+    _append(folder, line)
 
-    def __init__(self, folder: Path, quiet: bool = False) -> None:
-        self.folder = folder
-        self._quiet = quiet
-        self._file: IO[str] | None = None
 
-    def __enter__(self) -> RunLog:
-        return self
+def log_evaluation(folder: Path | None, step: int, loss: float) -> float:
+    """Log an evaluation after ``step`` steps; returns ``loss``."""
+    _append(folder, {"step": step, "eval_loss": loss})
+    return loss
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
 
-    def step(
-        self,
-        step: int,
-        loss: float | None,
-        lr: float,
-        seconds: float,
-        sent: Mapping[Key, int] | None = None,
-        pace: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
-        """Log an optimizer step.
+def log_timeline(folder: Path | None, step: int, seconds: float, spans: Collection[tuple[str, float, float]]) -> None:
+    """Log (phase, begin, end) of a step that took so long; in seconds."""
+    rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in spans]
+    _append(folder, {"step": step, "seconds": round(seconds, 6), "timeline": rounded})
 
-        Args:
-            step: its number, from 1.
-            loss: mean over micro-batches, or None if it is not known.
-            lr: learning rate after it.
-            seconds: duration of the step.
-            sent: (phase, domain) -> bytes rank 0 sent in it; None if nothing is metered.
-            pace: tokens/s, TFLOP/s and MFU of rank 0.
-        """
-        line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6), **pace}
-        if loss is not None:
-            line["loss"] = loss
-        if sent is not None:
-            line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())}
-        self._write(line)
 
-    def evaluation(self, step: int, loss: float) -> float:
-        """Log an evaluation after ``step`` steps; returns ``loss``."""
-        self._write({"step": step, "eval_loss": loss})
-        return loss
-
-    def timeline(self, step: int, seconds: float, spans: Collection[tuple[str, float, float]]) -> None:
-        """Log (phase, begin, end) of a step that took so long; in seconds."""
-        rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in spans]
-        self._write({"step": step, "seconds": round(seconds, 6), "timeline": rounded})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._quiet:
-            return
-        if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (for the run)
-        print(json.dumps(line), file=self._file, flush=True)
+def _append(folder: Path | None, line: Mapping[str, Any]) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        print(json.dumps(line), file=file)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.config.modes import AGED_REFUSED
 from zero_topo.mesh import Mesh, Route
@@ -76,7 +75,6 @@ class SyncContext:
     Attributes:
         plan: the degrees.
         mesh: has the groups ``(gradients, world)`` and ``(optimizer, world)``.
-        meter: counts the bytes sent under phase "sync".
         dtype: the dtype in which dense values are sent.
         shard: the rank's gradient shard ``[N / G, F]``, initially zero.
         loss_scaled: whether a loss scaler multiplies the gradients, and skips steps in normal operation (FP16).
@@ -88,7 +86,6 @@ class SyncContext:
 
     plan: Plan
     mesh: Mesh
-    meter: Meter
     dtype: torch.dtype
     shard: Tensor
     loss_scaled: bool
@@ -115,12 +112,7 @@ class SyncContext:
     def across(self, degree: int) -> Route:
         """Return the process groups of a collective from shards of ``degree`` to world shards."""
         *inner, last = self.mesh.route(degree, self.plan.world_size).hops
-        return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last))
-
-    @property
-    def counted(self) -> Counted:
-        """The meter and phase under which a mode's exchanges are counted."""
-        return Counted(self.meter, "sync")
+        return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last)).metered("sync")
 
 
 class SyncMode:

@@ -34,7 +34,7 @@ class Crossing(SyncMode, ABC):
         hops = context.across(context.plan.gradients).hops
         # The group inside the node, if gradient domains are smaller than a node: the table then has sums over it.
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self.peers = hops[-1].metered(context.counted)
+        self.peers = hops[-1]
         self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
 
     def members(self) -> list[int]:
@@ -112,7 +112,7 @@ class Crossing(SyncMode, ABC):
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
         parts = range_views(members(shard, self._inner.size), ranges)
         out = range_views(table, places)
-        reduce_scatter(self._inner, parts, self._dense_wire, out, self.context.counted).wait()
+        reduce_scatter(self._inner, parts, self._dense_wire, out).wait()
         return table
 
     def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:
@@ -127,4 +127,4 @@ def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], ro
         return
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
-    all_gather_views(route, range_views(rows, merged(ranges)), wire, context.counted).wait()
+    all_gather_views(route, range_views(rows, merged(ranges)), wire).wait()

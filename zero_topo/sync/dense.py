@@ -41,7 +41,7 @@ class Dense(SyncMode):
             return Handle(None, (), lambda: None)
         parts = range_views(shard[:, None], merged(ranges))
         own = [part.member(self._up.index) for part in parts]
-        up = reduce_scatter(self._up, parts, self._wire, own, self.context.counted)
+        up = reduce_scatter(self._up, parts, self._wire, own)
 
         def finish() -> None:
             up.wait()

@@ -68,7 +68,7 @@ class Scape(Masked):
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         hops = context.across(context.plan.gradients).hops
         # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
-        self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
+        self._inside = hops[0] if len(hops) > 1 else None
         # Rows of an optimizer shard are every such row of the gradient shard.
         self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)

@@ -313,7 +313,7 @@ class Sparse(Crossing):
         self.deliver(shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which)
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
-            within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
+            within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
             spread_back(self.context, shard, run.ranges, within, self._dense_wire)
 
     def _left(self, run: Run, exchange: Exchange) -> Tensor:
