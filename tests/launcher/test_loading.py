@@ -45,6 +45,7 @@ def unscheduled(run: Job, **ds: Any) -> Job:
 RUNS: dict[str, Job] = {
     "q4": job(block("topo", **Q4), "bf16"),
     "codes": replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64)),
+    "replicated": job(block("topo", optimizer="node"), "bf16"),
     UNIVERSAL: replace(
         unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
     ),
@@ -248,15 +249,17 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(
     assert_same_bits(weights(run.engine), run.weights)
 
 
-@pytest.mark.parametrize("name", ["q4", "codes"])
+@pytest.mark.parametrize(
+    ("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", KINDS["masters of another size"][2])]
+)
 def test_training_goes_on_after_a_load_that_failed(
-    name: str, trained: Callable[[str], Trained], tmp_path: Path
+    name: str, harm: Harm, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
-    """Bit for bit as if it had not been tried."""
+    """Bit for bit as if it had not been tried; masters of several rows are laid out for the load and back."""
     run = trained(name)
     stock = run.engine.checkpoint_engine
     with pytest.raises(ValueError, match="not loaded"):
-        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, cut)))
+        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, harm)))
     assert run.engine.checkpoint_engine is stock
     assert advance(run.run, run.engine, SAVED_AT, STEPS) == run.losses
 

@@ -33,7 +33,8 @@ def stock(dtype: str, micro_batches: int) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "micro_batches"), [*((scheme, 1) for scheme in SCHEMES), ("topo", 4), late("zero++", 4)]
+    ("scheme", "micro_batches"),
+    [("zero++", 1), ("hsdp", 1), ("topo", 4), *map(late, ("zero3", "paper", "topo"), (1, 1, 1)), late("zero++", 4)],
 )
 def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and where it is not."""
@@ -41,31 +42,11 @@ def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     assert largest_difference(mine, list(stock("fp32", micro_batches))) <= 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++", *map(late, ("zero3", "hsdp", "paper"))])
+@pytest.mark.parametrize("scheme", ["topo", *map(late, ("zero3", "zero++", "hsdp", "paper"))])
 def test_bf16_losses_equal_stock_zero3(scheme: str) -> None:
     """Unquantized: at most 3e-3 apart."""
     mine = train(Job(zero_topo=block(scheme), dtype="bf16", steps=STEPS))
     assert largest_difference(mine, list(stock("bf16", 1))) <= 3e-3
-
-
-def test_ranks_placed_at_random_train_alike() -> None:
-    """A cyclic or arbitrary placement changes who holds what, not what is computed."""
-    tree = {"name": "mixed", "nodes": 2, "gpus_per_node": 2, "ranks_per_gpu": 2, "emulated": True}
-    order = [5, 0, 3, 6, 1, 7, 2, 4]
-    mine = train(Job(zero_topo=block("topo", topology={**tree, "order": order}), steps=STEPS))
-    assert largest_difference(mine, list(stock("fp32", 1))) <= 1e-5
-
-
-def test_fp32_weights_published_in_16_bit_train_within_their_rounding() -> None:
-    """`publish.dtype` rounds what replicas hold, never the masters."""
-    mine = train(Job(zero_topo=block("topo", publish={"dtype": "bf16"}), steps=STEPS))
-    assert 0 < largest_difference(mine, list(stock("fp32", 1))) <= 3e-2
-
-
-def test_the_papers_all_reduce_gives_the_bits_of_reduce_scatter() -> None:
-    """Between two nodes; so what topo learns, paper learns."""
-    paper, topo = (train(Job(zero_topo=block(s, quantize={}), dtype="bf16", steps=4)) for s in ("paper", "topo"))
-    assert paper == topo
 
 
 @cache

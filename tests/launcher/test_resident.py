@@ -95,7 +95,7 @@ CASES: dict[str, Job] = {
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
 }
-OFTEN = ("plain", "on one stream", "frozen", "offloaded", "replicated optimizer", "steps skipped", "quantized sync")
+OFTEN = ("frozen", "offloaded", "replicated optimizer")
 
 
 @pytest.mark.parametrize("name", often(OFTEN, CASES))
