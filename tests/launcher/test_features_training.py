@@ -75,7 +75,7 @@ def stock_with_states(dtype: str) -> Result:
     return with_states(None, dtype)
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "bf16"), late("hsdp", "bf16"), ("topo", "fp32")])
+@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "bf16"), late("hsdp", "bf16"), late("topo", "fp32")])
 def test_access_to_gradients_masters_and_states(scheme: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`safe_get_*` and `safe_set_*` show and change what stock's do; in FP32 where the weights are the masters."""
     with monkeypatch.context() as patch:

@@ -153,7 +153,7 @@ def test_a_preference_is_trained_as_under_stock() -> None:
 
 def test_a_model_is_evaluated_before_it_is_trained() -> None:
     """Its parameters are DeepSpeed's again when the first engine ends."""
-    run = job("topo", CODES)
+    run = replace(job("topo", CODES), steps=4)
     expected = train(run)
     with reference(run) as evaluation:
         model, began = evaluation.module, outputs(evaluation)[0]

@@ -20,20 +20,27 @@ from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
 SHOWN_ELSEWHERE = {
+    "parameter groups, a scheduler": "test_checkpoint.py, whose jobs have both",
     "another optimizer of the config": "test_muon.py and test_sync.py",
+    "frozen parameters": "test_frozen.py",
     "frozen parameters with adapters": "test_frozen.py",
-    "frozen parameters, tied": "`tied weights` and `frozen parameters`",
+    "frozen parameters, tied": "`tied weights` and test_frozen.py",
     "parameters unused in some micro-batches": "`parameters unused in some steps`",
     "parameters of 1 to 9 elements": "tests/ranks, whose parameters have 1, 7, 64 elements",
     "experts that get no token": "`parameters unused in some steps`",
     "activation checkpointing, not reentrant": "`activation checkpointing, reentrant`",
     "`zero.Init`": "`zero.Init`, nested",
     "`GatheredParameters`, read": "`GatheredParameters`, written",
+    "`GatheredParameters`, written before backward": "`GatheredParameters`, written",
     "`GatheredParameters`, written where weights are masters": "test_features_training.py",
+    "`safe_get_*`, `safe_set_*`": "test_features_training.py",
     "gradient accumulation": "test_parity.py",
-    "generation between steps": "`evaluation inside steps`",
+    "`zero_grad` between micro-batches": "tests/ranks/test_quantized_owed.py",
+    "evaluation inside steps": "test_inference.py",
+    "generation between steps": "test_inference.py",
     "BF16": "test_parity.py",
     "`offload_states`": "test_offload_states.py",
+    "destroyed and started again": "test_interrupted.py",
     "saved and resumed": "test_checkpoint.py",
 }
 """Features that ``make test`` trains elsewhere, and where; of all others it tries ``topo``."""
@@ -46,9 +53,8 @@ def cells() -> list[object]:
 
 
 def readable() -> list[object]:
-    """Features that no scheme refuses; in ``make test`` those whose steps are unusual."""
-    unusual = ("FP16, overflows", "`offload_optimizer` to the CPU")
-    return often(unusual, [name for name, feature in FEATURES.items() if not feature.refused])
+    """Features that no scheme refuses; in ``make test`` the one that skips steps."""
+    return often(("FP16, overflows",), [name for name, feature in FEATURES.items() if not feature.refused])
 
 
 @pytest.mark.parametrize(("name", "scheme"), cells())

@@ -47,7 +47,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-OFTEN = ("clipped", "frozen", "on the host")
+OFTEN = ("clipped", "on the host")
 
 
 @pytest.fixture(autouse=True)

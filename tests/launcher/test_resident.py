@@ -95,7 +95,7 @@ CASES: dict[str, Job] = {
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
 }
-OFTEN = ("frozen", "offloaded", "replicated optimizer")
+OFTEN = ("offloaded", "replicated optimizer")
 
 
 @pytest.mark.parametrize("name", often(OFTEN, CASES))

@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.ranks.worlds import world
 from zero_topo.engine import agreement
@@ -135,24 +134,6 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
             seats.append(agreement.own_seat(machine, torch.device(gpu)))
     found = [(seat.bus_id, seat.package) for seat in seats]
     assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
-
-
-def test_seventy_five_thousand_ranks_agree_in_megabytes() -> None:
-    """One table of digests for 75,264 ranks; the machine's order, a sixth of it for each of them, stays where it is."""
-    size = 75_264
-    order = tuple(reversed(range(size)))
-    machine = Topology("frontier", size // 8, 4, 2, order=order, emulated=True)
-    config = world({"scheme": "topo"}, machine).config
-    gathered: list[int] = []
-    gather = dist.all_gather_into_tensor
-
-    def counted(table: torch.Tensor, own: torch.Tensor) -> None:
-        gathered.append(table.nbytes)
-        gather(table, own)
-
-    with fake_world(size, 5), patch.object(dist, "all_gather_into_tensor", counted):
-        check_agreement(config, CPU)
-    assert gathered == [48 * size]
 
 
 # -- settings of DeepSpeed and of the optimizer ------------------------------------------------------------------------

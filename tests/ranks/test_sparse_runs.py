@@ -18,7 +18,6 @@ from tests.ranks.test_sparse_modes import (
     PLACES,
     check_changes_nothing,
     check_nothing_is_lost,
-    dense_rows,
     mode_of,
     observed,
     run,
@@ -59,14 +58,6 @@ def test_nothing_is_lost(name: str, setting: str, value_dtype: str) -> None:
     check_nothing_is_lost(w, results)
     for found in results if setting == "data parallel" else ():
         assert all(torch.equal(mine.rows, first.rows) for mine, first in zip(found, results[0], strict=True))
-
-
-@pytest.mark.parametrize("name", [name for name in SYNC if name not in ("ternary", "tagc")])
-def test_density_one_is_dense(name: str) -> None:
-    """Everything is selected: the mean gradient."""
-    w = world_of(name, density=1.0)
-    for (found,), expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
-        torch.testing.assert_close(found.rows, expected[0], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["skip", "stop", "scale"])

@@ -43,15 +43,6 @@ CANNOT = {
 """What ``check`` says of what cannot run, and of which block on how many ranks."""
 
 
-def test_there_is_something_of_each_kind() -> None:
-    """Else what follows would hold for nothing: the README's block, the tutorial's, the keys', all shipped files.
-
-    GPT-NeoX's files have the blocks of these (`tests/unit/test_configs.py`).
-    """
-    assert len(SHIPPED) > 15 and {name.partition(":")[0] for name in SHOWN} >= {"README.md", "keys.md", "tutorial.md"}
-    assert all("zero_topo" in config for config in CONFIGS.values())
-
-
 @pytest.mark.parametrize(
     ("machine", "ranks"), [("frontier", 8), ("dgx-h100", 384), late("frontier", 384), late("dgx-h100", 8)]
 )
