@@ -126,24 +126,6 @@ class TestBackend:
         golden.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
         golden_codes.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
 
-    def test_offsets_have_64_bits(self, backend: Any) -> None:
-        """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
-        spec = BlockSpec(8, 64)
-        for columns in (64, 48, 400):
-            flat = golden.calm(columns, torch.float32).to(DEVICE)
-            for far, near in (
-                (View(flat, 3, columns, 2**32), View(flat, 3, columns, columns)),
-                (View(flat, 1, columns, columns, 3, 2**32), View(flat, 1, columns, columns, 3, columns)),
-            ):
-                messages = golden.same_message(backend, [near], spec, DEVICE).to(DEVICE)
-                made = torch.empty_like(messages)
-                backend.quantize([far], spec, to_members(made))
-                golden.assert_same(made, messages, f"{columns} far apart")
-                (expected,), (actual,) = golden.blank([near]), golden.blank([far])
-                for piece in (expected, actual):
-                    backend.dequantize_reduce(to_members(messages), spec, [piece])
-                golden.assert_same(actual.flat, expected.flat, f"{columns} far apart")
-
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
         """The last tile ends with the message, whatever its planes' padding."""
         for spec in SPECS:

@@ -259,13 +259,6 @@ def test_the_config_refuses(block: dict[str, Any], message: str) -> None:
         ZeroTopoConfig.parse({"sync": {"mode": "tagc", **block}})
 
 
-def test_a_config_survives_being_written_out_and_read() -> None:
-    """Density is neither written nor offered."""
-    written = TagcSync(ratio=10).model_dump()
-    assert "density" not in written and "density" not in TagcSync.model_json_schema()["properties"]
-    assert ZeroTopoConfig.parse({"sync": written}).sync == TagcSync(ratio=10)
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
     """The printed shares are kept where the union of all picks fits in any case, and raised elsewhere."""
