@@ -74,12 +74,13 @@ def check_kernel_tests(environment: Mapping[str, str], name: str, which: str = "
     assert " passed" in said and " failed" not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "which"),
     [
-        pytest.param("test_cpu.py", "", marks=pytest.mark.long),
+        ("test_cpu.py", ""),
         ("test_cpu_malformed.py", ""),
-        pytest.param("test_cpu_codes.py", "mixed or changes or refused or any", marks=pytest.mark.long),
+        ("test_cpu_codes.py", "mixed or changes or refused or any"),
     ],
 )
 def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:

@@ -173,17 +173,6 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(edited, loaded, strict=True))
 
 
-def test_what_is_saved_of_trained_weights_takes_no_frozen_ones_along() -> None:
-    """FP32 masters are views of the weights, and a view is saved with all of its storage."""
-    w = world(BLOCKS["plain zero3"], numels=TRAINED)
-
-    def rank_main(rank: int) -> None:
-        row = engine_of(w).weights.own_row
-        assert row.untyped_storage().nbytes() == row.nbytes
-
-    run_threads(w.size, rank_main)
-
-
 def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that a forward gather fills for backward ones is not filled again while the weights are the same."""
     w = world(block("zero++", quantize={"block_size": BLOCK, "secondary": "int8"}), numels=TRAINED)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.test_sparse_modes import (
     PLACES,
     Step,
@@ -212,7 +213,7 @@ def assert_undisturbed(setting: str, disturb: Disturbance, rate: Rate = usual_ra
     ("how", "when"),
     [*(("skip", when) for when in (0, 1, INTERVAL)), *(("stop", when) for when in (1, 2, INTERVAL, INTERVAL + 1))],
 )
-@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("setting", often(("topo", "data parallel"), PLACES))
 def test_skipped_steps_and_resuming_change_nothing(setting: str, how: str, when: int) -> None:
     """An overflow leaves mask, counter and residual as they were, at first, between resamplings or at one.
 

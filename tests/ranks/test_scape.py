@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, disagreement, sparse_world
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, synced, world
@@ -40,6 +41,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "data parallel": (DATA_PARALLEL, (4, 1, 1)),
     "data parallel over nodes": (DATA_PARALLEL, (2, 2, 1)),
 }
+
+FEW = ("hierarchy", "algorithm 2", "a hop in the node first")
+"""All others are in the test of every step, with the replicas, the masks and the bytes."""
 
 
 def scape_world(setting: str, numels: tuple[int, ...] = NUMELS, mode: str = "scape", **sync: Any) -> World:
@@ -188,7 +192,7 @@ def test_every_step_is_the_papers(setting: str, clip: float) -> None:
 
 
 @pytest.mark.parametrize("select", ["parameter", "run"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select: str) -> None:
     """However small its momentum is beside the others'; two runs are synced one by one."""
     w = replace(scape_world(setting, density=0.1, select=select), chunk=1024)
@@ -196,7 +200,7 @@ def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select:
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_density_one_is_dense(setting: str, clip: float) -> None:
     """Everything in the mask: AdamS with the mean gradient, clipped alike."""
     sparse = train(scape_world(setting, density=1.0), 4, clip)
@@ -234,7 +238,7 @@ def test_replicas_stay_alike(setting: str) -> None:
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("numel", "density"), [(2, 0.5), (1000, 0.01), (30_000, 0.001), (30_000, 0.3)])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: str) -> None:
     """``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of values included."""
     w = scape_world(setting, (numel,), density=density, value_dtype=value_dtype)
@@ -266,7 +270,7 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
 
 
 @pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 6)])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_skipped_steps_and_resuming_change_nothing(setting: str, what: str, steps: int) -> None:
     """Mask, residual, density schedule and momentum go on, while the next mask is on its way, in the warm-up."""
     w = scape_world(setting, density=0.05, warmup=steps - 1)

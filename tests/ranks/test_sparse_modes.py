@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import late
 from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, resumed, synced, world
 from zero_topo import AgedAdamW
 from zero_topo.config.sparse_config import share
@@ -122,9 +123,11 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
     ("setting", "peers", "numels", "sync"),
     [
         *((setting, None, NUMELS, {"value_dtype": dtype}) for setting in HIERARCHY for dtype in ("fp32", "bf16")),
-        *(("data parallel", peers, NUMELS, {}) for peers in (1, 2, 3, 4, 8)),
-        *(("data parallel", 4, (n,), {"density": d}) for d in (1.0, 0.1, 0.01, 0.001) for n in (1, 2, 1000, 30_000)),
-        ("data parallel", 4, (1_000_000,), {"density": 0.001}),
+        *(("data parallel", peers, NUMELS, {}) for peers in (1, 3, 8)),
+        *(("data parallel", 4, (n,), {"density": d}) for d, n in ((1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1))),
+        *(late("data parallel", peers, NUMELS, {}) for peers in (2, 4)),
+        *(late("data parallel", 4, (n,), {"density": d}) for d in (1.0, 0.1, 0.001) for n in (1, 2, 1000, 30_000)),
+        late("data parallel", 4, (1_000_000,), {"density": 0.001}),
     ],
     ids=str,
 )

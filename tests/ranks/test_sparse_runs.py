@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.scale import count, total
 from tests.harness import run_threads
+from tests.marks import late
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import PARAMS, PER_PARAMETER, numels
 from tests.ranks.test_sparse_modes import (
@@ -46,7 +47,7 @@ def world_of(name: str, setting: str = "topo", **sync: Any) -> World:
     return replace(w, config=config, chunk=CHUNK)
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("value_dtype", [late("fp32"), "bf16"])
 @pytest.mark.parametrize("setting", PLACES)
 @pytest.mark.parametrize("name", SYNC)
 def test_nothing_is_lost(name: str, setting: str, value_dtype: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.counting import Allocations
+from tests.marks import late
 from tests.ranks.mirrored import Queued, mirrored, steps
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, NUMEL, check_nothing_is_lost, run, sparse_world
 from tests.ranks.worlds import PLAIN, World, shuffled, world
@@ -101,7 +102,7 @@ HELD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("peers", [2, 8])
+@pytest.mark.parametrize("peers", [late(2), 8])
 @pytest.mark.parametrize(
     ("name", "sync", "sharded"),
     [("sharded oktopk", {"density": 0.01}, True), *((*case, own) for case in HELD for own in (False, True))],

@@ -359,15 +359,6 @@ def test_hipify_translates_a_copy(csrc: Path, tmp_path: Path, way: str) -> None:
     assert names(csrc) == there and keys() == before
 
 
-def test_what_an_older_build_for_rocm_left_changes_nothing(csrc: Path) -> None:
-    """Translations beside the sources are neither hashed nor compiled."""
-    before, sources = keys(), [kind().sources() for kind in BUILDERS]
-    for path in csrc.iterdir():
-        (csrc / f"{path.stem}_hip{path.suffix}").write_text("translated")
-        path.with_suffix(".hip").write_text("translated")
-    assert keys() == before and [kind().sources() for kind in BUILDERS] == sources
-
-
 def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
     """This process sees a GPU of an architecture, or none."""
     rocm = GPUBuilder.is_rocm_pytorch()
