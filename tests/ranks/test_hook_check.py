@@ -96,27 +96,6 @@ def test_the_boundary_is_read_as_each_release_has_it(version: str, told: Any, mo
     assert seam.at_boundary(SimpleNamespace(is_gradient_accumulation_boundary=told)) is False
 
 
-def test_attributes_are_found_wherever_they_are_set() -> None:
-    """In a base class, behind a decorator, on the class itself."""
-
-    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: function(*args)
-
-    class Base:
-        def prepare(self) -> None:
-            self.inherited = 1
-
-    class Owner(Base):
-        constant = 2
-
-        @traced
-        def build(self) -> None:
-            self.decorated = 3
-
-    assert {"inherited", "decorated", "constant"} <= seam.attributes(Owner)
-    assert "unheard_of" not in seam.attributes(Owner)
-
-
 def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers hangs a recursive closure on ``torch.nn.Module``, other libraries hang wrappers on DeepSpeed."""
 
