@@ -73,11 +73,3 @@ def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpe
     for message in messages:
         message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
     golden.same_again(GpuLibrary(library, OTHER), messages, spec, spec, (numel, 1.0))
-
-
-def test_few_thread_blocks(library: ctypes.CDLL) -> None:
-    """Launches of fewer thread blocks than there is work for, which walk on."""
-    backend, fmt = GpuLibrary(library, OTHER), golden.Format(BlockSpec(4, 64), torch.float16)
-    for few in (fmt, golden.Format(Cast("bf16"), torch.float16)):
-        golden.check_quantize(backend, few, numels=[20001])
-        golden.check_dequantize(backend, few, numels=[20001])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, disagreement, sparse_world
+from tests.ranks.test_sparse_modes import DATA_PARALLEL
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, synced, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, world
 from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
@@ -274,36 +274,6 @@ def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, sh
     w = scape_world("hierarchy", (40_000,), density=density)
     dense = 6 * 40_000 / w.config.plan.gradients / 2
     assert all(found[-1].sent <= dense / share for found in train(w, 2))
-
-
-def quadratic_error(feedback: bool) -> float:
-    """As in ``test_sparse_modes``, with AdamS: the error on the coordinates on which all ranks agree."""
-    numel, peers, steps = 512, 2, 300
-    quiet = torch.arange(numel) % 8 > 0  # the others are in every owner's slice, of which it picks 7
-    target, pulls = disagreement(peers, ~quiet)
-    w = sparse_world(DATA_PARALLEL, peers, "scape", (numel,), density=0.1, error_feedback=feedback)
-
-    def rank_main(rank: int) -> float:
-        weights = torch.zeros(numel, requires_grad=True)
-        optimizer = AdamS([weights], betas=BETAS)
-        engine = w.engine(
-            moments=lambda: engine.masters.moments(optimizer.state, [weights], [0], optimizer.param_groups)
-        )
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = 0.1 + (1e-4 - 0.1) * step / steps
-            weights.grad = synced(engine, [weights.detach() - target + pulls[rank]]).reshape(-1)[:numel]
-            with engine.watched(weights, 0, 0.0):
-                optimizer.step()
-            engine.end_step(skipped=False)
-        return float((weights.detach() - target)[quiet].norm() / target[quiet].norm())
-
-    return max(run_threads(peers, rank_main))
-
-
-def test_error_feedback_is_what_makes_it_learn() -> None:
-    """Ranks disagree loudly on an eighth of the coordinates, which fill every mask unless what is owed adds up."""
-    assert quadratic_error(True) < 0.25
-    assert quadratic_error(False) > 0.5
 
 
 def test_another_optimizer_is_refused() -> None:

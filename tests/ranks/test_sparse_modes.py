@@ -249,60 +249,6 @@ def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
     run_threads(w.size, rank_main)
 
 
-def disagreement(peers: int, loud: Tensor) -> tuple[Tensor, Tensor]:
-    """Heterogeneous quadratic: f_r = |w - w*|^2 / 2 + a_r w, where the a_r, on the loud part of w, sum up to zero.
-
-    Returns:
-        The target w* ``[N]`` and the pulls a_r ``[P, N]``.
-    """
-    generator = torch.Generator().manual_seed(5)
-    target = torch.randn(len(loud), generator=generator)
-    pulls = torch.zeros(peers, len(loud))
-    pulls[:, loud] = 20 * torch.randn(peers, int(loud.sum()), generator=generator)
-    pulls[:, loud] -= pulls[:, loud].mean(dim=0)
-    return target, pulls
-
-
-def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 2, steps: int = 200) -> float:
-    """The error on the quiet coordinates after SGD, as a share of the error at the start; an eighth is loud."""
-    numel = 512
-    target, pulls = disagreement(peers, torch.arange(numel) < 64)
-    w = sparse_world(DATA_PARALLEL, peers, mode, (numel,), density=density, error_feedback=feedback)
-
-    def rank_main(rank: int) -> float:
-        engine, weights = w.engine(), torch.zeros(numel)
-        for step in range(steps):
-            rate = 0.1 * (1e-4 / 0.1) ** (step / steps)
-            weights -= rate * synced(engine, [weights - target + pulls[rank]]).reshape(-1)
-            engine.end_step(skipped=False)
-        return float((weights - target)[64:].norm() / target[64:].norm())
-
-    return max(run_threads(peers, rank_main))
-
-
-@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
-def test_error_feedback_is_what_makes_it_learn(mode: str) -> None:
-    """Where ranks disagree loudly on a few coordinates, those alone are picked, unless what is owed adds up."""
-    assert quadratic_error(mode, True, 0.05) < 0.25
-    assert quadratic_error(mode, False, 0.05) > 0.5
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_report_tells_what_was_asked_and_what_is_owed(mode: str) -> None:
-    """Nothing before the first step; then densities, and the norm of the residual as it is now."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
-
-    def rank_main(rank: int) -> None:
-        engine = w.engine()
-        assert mode_of(engine).report() == {}
-        synced(engine, w.grads(rank))
-        report = observed(engine).report
-        assert report["density_asked"] == 0.05 and 0 < report["density"] <= 1
-        assert report["residual_norm"] == float(mode_of(engine).residual.norm()) > 0
-
-    run_threads(w.size, rank_main)
-
-
 # -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------
 
 NUMEL = 19_200

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -24,7 +23,6 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, synced
-from zero_topo.config.sparse_config import GaussianKSync
 
 START = 2
 ALL = [*MODES, "tagc"]
@@ -96,23 +94,3 @@ def test_only_steps_that_count_bring_the_next_density(mode: str, what: str) -> N
     """Neither a skipped step nor a restart in the middle of a warm-up changes a bit."""
     w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, start=1, warmup=5, density=0.02)
     check_changes_nothing(w, what, 5)
-
-
-@pytest.mark.parametrize("sync", [{"start": 1}, {"warmup": 10, "start_density": 0.5}])
-def test_memory_is_told_of_the_step_that_needs_most(sync: dict[str, float]) -> None:
-    """Dense steps, and the first of a warm-up, need more than those that follow."""
-    plan = sparse_world(HIERARCHY["topo"], None, "gaussian_k", NUMELS).config.plan
-    mode = GaussianKSync(density=0.001, value_dtype="bf16")
-    gentle = GaussianKSync.model_validate({**mode.model_dump(), **sync})
-    assert gentle.scratch(plan, 10_000, (10_000,), 4).peak > mode.scratch(plan, 10_000, (10_000,), 4).peak
-
-
-def test_a_dense_start_changes_nothing_after_it() -> None:
-    """Thresholds and regions of Ok-Topk are found as in a run that begins there."""
-    late = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS, start=START, density=0.05)
-    at_once = replace(late, config=replace(late.config, sync=late.config.sync.model_copy(update={"start": 0})))
-    begun = run(late, START + 4)
-    direct = run(at_once, 4, lambda rank, step: late.grads(rank, START + step))
-    for found, expected in zip(begun, direct, strict=True):
-        for here, there in zip(found[START:], expected, strict=True):
-            assert torch.equal(here.rows, there.rows) and here.sent == there.sent
