@@ -13,6 +13,7 @@ import torch
 from op_builder import source_dir
 from tests.kernels import golden
 from tests.launching import output
+from tests.marks import late
 from zero_topo.quant import reference
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, ChangeSpec
 
@@ -121,7 +122,7 @@ def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[
     assert asked(program, [(*bad, 1)])[0][0] == 0
 
 
-@pytest.mark.parametrize("compiler", ["g++", "nvcc", "hipcc"])
+@pytest.mark.parametrize("compiler", ["g++", late("nvcc"), late("hipcc")])
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
     check(compiled(compiler, tmp_path), [(BlockSpec(4, 256), 2**33 + 5)])

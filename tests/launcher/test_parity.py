@@ -15,7 +15,7 @@ from tests.marks import late
 
 pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp: tests/unit/test_config_resolve.py
-STEPS = 8
+STEPS = 6
 
 
 @cache
@@ -26,7 +26,7 @@ def stock(dtype: str, micro_batches: int) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     ("scheme", "micro_batches"),
-    [("zero++", 1), ("hsdp", 1), ("topo", 4), *map(late, ("zero3", "paper", "topo"), (1, 1, 1)), late("zero++", 4)],
+    [("zero++", 1), ("hsdp", 1), ("topo", 2), *map(late, ("zero3", "paper", "topo"), (1, 1, 1)), late("zero++", 2)],
 )
 def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and where it is not."""
