@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 REPORT_VARIABLE = "ZERO_TOPO_LAUNCH_REPORT"
-GRACE_VARIABLE = "ZERO_TOPO_LAUNCH_GRACE"
+GRACE_S = 20.0  # that a failed rank waits for the others
 DIRECTORY_VARIABLE = "ZERO_TOPO_LAUNCH_DIR"
 
 _VERDICT = pytest.StashKey[Verdict]()
@@ -74,8 +74,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.environ.update({"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"})
     backend = "nccl" if ON_GPU else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(minutes=10))
-    grace_s = float(os.environ.get(GRACE_VARIABLE, "20"))
-    session.config.stash[_VERDICT] = Verdict(grace_s)
+    session.config.stash[_VERDICT] = Verdict(GRACE_S)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

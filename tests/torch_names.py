@@ -17,18 +17,15 @@ import zero_topo
 from zero_topo.versions import TORCH_SINCE, torch_has
 
 
-def missing(sources: Path = Path(zero_topo.__file__).parent) -> list[str]:
+def missing() -> list[str]:
     """Names of torch that are not there, and keywords that its functions do not take.
-
-    Args:
-        sources: a directory whose Python files to read.
 
     Returns:
         Such as ``torch.cuda.no_such_name`` and ``torch.cat(no_such_keyword=)``, sorted; without what is not used where
         torch does not have it yet.
     """
     found: set[str] = set()
-    for path in sources.rglob("*.py"):
+    for path in Path(zero_topo.__file__).parent.rglob("*.py"):
         found |= set(_missing_in(ast.parse(path.read_text(encoding="utf-8"))))
     import torch
 

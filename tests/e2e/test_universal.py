@@ -37,8 +37,8 @@ def run(verb: str, path: Path, ranks: int) -> Results:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        *(("eight", name) for name in ("zero++", "topo")),
-        *(("four", name) for name in ("stock", "hsdp", "zero++", "topo")),
+        ("eight", "topo"),
+        *(("four", name) for name in ("stock", "hsdp", "topo")),
     ],
 )
 def test_other_ranks_another_machine_and_plan_go_on_from_it(ranks: str, name: str, found: dict[str, Results]) -> None:
@@ -61,13 +61,6 @@ def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> 
         assert mine["half-way"] == mine["universal"]
     mine, theirs = found["four"]["plain"], found["four"]["topo"]
     assert (mine["different"], mine["losses"]) == (theirs["different"], theirs["losses"])
-
-
-def test_what_sparse_sync_owes_goes_along(found: dict[str, Results]) -> None:
-    """From two ranks to eight and on to four: the residuals' sum over all ranks and elements stays, and is not zero."""
-    for before, after in (("two", "eight"), ("eight", "four")):
-        owes = found[before]["sparse"]["owes"]
-        assert owes != 0 and found[after]["sparse"]["owed"] == pytest.approx(owes, rel=1e-5)
 
 
 def test_what_is_owed_arrives_on_other_ranks_as_on_its_own(found: dict[str, Results]) -> None:

@@ -33,7 +33,7 @@ from tests.kernels.gpu_library import BOTH, OK, GpuLibrary, Settings
 from tests.kernels.operators import serving_module
 from tests.kernels.test_cpu_sanitizers import FencedMemory
 from zero_topo.quant import reference
-from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.operands import Masters, Messages
 from zero_topo.quant.spec import ChangeSpec
 
 BAD_SPEC, BAD_SIZE, BAD_ALIGNMENT = 1, 3, 7
@@ -62,53 +62,6 @@ def test_codes_through_the_binding() -> None:
 def test_places_beyond_32_bits(library: ctypes.CDLL) -> None:
     """Slots, rows of masters and messages over 2^32 bytes apart are found, read and written."""
     golden_codes.check_far(GpuLibrary(library), untouched)
-
-
-def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
-    """The last 40 of so many blocks that there are over 2^32 codes: but the last thread block of each kernel is run."""
-    few, before, spec = 40, 2**26, ChangeSpec(64)
-    n, case = before + few, Case(single(few), "mixed", "cpu")
-    near, masters, tail = case.copy(), case.masters(0), slice(64 * before, 64 * (before + few))
-    change = OPS.assess_changes(masters, near, case.part)
-    count, size = change.ends[-1].tolist()
-    message = OPS.encode_changes(masters, near, case.part, change, spec.nbytes(few, count, size))
-    slots = torch.tensor([[0, 64 * n, n, 0, 0, 64 * n]])
-    codes, part = Codes(untouched(68 * n, torch.uint8), slots, untouched(n, torch.int32), 64), Part(0, n, 1, 1)
-    table = untouched(64 * n, torch.float32)[None]
-    table[:, tail] = masters.table
-    own, made = Masters(table, 0, 0), untouched(spec.nbytes(n, count, size), torch.uint8)
-    steps, ends = untouched(16 * n, torch.uint8).view(n, 1, 2, 8), untouched(2 * n, torch.int64).view(n, 2)
-    counted, scales = untouched(n, torch.uint8).view(n, 1), untouched(n, torch.float32)
-    backend = GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // 256))
-
-    def restore() -> None:
-        codes.held[tail] = case.codes.held[: 64 * few]
-        codes.held[64 * n + 4 * before :] = case.codes.held[64 * few :][: 4 * few]
-
-    def check_held() -> None:
-        assert_same(codes.held[tail], near.held[: 64 * few], "codes")
-        assert_same(codes.held[64 * n + 4 * before :], near.held[64 * few :][: 4 * few], "scales that are held")
-
-    restore()
-    backend.codes_assess(own, codes, part, scales, counted, steps, ends)
-    assert_same(ends[before:].cumsum(0), change.ends, "sizes")
-    ends[before:] = change.ends
-    assert_same(scales[before:], change.scales, "scales")
-    assert_same(counted[before:], change.counts, "counts")
-    backend.codes_emit(own, codes, part, Change(scales, counted, steps, ends), made)
-    check_held()
-    places = (
-        (spec.scales_offset(n), spec.scales_offset(few), 4 * count),
-        (spec.codes_offset(n, count), spec.codes_offset(few, count), 64 * count),
-        (spec.changes_offset(n, count), spec.changes_offset(few, count), size),
-    )
-    for there, here, nbytes in places:
-        assert_same(made[there : there + nbytes], message[here : here + nbytes], f"the message at {there}")
-    made[before // 4 : before // 4 + 16] = message[:16]
-    made[spec.counts_offset(n) + before :][:few] = change.counts.view(-1)
-    restore()
-    backend.codes_apply(Messages(made.view(1, 1, 1, -1)), codes, part)
-    check_held()
 
 
 ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, max_size=24)

@@ -267,6 +267,7 @@ def test_the_library_loads(compiler: str) -> None:
         assert count(0) == 8
 
 
+@pytest.mark.long
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:
     """torch's translation of CUDA sources, which its ROCm builds apply to extensions, leaves kernels that compile."""
     needs("hipcc")

@@ -183,34 +183,6 @@ def test_places_beyond_32_bits(library: ctypes.CDLL, spec: golden.Spec, members:
         golden.assert_same(flat[row * apart :][:1000], near.flat[row * 1000 :][:1000], f"row {row}")
 
 
-@pytest.mark.parametrize(
-    ("spec", "quantized", "dequantized"),
-    [(BlockSpec(8, 256), 32, 32), (BlockSpec(4, 2048), 8, 4)],
-    ids=["int8/256", "int4/2048"],
-)
-def test_messages_beyond_32_bits(library: ctypes.CDLL, spec: BlockSpec, quantized: int, dequantized: int) -> None:
-    """The last blocks of a message of over 2^32 values: of all thread blocks, only those that have these are run."""
-    whole, rest = 2**32, 2 * spec.block_size + 40
-    before, blocks = whole // spec.block_size, spec.blocks(rest)
-    x, message = golden.untouched(whole + rest, torch.float16), golden.untouched(spec.nbytes(whole + rest), torch.uint8)
-    x[whole:] = golden.calm(rest, torch.float16)
-    last = Settings(most_blocks=2**31, first_block=before // quantized)
-    GpuLibrary(library, last).quantize([golden.whole(x)], spec, to_members(message))
-    small = torch.empty(spec.nbytes(rest), dtype=torch.uint8)
-    reference.quantize([golden.whole(x[whole:])], spec, to_members(small))
-    for offset, here, size in [
-        (before * spec.block_bytes, 0, blocks * spec.block_bytes),
-        (spec.scales_offset(whole + rest) + 4 * before, spec.scales_offset(rest), 4 * blocks),
-    ]:
-        assert torch.equal(message[offset : offset + size], small[here : here + size])
-    wanted = torch.empty(rest, dtype=torch.float16)
-    reference.dequantize_reduce(to_members(small), spec, [golden.whole(wanted)])
-    x[whole:] = 0
-    last = Settings(most_blocks=2**31, first_block=before // dequantized)
-    GpuLibrary(library, last).dequantize_reduce(to_members(message), spec, [golden.whole(x)])
-    golden.assert_same(x[whole:], wanted, "dequantize")
-
-
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), Cast("bf16")], ids=str)
 @pytest.mark.parametrize(
     ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]

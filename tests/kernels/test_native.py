@@ -20,10 +20,11 @@ from zero_topo.quant.operands import FLOATS, from_sources, to_members
 from zero_topo.quant.operators import BackendUnavailable
 from zero_topo.quant.spec import BlockSpec, Cast
 
+pytestmark = [] if ON_GPU else [pytest.mark.long]  # on the CPU test_cpu.py tries each instruction set
+
 FORMATS = [*golden.FEW_FORMATS, *golden.CAST_FORMATS[::4]]
 FORMATS = FORMATS if ON_GPU else FORMATS[::5]
 FATES = golden_codes.FATES if ON_GPU else ("mixed",)
-"""On the CPU test_cpu.py and test_cpu_codes.py try all of them."""
 
 LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ else 2**20
 

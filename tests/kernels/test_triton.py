@@ -10,7 +10,6 @@ numbers of sources; a GPU sees them all.
 from __future__ import annotations
 
 import os
-import random
 import sys
 from typing import Any
 
@@ -113,46 +112,10 @@ class TestBackend:
         """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
         golden.check_roundings(backend, DEVICE)
 
-    @pytest.mark.parametrize("rows", [1, 3])
-    def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
-        """What follows in memory is somebody else's, also within a tile that memory has wholly."""
-        spec = BlockSpec(8)
-        pieces = [View(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
-        message = golden.same_message(backend, pieces, spec, DEVICE)
-        golden.same_values(backend, message.to(DEVICE), spec, pieces)
-
     def test_large_tensors(self, backend: Any) -> None:
         """On a GPU more values than 32 bits count."""
         golden.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
         golden_codes.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
-
-    def test_offsets_have_64_bits(self, backend: Any) -> None:
-        """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
-        spec = BlockSpec(8, 64)
-        for columns in (64, 48, 400):
-            flat = golden.calm(columns, torch.float32).to(DEVICE)
-            for far, near in (
-                (View(flat, 3, columns, 2**32), View(flat, 3, columns, columns)),
-                (View(flat, 1, columns, columns, 3, 2**32), View(flat, 1, columns, columns, 3, columns)),
-            ):
-                messages = golden.same_message(backend, [near], spec, DEVICE).to(DEVICE)
-                made = torch.empty_like(messages)
-                backend.quantize([far], spec, to_members(made))
-                golden.assert_same(made, messages, f"{columns} far apart")
-                (expected,), (actual,) = golden.blank([near]), golden.blank([far])
-                for piece in (expected, actual):
-                    backend.dequantize_reduce(to_members(messages), spec, [piece])
-                golden.assert_same(actual.flat, expected.flat, f"{columns} far apart")
-
-    def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
-        """The last tile ends with the message, whatever its planes' padding."""
-        for spec in SPECS:
-            for numel in [1, *(random.Random(spec.block_size).randrange(1, 9000) for _ in range(4))]:
-                size = spec.nbytes(numel)
-                buffer = torch.full((size + 4096,), 0x77, dtype=torch.uint8, device=DEVICE)
-                source = golden.calm(numel, torch.float32).to(DEVICE)
-                backend.quantize([golden.whole(source)], spec, to_members(buffer[2048 : 2048 + size]))
-                assert bool((buffer[:2048] == 0x77).all() and (buffer[2048 + size :] == 0x77).all()), f"{spec} {numel}"
 
     def test_misaligned_messages(self, backend: Any) -> None:
         """What is in them would be too, which no kernel can read: they are refused."""

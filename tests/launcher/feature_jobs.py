@@ -108,9 +108,9 @@ def edit(engine: Any, step: int) -> None:
             param.data.mul_(2.0 if dist.get_rank() == 0 else -5.0)
 
 
-def edited(dtype: str = "fp32") -> Job:
+def edited() -> Job:
     """An edit reaches every copy of the weights; the step after it returns to the masters' values."""
-    return small(each_step=edit, dtype=dtype)
+    return small(each_step=edit)
 
 
 def edited_masters(zero_topo: Block) -> Result:

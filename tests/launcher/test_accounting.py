@@ -46,8 +46,8 @@ def assert_bytes_equal(stats: Stats) -> None:
 @pytest.mark.parametrize(
     ("scheme", "quantized"),
     [
-        *(("zero3", False), *((scheme, True) for scheme in SCHEMES[1:])),
-        *(late("zero3", True), *(late(scheme, False) for scheme in SCHEMES[1:])),
+        *(("zero3", False), ("zero++", True), ("topo", True), late("zero3", True), late("hsdp", True)),
+        *(late("paper", True), *(late(scheme, False) for scheme in SCHEMES[1:])),
     ],
 )
 def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> None:
@@ -58,7 +58,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
     assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
 
 
-@pytest.mark.parametrize("scheme", ["topo", "topo-zero2"])
+@pytest.mark.parametrize("scheme", ["topo", late("topo-zero2")])
 def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     """What publish sends hangs on how many blocks escape, which the engine tells the formula."""
     stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={"block_size": 64})
@@ -115,7 +115,7 @@ def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:
     assert len({tuple(o.tolist()) for o in others}) == len(others)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [late("fp32"), "bf16"])
 def test_deepspeeds_own_flat_weights_are_freed(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours take their place: what keeps a view of the old ones costs a world shard of the weights for ever."""
     name, old = "_create_fp16_partitions_with_defragmentation", list[StorageWeakRef]()

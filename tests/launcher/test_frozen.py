@@ -14,14 +14,9 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
-import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
-from tests.launcher.training import PLAIN, Job, advance, batch, block, mse, running, weights
-from tests.marks import late
-from zero_topo.cost import by_domain
-from zero_topo.cost.memory import ADAM_BYTES, memory_bytes
-from zero_topo.cost.volume import step_bytes
+from tests.launcher.training import Job, advance, batch, block, mse, running, weights
 
 CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
 
@@ -30,30 +25,6 @@ def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> J
     """A run of a few steps."""
     ds = {"zero_optimization": {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, **zero}}
     return Job(adapted, zero_topo, 3, micro_batches=2, dtype=dtype, ds=ds)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "quantize", "kept"),
-    [("zero++", {}, 0), ("topo", {"block_size": 64}, 100), late("topo", PLAIN, 100)],
-)
-def test_bytes_and_memory_equal_the_formulas(scheme: str, quantize: dict[str, Any], kept: int) -> None:
-    """To the byte, also where small parameters are kept whole, and never over the world for a frozen weight of topo.
-
-    A gradient of the inputs is asked for: else nothing of what is before the first adapter is gathered for a backward.
-    """
-
-    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        return mse(engine, x.requires_grad_(True), y)
-
-    run = replace(job(block(scheme, quantize=quantize), stage3_param_persistence_threshold=kept), loss=loss)
-    with running(run) as engine:
-        advance(run, engine, 0, 3)
-        stats = zero_topo.stats(engine)
-    assert stats.work.frozen is not None and len(stats.work.frozen.numels) == 12
-    assert stats.step_bytes == step_bytes(stats.config, stats.work)
-    assert stats.memory == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
-    with_frozen, without = (step_bytes(stats.config, work) for work in (stats.work, replace(stats.work, frozen=None)))
-    assert (by_domain(with_frozen)["world"] == by_domain(without)["world"]) == (scheme != "zero++")
 
 
 def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> None:

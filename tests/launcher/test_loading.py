@@ -45,6 +45,7 @@ def unscheduled(run: Job, **ds: Any) -> Job:
 RUNS: dict[str, Job] = {
     "q4": job(block("topo", **Q4), "bf16"),
     "codes": replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64)),
+    "replicated": job(block("topo", optimizer="node"), "bf16"),
     UNIVERSAL: replace(
         unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
     ),
@@ -165,7 +166,6 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
         put(lambda flat: flat[:-1], INNER, "fp32_flat_groups", 0),
         r"masters in sub-groups of \[",
     ),
-    "masters of another type": ("q4", OPTIM, put(lambda flat: flat.bfloat16(), INNER, "fp32_flat_groups", 0), ODD),
     "no masters": ("q4", OPTIM, put(None, INNER, "fp32_flat_groups"), "refuses: .*KeyError"),
     "a moment of one element": (
         "q4",
@@ -173,7 +173,6 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
         put(torch.zeros(1), *FIRST, "exp_avg"),
         rf"{ODD}exp_avg .torch.float32 \[1\]",
     ),
-    "a moment missing": ("q4", OPTIM, put(None, *FIRST, "exp_avg_sq"), f"{ODD}exp_avg_sq absent"),
     "a parameter group missing": ("q4", OPTIM, put(None, INNER, INNER, "param_groups", 1), ODD),
     "our entry no dict": ("q4", OPTIM, put([1], INNER, "zero_topo"), f"{ODD}zero_topo"),
     "our entry missing": ("q4", OPTIM, put(None, INNER, "zero_topo"), f"{ODD}zero_topo"),
@@ -184,13 +183,6 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
         put(torch.zeros(1), INNER, "zero_topo", "held"),
         rf"{ODD}held .torch.float32 \[1\]",
     ),
-    "held of another type": (
-        "q4",
-        OPTIM,
-        put(lambda row: row.double(), INNER, "zero_topo", "held"),
-        f"{ODD}held .torch.float64",
-    ),
-    "held no tensor": ("q4", OPTIM, put("x", INNER, "zero_topo", "held"), f"{ODD}held"),
     "a residual of another size": (
         "q4",
         OPTIM,
@@ -200,7 +192,6 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
     "no degrees": ("q4", OPTIM, put(None, INNER, "zero_topo", "degrees"), f"{ODD}degrees"),
     "scales resized": ("codes", OPTIM, put(lambda row: row[:-1], INNER, "zero_topo", "scales"), f"{ODD}scales"),
     "a universal parameter cut": (UNIVERSAL, "zero/inp.weight/fp32.pt", cut, f"{READ}"),
-    "a universal moment missing": (UNIVERSAL, "zero/inp.weight/exp_avg.pt", Path.unlink, f"{READ}"),
     "a universal parameter of another size": (
         UNIVERSAL,
         "zero/inp.weight/fp32.pt",
@@ -208,7 +199,6 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
         "inp.weight/fp32.pt holds 3 elements, but inp.weight has 407",
     ),
     "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
-    "a universal state cut": (UNIVERSAL, "zero/optimizer_state.pt", cut, READ),
     "a universal model cut": (UNIVERSAL, "zero_pp_rank_0_mp_rank_00_model_states.pt", cut, READ),
     "what is carried emptied": (UNIVERSAL, "zero_topo_owed.pt", emptied, "refuses: .*zero_topo_owed.pt"),
 }
@@ -248,15 +238,17 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(
     assert_same_bits(weights(run.engine), run.weights)
 
 
-@pytest.mark.parametrize("name", ["q4", "codes"])
+@pytest.mark.parametrize(
+    ("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", KINDS["masters of another size"][2])]
+)
 def test_training_goes_on_after_a_load_that_failed(
-    name: str, trained: Callable[[str], Trained], tmp_path: Path
+    name: str, harm: Harm, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
-    """Bit for bit as if it had not been tried."""
+    """Bit for bit as if it had not been tried; masters of several rows are laid out for the load and back."""
     run = trained(name)
     stock = run.engine.checkpoint_engine
     with pytest.raises(ValueError, match="not loaded"):
-        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, cut)))
+        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, harm)))
     assert run.engine.checkpoint_engine is stock
     assert advance(run.run, run.engine, SAVED_AT, STEPS) == run.losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,24 +19,42 @@ from tests.marks import late, often
 from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
-OTHERS = [scheme for scheme in SCHEMES if scheme != "topo"]
+SHOWN_ELSEWHERE = {
+    "parameter groups, a scheduler": "test_checkpoint.py, whose jobs have both",
+    "another optimizer of the config": "test_muon.py and test_sync.py",
+    "frozen parameters": "test_frozen.py",
+    "frozen parameters with adapters": "test_frozen.py",
+    "frozen parameters, tied": "`tied weights` and test_frozen.py",
+    "parameters unused in some micro-batches": "`parameters unused in some steps`",
+    "parameters of 1 to 9 elements": "tests/ranks, whose parameters have 1, 7, 64 elements",
+    "experts that get no token": "`parameters unused in some steps`",
+    "activation checkpointing, not reentrant": "`activation checkpointing, reentrant`",
+    "`zero.Init`": "`zero.Init`, nested",
+    "`GatheredParameters`, read": "`GatheredParameters`, written",
+    "`GatheredParameters`, written before backward": "`GatheredParameters`, written",
+    "`GatheredParameters`, written where weights are masters": "test_features_training.py",
+    "`safe_get_*`, `safe_set_*`": "test_features_training.py",
+    "gradient accumulation": "test_parity.py",
+    "`zero_grad` between micro-batches": "tests/ranks/test_quantized_owed.py",
+    "evaluation inside steps": "test_inference.py",
+    "generation between steps": "test_inference.py",
+    "BF16": "test_parity.py",
+    "`offload_states`": "test_offload_states.py",
+    "destroyed and started again": "test_interrupted.py",
+    "saved and resumed": "test_checkpoint.py",
+}
+"""Features that ``make test`` trains elsewhere, and where; of all others it tries ``topo``."""
 
 
 def cells() -> list[object]:
-    """Feature by feature; in ``make test`` each under ``topo``, every fifth under another scheme too, these in turn."""
-    found: list[object] = []
-    for index, name in enumerate(FEATURES):
-        for scheme in SCHEMES:
-            soon = scheme == "topo" or (index % 5 == 0 and scheme == OTHERS[index // 5 % len(OTHERS)])
-            found.append((name, scheme) if soon else late(name, scheme))
-    return found
+    """Feature by feature, under each scheme."""
+    soon = [(name, "topo") for name in FEATURES if name not in SHOWN_ELSEWHERE]
+    return [cell if cell in soon else late(*cell) for cell in product(FEATURES, SCHEMES)]
 
 
 def readable() -> list[object]:
-    """Features that no scheme refuses; in ``make test`` every eighth, and those whose steps are unusual."""
-    names = [name for name, feature in FEATURES.items() if not feature.refused]
-    unusual = ("FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU")
-    return often((*names[::8], *unusual), names)
+    """Features that no scheme refuses; in ``make test`` the one that skips steps."""
+    return often(("FP16, overflows",), [name for name, feature in FEATURES.items() if not feature.refused])
 
 
 @pytest.mark.parametrize(("name", "scheme"), cells())
@@ -83,7 +102,10 @@ def test_the_record_knows_every_cell() -> None:
     assert all(list(row) == list(SCHEMES) for row in cells.values())
 
 
-@pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.unlike])
+ACTING = [name for name, feature in FEATURES.items() if feature.unlike]
+
+
+@pytest.mark.parametrize("name", often(set(ACTING) - SHOWN_ELSEWHERE.keys(), ACTING))
 def test_a_feature_that_acts_changes_the_losses(name: str) -> None:
     """By a hundred times what parity allows, else that would say nothing."""
     assert largest_difference(expected(name).losses, expected(FEATURES[name].unlike).losses) > 1e-3

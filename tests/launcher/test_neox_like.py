@@ -13,6 +13,7 @@ import torch
 import zero_topo
 from tests.launcher.neox_like import Args, Pipe, setup
 from tests.launcher.training import EMULATED, Job, advance, close, ds_config, weights
+from tests.marks import late
 from zero_topo.neox.adapt import partitioned
 
 TOPO = {"topology": EMULATED, "scheme": "topo"}
@@ -47,7 +48,7 @@ def test_every_parameter_is_partitioned_when_it_is_built() -> None:
     close(engine)
 
 
-@pytest.mark.parametrize(("block", "optimizer_type"), [(TOPO, "adam"), (SCAPE, "adams")], ids=["topo", "scape"])
+@pytest.mark.parametrize(("block", "optimizer_type"), [late(TOPO, "adam"), (SCAPE, "adams")], ids=["topo", "scape"])
 def test_a_resumed_run_goes_on_as_if_never_stopped(
     block: dict[str, Any], optimizer_type: str, shared_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, block, ds_config
-from tests.marks import late
+from tests.marks import late, often
 
 TOKENS, WIDTH, HEADS = 8, 12, 4
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def stock() -> Result:
     return run(job(None))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", often(("zero++", "topo"), BLOCKS))
 def test_ranks_that_share_a_sequence_train_as_under_stock(name: str) -> None:
     assert_equal(run(job(BLOCKS[name])), stock())
 

@@ -6,58 +6,32 @@ What each mode sends and keeps is proved by threads (`tests/ranks/test_sparse_mo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
 import zero_topo
-from tests.launcher.checkpoints import SAVED_AT, assert_same_bits, job, loaded, save
+from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
 from tests.launcher.training import (
-    ADAMS,
     AGED,
-    DATA_PARALLEL,
     Job,
     advance,
     block,
     largest_difference,
     running,
     start,
-    train,
-    weights,
 )
-from zero_topo.sync.radius import Radius
+from tests.marks import late
 
 NODE: dict[str, Any] = {"optimizer": "node"}
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"delta": "int8"}}
-Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
-INTERVAL = 4
-RADIUS = {"mode": "radius", "density": 0.25, "interval": INTERVAL}
 
 
-@pytest.mark.parametrize(
-    ("plan", "sync", "steps", "ds"),
-    [
-        (DATA_PARALLEL, {"mode": "oktopk", "tau": 4, "tau_prime": 4, "density": 0.1}, 20, {}),
-        (DATA_PARALLEL, {"mode": "radius", "density": 0.25, "interval": 4, "start": 2}, 12, {}),
-        (NODE, {"mode": "scape", "density": 0.1, "warmup": 4}, 20, ADAMS),
-    ],
-    ids=["oktopk", "radius", "scape"],
-)
-def test_a_part_of_the_gradient_or_momentum_trains(
-    plan: dict[str, Any], sync: dict[str, Any], steps: int, ds: dict[str, Any]
-) -> None:
-    """The loss falls, while replicas are compared bit by bit at every step."""
-    losses = train(Job(zero_topo=block("topo", **plan, sync=sync), steps=steps, ds=ds))
-    assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("plan", [{}, NODE], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("plan", [late({}), NODE], ids=["sharded", "replicated"])
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
     """AgedAdamW: the loss falls, and ages are what the sums say."""
     thin = Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED)
@@ -81,83 +55,10 @@ def ages(engine: Any) -> Tensor:
     return torch.cat([state["age"] for state in engine.optimizer.optimizer.state.values()])
 
 
-def own_row(engine: Any) -> Tensor:
-    """The masters of this rank's own row."""
-    masters, flats = engine.optimizer.topo.masters, engine.optimizer.fp32_partitioned_groups_flat
-    return torch.cat([masters.table(flat)[masters.own_row].detach() for flat in flats])
-
-
-@pytest.mark.parametrize("where", ["replicated", "offloaded"])
-def test_the_mask_is_of_the_largest_updates(where: str) -> None:
-    """Of several sub-groups, wherever the masters lie: none off the mask moved more than one of its slice on it."""
-    rows: dict[int, Tensor] = {}
-
-    def before(engine: Any, step: int) -> None:
-        rows[step] = own_row(engine).clone()
-
-    def after(engine: Any, step: int) -> None:
-        mode = engine.optimizer.topo.gradients.mode
-        assert isinstance(mode, Radius)
-        assert mode.report()["resampled"] == (step % INTERVAL == 0)
-        if step % INTERVAL:
-            return
-        mask, moved = mode.mask(mode._state)[mode.peers.index], (own_row(engine) - rows[step]).abs()
-        first = 0
-        for parameter in mode.context.parameters:
-            begin, end = parameter.span
-            if parameter.dims < 2:
-                continue
-            kept = mask[first : first + end - begin]
-            assert int(kept.sum()) == max(1, int(0.25 * (end - begin)))
-            assert moved[begin:end][kept].min() >= moved[begin:end][~kept].max()
-            first += end - begin
-        assert first == mask.numel()
-
-    if where == "offloaded":
-        run = job(block("topo", sync=RADIUS), "bf16", offload_optimizer={"device": "cpu"})
-    else:
-        run = job(block("topo", optimizer="node", sync=RADIUS))
-    train(replace(run, steps=INTERVAL + 1, each_step=before, after_step=after))
-
-
-def test_density_one_is_dense_adams() -> None:
-    """With gradients clipped at 0.5, which they exceed."""
-    sparse, dense = (
-        train(Job(zero_topo=block("topo", **DATA_PARALLEL, **more), steps=6, ds=ADAMS))
-        for more in ({"sync": {"mode": "scape", "density": 1.0}}, {})
-    )
-    assert sparse == pytest.approx(dense, rel=1e-5)
-
-
-def test_adams_in_the_config_is_the_optimizer_alone() -> None:
-    """Without a sparse mode, against one process's AdamS fed the same gradients: bits of a dense run repeat."""
-    run = Job(zero_topo=block("topo"), ds=ADAMS)
-    with running(run) as engine:
-        assert isinstance(engine.optimizer.optimizer, zero_topo.AdamS)
-        advance(run, engine, 0, 1)
-        stats = zero_topo.stats(engine)
-    shard = sum(-(-numel // torch.distributed.get_world_size()) for numel in stats.work.numels)
-    assert stats.memory["optimizer"] == stats.optimizer_itemsize * shard
-
-
 def test_another_optimizer_is_refused_by_the_config() -> None:
     """On every rank, before an engine exists."""
     with pytest.raises(ValueError, match=r'optimizer\.type = "AdamW": sync\.mode = "scape" works with AdamS alone'):
         start(Job(zero_topo=block("topo", optimizer="node", sync={"mode": "scape"})))
-
-
-@pytest.mark.parametrize("more", [{}, {"scheme": "zero++", **Q4}], ids=["topo", "zero++"])
-def test_overlap_gives_the_same_bits(more: dict[str, Any]) -> None:
-    """Sync under the last backward pass and publish under the next forward pass change no weight."""
-    results = []
-    for overlap in (True, False):
-        settings = {"scheme": "topo", "quantize": {}, **more, "overlap": overlap}
-        run = Job(zero_topo=block(**settings), steps=6, micro_batches=2)
-        with running(run) as engine:
-            results.append((advance(run, engine, 0, run.steps), weights(engine)))
-    (losses, mine), (losses_without, theirs) = results
-    assert losses == losses_without
-    assert_same_bits(mine, theirs)
 
 
 def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
@@ -171,31 +72,3 @@ def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
         masters = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
         for name, held in saved.weights.items():
             assert torch.allclose(masters[name].float(), held, rtol=1e-2, atol=1e-2), name
-
-
-@pytest.mark.parametrize("more", [Q8, {"sync": {"mode": "oktopk", "tau": 4, "tau_prime": 4, "density": 0.1}}])
-def test_an_overflow_changes_no_state(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP16: an Inf on one rank makes all skip, as if the step had never been; the residual knows no loss scale."""
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    seen: list[tuple[int, dict[str, Tensor]]] = []
-    aged = more["sync"]["mode"] == "oktopk"
-
-    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        scale = 1e6 if engine.global_steps == 4 and torch.distributed.get_rank() == 3 else 1.0
-        return (engine(x).float() - y.float()).square().mean() * scale
-
-    def record(engine: Any, step: int) -> None:
-        state = engine.optimizer.topo.gradients.mode.state_dict()
-        state |= {"ages": ages(engine)} if aged else {}
-        seen.append((engine.skipped_steps, {key: value.clone() for key, value in state.items()}))
-
-    scaling = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
-    ds = {"fp16": scaling, **(AGED if aged else {})}
-    run = Job(zero_topo=block("topo", **more), steps=8, dtype="fp16", loss=loss, after_step=record, ds=ds)
-    train(run)
-    skipped = [step for step in range(1, 8) if seen[step][0] > seen[step - 1][0]]
-    assert skipped
-    for step in range(1, 8):
-        before, after = seen[step - 1][1], seen[step][1]
-        assert all(torch.equal(before[key], after[key]) for key in before) == (step in skipped)
-    assert max(float(state["residual"].abs().max()) for _, state in seen) < 1.0  # so small are gradients, not scales

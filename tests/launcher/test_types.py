@@ -20,7 +20,7 @@ MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp1
 MODELS += [(torch.bfloat16, "fp32"), (torch.float16, "fp32")]
 TYPES = [None, *DTYPES]
 MIXES = [
-    ((row, column) if (row + column) % 2 else late(row, column))
+    ((row, column) if row == column + 1 else late(row, column))
     for row in range(len(MODELS))
     for column in range(len(TYPES))
 ]

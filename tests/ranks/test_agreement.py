@@ -22,11 +22,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-from benchmarks.bare import fake_world
 from tests.harness import run_threads
-from tests.ranks.worlds import world
 from zero_topo.engine import agreement
-from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.engine.agreement import agree, check_blocks
 from zero_topo.hook import start
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.model import Topology
@@ -101,21 +99,6 @@ def test_a_rank_that_refuses_is_heard_everywhere() -> None:
     assert said.startswith("rank 3 of host n1 refuses: no memory; ")
 
 
-def test_misplaced_ranks_are_told_by_the_names_of_their_hosts() -> None:
-    """Hosts are compared by digests; the names come when they are needed."""
-    machine = Topology("tree", 2, 1, 2)
-    config = world({"scheme": "zero3"}, machine).config
-
-    def rank_main(rank: int) -> str:
-        with pytest.raises(ValueError) as caught:
-            check_agreement(config, CPU)
-        return str(caught.value)
-
-    with patch.object(agreement, "own_seat", lambda machine, device: Seat(f"host{dist.get_rank() % 2}")):
-        (said,) = set(run_threads(4, rank_main))
-    assert "puts ranks 0-1 on node 0, but of these host 'host1' runs 1 and host 'host0' others" in said
-
-
 def test_a_gpu_says_its_address_and_its_package() -> None:
     """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on a CPU."""
     device = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
@@ -135,24 +118,6 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
             seats.append(agreement.own_seat(machine, torch.device(gpu)))
     found = [(seat.bus_id, seat.package) for seat in seats]
     assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
-
-
-def test_seventy_five_thousand_ranks_agree_in_megabytes() -> None:
-    """One table of digests for 75,264 ranks; the machine's order, a sixth of it for each of them, stays where it is."""
-    size = 75_264
-    order = tuple(reversed(range(size)))
-    machine = Topology("frontier", size // 8, 4, 2, order=order, emulated=True)
-    config = world({"scheme": "topo"}, machine).config
-    gathered: list[int] = []
-    gather = dist.all_gather_into_tensor
-
-    def counted(table: torch.Tensor, own: torch.Tensor) -> None:
-        gathered.append(table.nbytes)
-        gather(table, own)
-
-    with fake_world(size, 5), patch.object(dist, "all_gather_into_tensor", counted):
-        check_agreement(config, CPU)
-    assert gathered == [48 * size]
 
 
 # -- settings of DeepSpeed and of the optimizer ------------------------------------------------------------------------

@@ -110,18 +110,6 @@ def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> No
         assert late <= 1.25 * early if dtype == torch.bfloat16 else late <= 0.3 * early
 
 
-def test_large_blocks_cost_little() -> None:
-    """INT4 differences in blocks of 256 instead of 64: a coarser scale, a replica error within the same bound."""
-    late = {}
-    for size in (64, 256):
-        publish = {"delta": "int4", "block_size": size}
-        w = world({"scheme": "topo", "quantize": PLAIN, "publish": publish}, numels=(8 * 1024, 8 * 512))
-        errors = replica_errors(w, torch.float32, 60)
-        assert max(map(max, errors)) <= 2e-3
-        late[size] = sum(sum(some[-20:]) for some in errors)
-    assert 1.05 * late[64] < late[256] < 1.6 * late[64]
-
-
 @pytest.mark.parametrize("scheme", ["topo", "zero++", "zero3"])
 @pytest.mark.parametrize("delta", [None, "int4"])
 def test_overlap_and_the_size_of_runs_change_no_bit(scheme: str, delta: str | None) -> None:
@@ -218,21 +206,3 @@ def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None
         assert sent == expected
 
     run_threads(w.size, rank_main)
-
-
-def test_held_weights_go_to_a_checkpoint_and_back() -> None:
-    """What all ranks hold is not the masters rounded: a resumed run goes on from the very same weights."""
-    w = world(block("topo", "int4"))
-
-    def rank_main(rank: int) -> bool:
-        engine, _ = started(w)
-        engine.weights.publish(masters=masters_of(w, rank, 8, 3, 1e-2))
-        engine.weights.finish()
-        saved = engine.state_dict()
-        fresh, _ = started(w)
-        fresh.weights.own_row.copy_(masters_of(w, rank, 8, 3, 1e-2)[0])
-        fresh.load_state_dict(saved)
-        fresh.restart()
-        return torch.equal(primary(fresh), primary(engine))
-
-    assert all(run_threads(w.size, rank_main))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -25,25 +24,6 @@ from zero_topo.topology.presets import emulated, load_preset
 from zero_topo.versions import torch_has
 
 SPLIT = "torch.distributed.split_group(backend=)"
-
-
-def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
-    """9,408 nodes of 8 ranks: 58,000 groups, of which a rank is in four."""
-    start = time.monotonic()
-    machine = load_preset("frontier", 9408 * 8)
-    plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
-    rank = 40_003
-    with fake_world(machine.world_size, rank):
-        mesh = Mesh(plan, machine, Meter(), plan.hops())
-        pair, node = mesh.hop(1, 2), mesh.hop(1, 8)
-        across, publish = mesh.hop(8, machine.world_size), mesh.route(2, machine.world_size)
-        assert dist.get_process_group_ranks(pair.group) == [40_002, 40_003]
-        assert dist.get_process_group_ranks(node.group) == list(range(40_000, 40_008))
-        assert dist.get_process_group_ranks(across.group) == list(range(3, 75_264, 8))
-        assert publish.size == 37_632 and publish.index == rank // 2
-        assert [(hop.lo, hop.hi) for hop in publish.hops] == [(2, 8), (8, machine.world_size)]
-        assert [hop.domain for hop in (pair, node, across)] == ["gpu", "node", "world"]
-    assert time.monotonic() - start < 20
 
 
 def test_a_destroyed_mesh_lets_go_of_works() -> None:

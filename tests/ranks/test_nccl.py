@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import often
-from tests.nccl import RuleError, nccl_rules
+from tests.nccl import nccl_rules
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
 from zero_topo import AdamS
-from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.transport import Gloo, Group
-from zero_topo.mesh import Mesh
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512, 512)
@@ -89,88 +85,3 @@ def test_a_step_keeps_the_rules(name: str) -> None:
         with lanes(), nccl_rules():
             found = trained(w, mixed=True)
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-
-
-def early(hop: Group, rank: int) -> None:
-    """Changes what is sent before it has waited."""
-    message = torch.zeros(4)
-    work = hop._all_gather(message)
-    message += 1
-    work.wait()
-
-
-def longer(hop: Group, rank: int) -> None:
-    """One rank's message is longer than the others'."""
-    hop._all_gather(torch.zeros(4 + rank // 3)).wait()
-
-
-def other_order(hop: Group, rank: int) -> None:
-    """One rank begins with what the others do last."""
-    for count in (1, 2) if rank else (2, 1):
-        hop._all_gather(torch.zeros(count)).wait()
-
-
-def other_type(hop: Group, rank: int) -> None:
-    """One rank sends another type."""
-    hop._all_gather(torch.zeros(2, dtype=torch.float32 if rank else torch.int32)).wait()
-
-
-def unexpected(hop: Group, rank: int) -> None:
-    """One rank expects a row less from itself and one more from the next than are sent."""
-    hop._all_to_all_uneven(torch.zeros(4, 2), [1, 1, 1, 1], [0, 2, 1, 1] if rank == 0 else [1, 1, 1, 1]).wait()
-
-
-def apart(hop: Group, rank: int) -> None:
-    """Sends every second element as it lies."""
-    hop._all_gather(torch.zeros(8)[::2]).wait()
-
-
-def forgotten(hop: Group, rank: int) -> None:
-    """Nobody waits."""
-    hop._all_gather(torch.zeros(2))
-
-
-def one_by_one(hop: Group, rank: int) -> None:
-    """As on gloo."""
-    one = Gloo(hop.lo, hop.hi, hop.index, hop.group_ranks, hop.domain, hop.group, hop.meter)
-    one._all_gather(torch.zeros(2)).wait()
-
-
-BREAKS: dict[Callable[[Group, int], None], str] = {
-    early: "changed before",
-    longer: "one says all-gather of",
-    other_order: "one says all-gather of",
-    other_type: "another all-gather of 2 x torch.int32",
-    unexpected: "disagree",
-    apart: "strides",
-    forgotten: "never waited for",
-    one_by_one: "point to point",
-}
-
-
-@pytest.mark.parametrize("program", BREAKS, ids=lambda program: program.__name__)
-def test_a_broken_rule_is_named(program: Callable[[Group, int], None]) -> None:
-    """Each of the rules is held."""
-    config = world({"scheme": "zero3"}, emulated(1, 2, 2)).config
-
-    def rank_main(rank: int) -> None:
-        program(Mesh(config.plan, config.topology, Meter(), config.plan.hops()).route(1, 4).hops[0], rank)
-
-    with pytest.raises(RuleError, match=BREAKS[program]), nccl_rules():
-        run_threads(4, rank_main)
-
-
-def test_nothing_has_come_before_it_was_waited_for() -> None:
-    """Until then there is garbage."""
-
-    def rank_main(rank: int) -> tuple[bool, list[float]]:
-        received = torch.zeros(4)
-        work = rules.all_gather_into_tensor(
-            received, torch.tensor([float(rank)]), group=dist.group.WORLD, async_op=True
-        )
-        garbage = bool(received.isnan().all())
-        work.wait()
-        return garbage, received.tolist()
-
-    with nccl_rules() as rules:
-        assert run_threads(4, rank_main) == [(True, [0.0, 1.0, 2.0, 3.0])] * 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_quantized_sync import block, debts, mode, owed_to, residual, train
+from tests.ranks.test_quantized_sync import block, debts, owed_to, residual, train
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import SLOTS, assert_changes_nothing, owned, synced, world
 
@@ -90,28 +90,6 @@ def test_residuals_are_kept_without_the_loss_scale() -> None:
         return torch.cat([row[None], residual(engine)])
 
     assert_changes_nothing(w, rank_main)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("setting", HIERARCHY)
-def test_state_goes_to_a_checkpoint_and_back(setting: str, dtype: torch.dtype) -> None:
-    """What is owed restores bit for bit, over what was there; of another shape or mode it is refused."""
-    w = world(block(setting))
-
-    def rank_main(rank: int) -> bool:
-        engine, _ = train(w, rank, 2, dtype=dtype)
-        saved, debt = copy.deepcopy(engine.state_dict()), residual(engine)
-        fresh, _ = train(w, rank, 3, dtype=dtype)
-        fresh.gradients.scatter(SLOTS, w.grads(rank, 5, dtype), last=False)  # which the load drops
-        fresh.load_state_dict(saved)
-        fresh.restart(torch.zeros(w.columns, dtype=dtype))
-        same = torch.equal(debt, residual(fresh)) and bool(debt.any()) and not owned(fresh).any()
-        rows = [synced(one, w.grads(rank, 6, dtype)) for one in (engine, fresh)]
-        return same and torch.equal(*rows)
-
-    assert all(run_threads(w.size, rank_main))
-    with pytest.raises(ValueError, match=r"needs \{'residual': \(\d, \d+\)\}, but .* \{'residual': \(7, 3\)\}"):
-        run_threads(w.size, lambda rank: mode(w.engine()).load_state_dict({"residual": torch.zeros(7, 3)}))
 
 
 def test_a_save_between_backward_and_step_leaves_out_what_is_owed(caplog: pytest.LogCaptureFixture) -> None:

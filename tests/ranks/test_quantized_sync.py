@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
-from zero_topo.collectives.transport import Group
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.quant import ops, reference
-from zero_topo.quant.operands import View, merged, range_views, read_all, to_members, view_of
-from zero_topo.quant.spec import BlockSpec, Format
+from zero_topo.quant.operands import merged
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -141,38 +135,6 @@ def test_nothing_is_lost_in_any_precision(setting: str, precision: str) -> None:
         assert (arrived + owed[rank] - wanted).norm() < rounding * owed[rank].norm()
 
 
-def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per sender: the sum of its messages = the sum of its gradients minus its present residual, bit for bit late."""
-    w, spec = world({**block(), "overlap": False}), BlockSpec(4, 64)
-    sent: dict[int, list[Tensor]] = defaultdict(list)
-
-    all_to_all = Group._all_to_all
-
-    def noted(group: Group, send: Tensor) -> Any:
-        if send.dim() == 2:  # sync's; the scatter's are [members, destinations, bytes]
-            sent[torch.distributed.get_rank()].append(send.clone())
-        return all_to_all(group, send)
-
-    monkeypatch.setattr(Group, "_all_to_all", noted)
-
-    def rank_main(rank: int) -> tuple[Tensor, Tensor, Any]:
-        engine, _ = train(w, rank, 4)
-        plan, other = w.config.plan, 1 - mode(engine).peers.index
-        (owner,) = (member for member, _ in debts(w, rank, engine))
-        domain = [(step, one) for step in range(4) for one in plan.group(rank, 1, plan.gradients)]
-        given = torch.stack([w.own_columns(owner, w.grads(one, step)) for step, one in domain]).sum(0) / w.size
-        return given, residual(engine)[0], (other, engine.layout)
-
-    for rank, (given, debt, (other, layout)) in enumerate(run_threads(w.size, rank_main)):
-        total = torch.zeros_like(given)
-        for message in sent[rank]:
-            values = torch.zeros(1, layout.columns)
-            pieces = range_views(values, merged(layout.spans(SLOTS), 64), 64)
-            reference.dequantize_reduce(to_members(message[other]), spec, pieces)
-            total += values[0]
-        assert torch.allclose(total, given - debt, atol=1e-6)
-
-
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_overlap_changes_no_bit(setting: str) -> None:
     """Runs synced under the backward pass give what one sync at the step gives, residuals included."""
@@ -190,37 +152,6 @@ def test_overlap_changes_no_bit(setting: str) -> None:
         return torch.cat([rows, residual(engine)])
 
     assert_changes_nothing(world(block(setting)), rank_main)
-
-
-def coarse(pieces: Sequence[View], spec: Format, out: Tensor | None = None, without: int = -1) -> Tensor:
-    """Two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
-    x = read_all(pieces)
-    blocks = pad(x, (0, -x.shape[1] % spec.block_size)).unflatten(1, (-1, spec.block_size))
-    top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
-    x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
-    return ops.quantize([view_of(x[:, None])], spec, out, without)
-
-
-def test_two_bits_need_error_feedback() -> None:
-    """Where quantization is coarse, feeding the error back is the difference between a mean and a bias."""
-    error = {}
-    for feedback in (True, False):
-        w = world(block(error_feedback=feedback))
-
-        def rank_main(rank: int, w: World = w) -> float:
-            engine = w.engine()
-            total = torch.zeros(engine.layout.columns)
-            steps = 40
-            for _ in range(steps):
-                synced(engine, w.grads(rank, 0))  # the same gradient again and again
-                total += owned(engine)
-                engine.end_step(skipped=False)
-            wanted = w.own_mean(rank, 0)
-            return float((total / steps - wanted).norm() / wanted.norm())
-
-        with patch("zero_topo.sync.quantized.quantize", coarse):
-            error[feedback] = max(run_threads(w.size, rank_main))
-    assert error[True] < 0.05 < 0.3 < error[False]
 
 
 def test_no_block_holds_values_of_two_parameters() -> None:

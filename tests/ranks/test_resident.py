@@ -185,27 +185,6 @@ def test_codes_go_on_bit_for_bit_from_a_checkpoint() -> None:
     assert set(run_threads(w.size, rank_main)) == {(True, False)}
 
 
-def test_a_checkpoint_of_nan_resumes_as_nan_in_all_copies() -> None:
-    """A block whose saved scale is NaN is sent like any other: no copy takes it for zeros."""
-    w = world(block(), numels=NUMELS)
-
-    def rank_main(rank: int) -> int:
-        engine = begun(w)
-        masters = masters_of(w, rank, w.size, 1, 1e-3).clone()
-        masters[0, 2] = torch.nan
-        engine.weights.publish(masters=masters)
-        engine.weights.finish()
-        other = w.engine(torch.bfloat16)
-        other.weights.own_row.copy_(masters[0])
-        other.load_state_dict(engine.state_dict())
-        other.restart(masters[0])
-        assert other.weights.gather((0,), "gather_forward").wait()[0].isnan().all()
-        return int(checksum(other.weights.copies()[0]))
-
-    sums = run_threads(w.size, rank_main)
-    assert len({sums[rank] for rank in w.config.plan.group(0, 2, 8)}) == 1
-
-
 def test_debug_checks_see_codes_that_differ() -> None:
     """A flipped bit of one copy is an error on every rank."""
     w = world(block(debug_checks=True), numels=NUMELS)

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.test_sparse_modes import PLACES, mode_of
 from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
@@ -78,7 +79,7 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
 
 
 @pytest.mark.parametrize("mode", RESIDUAL)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", often(("topo", "replicated optimizer"), PLACES))
 def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) -> None:
     """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at random."""
     universal = tmp_path / "universal"

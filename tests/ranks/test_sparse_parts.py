@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, mode_of, sparse_world
 from tests.ranks.worlds import NUMELS, PLAIN, owned, synced, world
-from zero_topo.config.sparse_config import TopkASync
 from zero_topo.topology.presets import emulated
 
 
@@ -42,15 +41,3 @@ def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
         return [engine.run_numel for engine in engines]
 
     assert run_threads(2, rank_main) == [[None, 640, 640]] * 2
-
-
-def test_a_large_model_has_sixteen_runs_at_least() -> None:
-    """So that a run's scratch is small beside the model; a small one has runs of a bucket."""
-    sync = TopkASync(select="run")
-    assert [sync.run_numel(10**9, n) for n in (10**6, 10**9, 10**10, 10**12)] == [
-        60_000_000,
-        62_500_000,
-        625_000_000,
-        10**9,
-    ]
-    assert TopkASync().run_numel(10**9, 10**9) is None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.test_sparse_modes import (
     HIERARCHY,
     MODES,
@@ -23,14 +23,12 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, synced
-from zero_topo.config.sparse_config import GaussianKSync, TopkASync
-from zero_topo.config.tagc_config import TagcSync
 
 START = 2
 ALL = [*MODES, "tagc"]
 
 
-@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("setting", often(("topo", "data parallel"), PLACES))
 @pytest.mark.parametrize("mode", ALL)
 def test_the_first_steps_are_those_of_dense_sync(mode: str, setting: str) -> None:
     """All of the gradient arrives, and nothing is owed; then the mode begins, and nothing is lost."""
@@ -96,37 +94,3 @@ def test_only_steps_that_count_bring_the_next_density(mode: str, what: str) -> N
     """Neither a skipped step nor a restart in the middle of a warm-up changes a bit."""
     w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, start=1, warmup=5, density=0.02)
     check_changes_nothing(w, what, 5)
-
-
-def test_a_density_is_that_of_its_step() -> None:
-    """All before start, the first one's after it, then geometric; without a warm-up at once the last one's."""
-    sync = TopkASync(density=0.01, start=3, warmup=2, start_density=0.25)
-    assert [sync.density_at(step) for step in range(7)] == pytest.approx([1, 1, 1, 0.25, 0.05, 0.01, 0.01])
-    assert sync.busiest.density == 0.25
-    plain = TopkASync(density=0.01, start=1)
-    assert [plain.density_at(step) for step in range(3)] == [1, 0.01, 0.01] and plain.busiest == plain
-    rising = TopkASync(density=0.1, warmup=2, start_density=0.05)
-    assert rising.busiest.density == 0.1
-    tagc = TagcSync(ratio=10, start=3, warmup=2)
-    assert [tagc.scheduled(2).density_at(step) for step in (2, 3, 5)] == pytest.approx([1, 0.25, 0.0125])
-    assert tagc.busiest.theta == 0.75 and TagcSync(ratio=10).busiest.theta is None
-
-
-@pytest.mark.parametrize("sync", [{"start": 1}, {"warmup": 10, "start_density": 0.5}])
-def test_memory_is_told_of_the_step_that_needs_most(sync: dict[str, float]) -> None:
-    """Dense steps, and the first of a warm-up, need more than those that follow."""
-    plan = sparse_world(HIERARCHY["topo"], None, "gaussian_k", NUMELS).config.plan
-    mode = GaussianKSync(density=0.001, value_dtype="bf16")
-    gentle = GaussianKSync.model_validate({**mode.model_dump(), **sync})
-    assert gentle.scratch(plan, 10_000, (10_000,), 4)[0] > mode.scratch(plan, 10_000, (10_000,), 4)[0]
-
-
-def test_a_dense_start_changes_nothing_after_it() -> None:
-    """Thresholds and regions of Ok-Topk are found as in a run that begins there."""
-    late = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS, start=START, density=0.05)
-    at_once = replace(late, config=replace(late.config, sync=late.config.sync.model_copy(update={"start": 0})))
-    begun = run(late, START + 4)
-    direct = run(at_once, 4, lambda rank, step: late.grads(rank, START + step))
-    for found, expected in zip(begun, direct, strict=True):
-        for here, there in zip(found[START:], expected, strict=True):
-            assert torch.equal(here.rows, there.rows) and here.sent == there.sent

@@ -148,15 +148,6 @@ def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
     assert len(said) == 1 and "rank 1 of host unknown did not answer" in said[0]
 
 
-def test_a_slow_rank_is_told_from_one_that_is_gone() -> None:
-    """All answer; the one that still moves is the one that the others wait for."""
-    with watches([waiting(1), moving(), waiting(1)]) as (_, said):
-        heard(said)
-        assert "every rank answers" in said[1][0]
-        assert "rank 1: moves, in forward of step 7, at data.py:3" in said[1][0]
-        assert "did not answer" not in said[0][0]
-
-
 def test_nothing_is_said_while_all_get_on() -> None:
     """However long."""
     with watches([moving(), moving()]) as (_, said):

@@ -146,20 +146,6 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
     assert len(set(run_threads(w.size, rank_main))) == 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_edit_of_a_whole_parameter_reaches_primary_and_secondary(scheme: str) -> None:
-    w = world({"scheme": scheme, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
-
-    def rank_main(rank: int) -> bool:
-        engine, params = loaded(w)
-        engine.weights.gather(SLOTS, "gather_forward").wait()
-        engine.weights.write_back(3, params[3] * 5.0)
-        found = engine.weights.gather(SLOTS, "gather_backward").wait()
-        return torch.equal(found[3], params[3] * 5.0) and torch.equal(found[2], params[2])
-
-    assert all(run_threads(w.size, rank_main))
-
-
 def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
     w = world({"scheme": "topo", "publish": {"dtype": "bf16"}, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
 

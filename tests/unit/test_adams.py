@@ -49,13 +49,6 @@ def test_lists_and_single_tensors_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def test_it_keeps_one_tensor_of_state() -> None:
-    """Half of Adam's."""
-    params, optimizer = stepped(1)
-    for p in params:
-        assert [key for key, value in optimizer.state[p].items() if isinstance(value, Tensor)] == ["exp_avg"]
-
-
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     """Through ``state_dict``, step counts included."""
     params, optimizer = stepped(2)
@@ -67,15 +60,6 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     optimizer.step()
     resumed.step()
     assert all(torch.equal(p, twin) for p, twin in zip(params, twins, strict=True))
-
-
-def test_where_nothing_moves_weights_only_decay() -> None:
-    """Neither momentum nor gradient: ``w *= 1 - lr * weight_decay``, exactly."""
-    w = torch.full((7,), 3.0, requires_grad=True)
-    optimizer = AdamS([w], lr=0.1, weight_decay=0.5)
-    w.grad = torch.zeros(7)
-    optimizer.step()
-    assert torch.equal(w.detach(), torch.full((7,), 3.0) * (1 - 0.1 * 0.5))
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from benchmarks.__main__ import main
 from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.counters import Traffic
-from benchmarks.emulated_cluster.spec import LEVELS, SPECS, LinkRates, Spec
+from benchmarks.emulated_cluster.spec import SPECS, LinkRates, Spec
 from benchmarks.floors import Load, all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
-from benchmarks.recording import save
 from benchmarks.schemes import KNOWN, BenchScheme
 from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
@@ -103,20 +101,6 @@ def test_the_known_schemes_are_accepted(scheme: BenchScheme) -> None:
             with pytest.raises(ValueError, match=r"its first \d+ steps send more than the later ones"):
                 ClusterBench(spec, (scheme,), (1, 8), SETUP)
         ClusterBench(spec, (scheme,), (1, 8), SETUP, warmup=60)
-
-
-def test_the_table_and_the_pictures_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A record with one result per scheme prints one line each, complete, and draws two pictures."""
-    traffic = Traffic({level: (7_000_000, 7_000_000) for level in LEVELS}, {level: (1, 1) for level in LEVELS}, 0)
-    told = {**MEASURED, "counted_steps": 2, "step_seconds": [2.0], "formula": 3.4e6}
-    names = ("stock", "zero3", "topo-q4")
-    rows = [assemble(TINY, told | {"scheme": name, "micro_batches": k}, traffic) for k in (1, 8) for name in names]
-    content = {"results": rows, "spec": TINY.to_json(), "message_bytes": 10**6, "compute_s_per_micro_batch": 0.1}
-    cluster_report.show(content)
-    out = capsys.readouterr().out
-    assert out.count("3.50 MB") == out.count("3.40 MB") == 6 and out.count("1.00x") == 6
-    assert "1.25 - 1.50" in out and cluster_report.STOCK_NOTE in out.replace("\n", " ")
-    assert all(path.stat().st_size > 10_000 for path in save(cluster_report.draw(content), tmp_path))
 
 
 def test_fit_takes_some_schemes_and_predicts_the_others(capsys: pytest.CaptureFixture[str]) -> None:

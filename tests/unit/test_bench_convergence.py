@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import convergence_report
 from benchmarks.choice import schemes_named
 from benchmarks.convergence import CHANGE, Convergence, compare, joined
-from benchmarks.recording import save
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 
@@ -121,18 +118,3 @@ def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
     assert torch.equal(*changed)
     assert 0 < (changed[0] - plain).abs().max() < 10 * CHANGE
     assert torch.equal(plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()]))
-
-
-def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line for each scheme, in percent; stock is compared with nothing."""
-    runs = {"stock": 1.0, "chaos": 1.001, "topo": 1.02}
-    curves = {name: dict.fromkeys((0, 1), curve(level)) for name, level in runs.items()}
-    content = {
-        "results": compare(curves),
-        "curves": {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()},
-        "settings": wanted("topo").settings(),
-    }
-    convergence_report.show(content)
-    out = capsys.readouterr().out
-    assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
-    assert [path.stat().st_size > 10_000 for path in save(convergence_report.draw(content), tmp_path)] == [True]

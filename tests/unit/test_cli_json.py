@@ -7,9 +7,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from tests.commands import Run
 from tests.launching import ROOT
 
 NOISY = """
@@ -52,18 +49,3 @@ def test_without_json_and_behind_dashes_nothing_is_moved() -> None:
     for words in (("a",), ("--", "a", "--json")):
         done = noisy(*words)
         assert done.returncode == 0 and "the table" in done.stdout and "from a compiler" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("topology", "--from", "frontier", "--world-size", "16"),
-        ("plan", "--params", "1B", "--machine", "frontier", "--nodes", "1"),
-        ("simulate", "--model", "gpt2", "--gcds", "16", "--micro-batches", "1"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_commands_print_one_object(words: tuple[str, ...], run: Run) -> None:
-    """In the same process too, where standard output is no descriptor."""
-    status, out, _ = run(*words, "--json")
-    assert status == 0 and isinstance(json.loads(out), dict)

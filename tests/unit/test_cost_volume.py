@@ -276,34 +276,6 @@ def test_topo_on_two_nodes_by_hand() -> None:
     }
 
 
-def test_zero3_sends_everything_over_the_world_every_micro_batch() -> None:
-    sent = step_bytes(resolve(scheme="zero3"), Workload.uniform([8192], itemsize=4, micro_batches=2))
-    inside = {"gather_forward": 3 * 2, "gather_backward": 3 * 2, "scatter": 3 * 2}
-    assert {key: n for key, n in sent.items() if key[1] == "world"} == {(p, "world"): 2 * 1024 * 4 for p in inside}
-    assert {key: n for key, n in sent.items() if key[1] == "node"} == {
-        (phase, "node"): 2 * messages * 1024 * 4 for phase, messages in inside.items()
-    }
-    straight = step_bytes(resolve(scheme="zero3", two_hop=False), Workload.uniform([8192], 4, 2))
-    assert straight == {(phase, "world"): 2 * 7 * 1024 * 4 for phase in inside}
-
-
-def test_persistent_parameters_are_gathered_once_and_exactly() -> None:
-    work = replace(Workload.uniform([8192, 80], micro_batches=5), persistent=(False, True))
-    sent = step_bytes(resolve(scheme="topo"), work)
-    assert sent["gather_exact", "gpu"] == 40 * 2
-    assert sent["gather_forward", "gpu"] == 5 * (4096 + 128)
-
-
-def test_codes_are_published_in_runs_of_their_own_of_any_size() -> None:
-    """Two matrices that fill a run each, with a vector between them that is published with the small matrix."""
-    places: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "world"}
-    work = Workload.uniform([8 * 512, 80, 8 * 512, 90], dims=(2, 1, 2, 2))
-    work = replace(work, run_numel=8 * 512, published=(640, 1024))
-    sent = step_bytes(resolve(**places, quantize=CODES), work)
-    assert sent["publish", "world"] == 640 + 1024 + 16 * 2 + (10 + 12) * 2
-    assert sent["publish", "node"] == 2 * sent["publish", "world"]
-
-
 INT4_SYNC: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}}
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
 

@@ -98,12 +98,6 @@ def table_width(table: str) -> int:
     )
 
 
-def test_a_wide_table_is_found() -> None:
-    """Ten columns of ten letters; a long sentence in few columns wraps."""
-    assert table_width("| abcdefghij " * 10 + "|\n") == 140
-    assert table_width("| one | " + "word " * 100 + "|\n|---|---|\n") == 15
-
-
 def test_ci_runs_the_readmes_command() -> None:
     """CI runs what the README tells a stranger to run, the docs and the check of what is released."""
     script = ROOT / ".ci" / "run"

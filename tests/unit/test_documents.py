@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tests.commands import Run
 from tests.launching import ROOT
@@ -37,14 +36,6 @@ def test_what_a_command_prints_is_what_its_schema_describes(words: tuple[str, ..
     status, out, err = run(*words, "--json")
     assert status in (0, 1) if words[0] == "doctor" else status == 0, err
     document(words[0]).validate_json(out)
-
-
-def test_a_key_that_is_not_described_or_missing_is_noticed(run: Run) -> None:
-    """Else the test above would hold for anything."""
-    told = json.loads(run("check", str(CONFIGS[0]), "--world-size", "8", "--json")[1])
-    for wrong in ({**told, "more": 1}, {key: told[key] for key in told if key != "notes"}):
-        with pytest.raises(ValidationError):
-            document("check").validate_python(wrong)
 
 
 @pytest.mark.parametrize("command", documents())

@@ -18,44 +18,22 @@ from zero_topo.topology import load_preset
 
 FAMILIES = {
     "bert": 109_514_298,
-    "bloom": 16_156_544,
     "clip": 151_277_313,
-    "cohere2": 34_980_831_232,
     "deepseek_v2": 38_612_307_968,
-    "exaone4": 9_429_069_824,
-    "falcon": 6_921_720_704,
     "falcon_h1": 8_514_961_408,
-    "glm4": 9_400_279_040,
     "glm4_moe": 103_481_200_640,
     "gpt_bigcode": 111_446_784,
-    "gpt_neo": 1_315_575_808,
-    "gptj": 6_050_882_784,
-    "granite": 6_738_415_616,
-    "hubert": 94_371_712,
     "granitemoe": 37_039_116_288,
     "jamba": 51_570_323_328,
-    "kimi_linear": 49_133_074_464,
     "llama4_text": 107_769_861_120,
-    "llava": 7_062_902_784,
-    "mamba": 159_308_544,
     "mamba2": 7_285_403_648,
-    "olmo": 6_888_095_744,
     "olmoe": 13_361_612_800,
-    "opt": 125_239_296,
-    "phi": 1_418_270_720,
-    "phi3": 3_821_079_552,
-    "phimoe": 41_872_793_600,
     "rwkv": 7_392_649_216,
-    "stablelm": 2_795_443_200,
-    "starcoder2": 3_030_371_328,
     "t5": 60_506_624,
     "vit": 86_389_248,
-    "zamba2": 2_481_848_336,
 }
 """Parameters of each family's default config, counted on the meta device."""
-DENSE = {"bert", "bloom", "cohere2", "exaone4", "falcon", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo"}
-DENSE |= {"gptj", "granite", "granitemoe", "llama4_text", "olmo", "olmoe", "opt", "phi", "phi3", "phimoe", "stablelm"}
-DENSE |= {"starcoder2"}
+DENSE = {"bert", "glm4_moe", "gpt_bigcode", "granitemoe", "llama4_text", "olmoe"}
 FRONTIER = load_preset("frontier", 64)
 
 

@@ -74,13 +74,6 @@ def test_many_compile_once(toy: Path) -> None:
     assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 1
 
 
-def test_another_source_or_flag_is_another_module(toy: Path) -> None:
-    """What is found in the cache was made from exactly this."""
-    keys = {recipe(toy, []).key(), recipe(toy, [], ("-DX",)).key()}
-    toy.write_text(SOURCE.replace("42", "43"))
-    assert len(keys | {recipe(toy, []).key()}) == 3
-
-
 def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
     """A process killed while compiling leaves a lock file and torch's own: both are nobody's."""
     wanted = recipe(toy, [])
@@ -176,19 +169,6 @@ def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:
         holder.flush()
         with pytest.raises(jit.BuildError, match="process 7 on node001 has been compiling zt_toy"):
             jit.load(wanted, patience_s=0.5)
-
-
-def test_a_failed_compile_leaves_no_module(toy: Path) -> None:
-    """A module is there whole or not at all: the next try compiles again."""
-
-    def fail(directory: Path) -> None:
-        (directory / "zt_toy.so").write_text("half")
-        raise jit.BuildError("zt_toy does not compile: no such luck")
-
-    compiles: list[Path] = []
-    with pytest.raises(jit.BuildError, match="no such luck"):
-        jit.load(jit.Recipe("zt_toy", (toy,), (), fail))
-    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,15 +337,6 @@ def test_hipify_translates_a_copy(csrc: Path, tmp_path: Path, way: str) -> None:
         assert {path.endswith((".hip", "_hip.cpp")) for path in map(str, GPUBuilder().builder().sources)} == {True}
     assert {f"{path.stem}.hip" for path in source_dir().glob("zt_gpu*.cu")} <= names(made)
     assert names(csrc) == there and keys() == before
-
-
-def test_what_an_older_build_for_rocm_left_changes_nothing(csrc: Path) -> None:
-    """Translations beside the sources are neither hashed nor compiled."""
-    before, sources = keys(), [kind().sources() for kind in BUILDERS]
-    for path in csrc.iterdir():
-        (csrc / f"{path.stem}_hip{path.suffix}").write_text("translated")
-        path.with_suffix(".hip").write_text("translated")
-    assert keys() == before and [kind().sources() for kind in BUILDERS] == sources
 
 
 def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:

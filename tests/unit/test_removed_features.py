@@ -20,18 +20,6 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_each_feature_has_a_config_before_and_one_that_starts(name: str, tmp_path: Path, run: Run) -> None:
-    """On 16 and on 384 ranks of Frontier, and 64 GPUs of DGX."""
-    before, after = SECTIONS[name]
-    assert "zero_topo" not in before and "zero_topo" in after
-    file = tmp_path / "after.json"
-    file.write_text(json.dumps(after))
-    for machine, ranks in (("frontier", 16), ("frontier", 384), ("dgx-h100", 64)):
-        status, out, err = run("check", str(file), "--machine", machine, "--world-size", str(ranks))
-        assert (status, err) == (0, ""), out
-
-
 @pytest.mark.parametrize("name", ["MiCS", "LoCo"])
 def test_migrate_writes_what_the_page_shows(name: str, tmp_path: Path, run: Run) -> None:
     before, after = SECTIONS[name]

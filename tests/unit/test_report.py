@@ -134,14 +134,6 @@ def test_report_json_is_what_its_schema_describes(stats: Any, folder: Path, run:
     document("report").validate_json(run("report", str(folder), "--json")[1])
 
 
-def test_report_draws_its_plots(folder: Path) -> None:
-    """Both pictures are PNG files with something in them."""
-    build_report(folder, RUN, [EXACT], **RESULT)
-    for name in ("loss.png", "bytes.png"):
-        data = (folder / name).read_bytes()
-        assert data.startswith(b"\x89PNG") and len(data) > 5_000
-
-
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     """Lines can be read back while the run goes on, and without a folder (other ranks) none is written."""
     lines = read_metrics(folder)

@@ -339,12 +339,6 @@ def section_words(text: str) -> dict[str, int]:
     return {heading: len(body.split()) for heading, _, body in sections}
 
 
-def test_words_of_a_section_are_counted() -> None:
-    """Without the heading, table rows, pictures, comments and fenced code, whose comments are no headings."""
-    text = "# One\n\na b\n\n| x | y |\n|---|---|\n\n```sh\n# no heading\n```\n<!-- z -->\n![p q](r)\n\n## Two\n\nc\n"
-    assert section_words(text) == {"": 0, "# One": 2, "## Two": 1}
-
-
 def test_the_readme_is_short() -> None:
     """It is for a stranger."""
     assert len(README.read_bytes()) <= 9_000

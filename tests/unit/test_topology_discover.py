@@ -62,11 +62,6 @@ def test_what_accelerate_sets_on_cpus_is_not_torchruns() -> None:
     assert shape(discover({**DEEPSPEED, "LOCAL_WORLD_SIZE": "1"})) == (2, 8, 1)
 
 
-def test_every_sample_is_tested() -> None:
-    parameters = test_each_launcher_gives_its_tree.pytestmark[0].args[1]  # type: ignore[attr-defined]
-    assert {path.stem for path in SAMPLES.glob("*.env")} == {name for name, *_ in parameters}
-
-
 def test_a_cyclic_step_on_frontier_is_known_to_the_last_detail() -> None:
     topology = discover(sample("slurm_frontier_cyclic"))
     assert topology.name == "frontier" and topology.links == load_preset("frontier", 8).links
@@ -151,10 +146,6 @@ def test_every_rank_discovers_the_same(name: str) -> None:
 def test_contradicting_launchers_are_refused(name: str, changes: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
         discover(sample(name, **dict(change.split("=") for change in changes.split())))
-
-
-def test_auto_is_what_is_discovered() -> None:
-    assert resolve_topology("auto", DEEPSPEED, 16) == resolve_topology("auto", DEEPSPEED) == discover(DEEPSPEED)
 
 
 def test_auto_without_a_launcher_takes_the_group_for_one_warned_node() -> None:

@@ -49,18 +49,6 @@ def test_tasks_per_node_are_expanded(parts: list[tuple[int, int]]) -> None:
     assert slurm.expand_tasks_per_node(text, "T") == expected
 
 
-@given(st.lists(st.integers(0, 9999), min_size=1, max_size=30, unique=True).map(sorted))
-def test_host_lists_are_expanded_in_order(numbers: list[int]) -> None:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    ranges = ",".join(f"{run[0]:05d}-{run[-1]:05d}" if len(run) > 1 else f"{run[0]:05d}" for run in runs)
-    assert slurm.expand_hosts(f"nid[{ranges}],login1", "L") == [*(f"nid{n:05d}" for n in numbers), "login1"]
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [

@@ -75,13 +75,10 @@ def resumed(
     engine = start(run, seed=99)
     engine.load_checkpoint(str(directory), **options)
     saved = torch.load(directory / "weights.pt")
-    found: dict[str, Any] = {
-        "different": {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()},
-        "owed": owed(engine),
-    }
+    different = {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()}
+    found: dict[str, Any] = {"different": different}
     found["losses"] = advance(run, engine, *STEPS[sys.argv[1]])
     if then:
-        found["owes"] = owed(engine)
         convert(then, engine)
     close(engine)
     return found
@@ -134,10 +131,9 @@ def begun(directory: Path, **more: Any) -> dict[str, Any]:
     run = job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS)
     engine = start(run)
     losses = advance(run, engine, *STEPS["two"])
-    found = {"losses": losses, "owes": owed(engine)}
-    convert(directory, engine)
+    convert(directory, engine, owes="sync" in more)
     close(engine)
-    return found
+    return {"losses": losses}
 
 
 def unbroken() -> dict[str, Any]:
@@ -149,36 +145,25 @@ def unbroken() -> dict[str, Any]:
     return {"losses": losses}
 
 
-def convert(directory: Path, engine: Any) -> None:
-    """Save, have DeepSpeed make a universal checkpoint of it, and carry along what sync owes."""
+def convert(directory: Path, engine: Any, owes: bool = False) -> None:
+    """Save, have DeepSpeed make a universal checkpoint of it, and add the residuals of sync if there are any."""
     engine.save_checkpoint(str(directory), tag="half-way")
-    whole, owes = weights(engine), owed(engine)
+    whole = weights(engine)
     if dist.get_rank() == 0:
         torch.save(whole, directory / "weights.pt")
         saved, universal = directory / "half-way", directory / "universal"
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         folders = {"input_folder": str(saved), "output_folder": str(universal)}
         ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=False))
-        if owes is not None:
+        if owes:
             carry(saved, universal)
     dist.barrier()
 
 
-def owed(engine: Any) -> float | None:
-    """What sync owes, summed over all ranks and elements; None where it owes nothing."""
-    topo = getattr(engine.optimizer, "topo", None)
-    residual = getattr(topo and topo.gradients.mode, "residual", None)
-    if residual is None:
-        return None
-    total = residual.double().sum().view(1)
-    dist.all_reduce(total)
-    return float(total)
-
-
 def two(directory: Path) -> dict[str, Any]:
-    """The run that is to be equalled, the one to be taken up, and one whose sync owes something."""
+    """The run that is to be equalled, the one to be taken up, and one whose sync stores residuals."""
     results = {"unbroken": unbroken(), "topo": begun(directory / "two/dense")}
-    results["sparse"] = begun(directory / "two/sparse", sync=SPARSE)
+    begun(directory / "two/sparse", sync=SPARSE)
     results["rich"] = rich_begun(directory / "two/rich", "2x1x1", "two")
     # on the same ranks, from the ordinary checkpoint: what each rank owes is given back to it
     run = on("2x1x1", "topo", sync=ALL_OF_IT)
@@ -199,11 +184,9 @@ def taken_up_in_place(directory: Path, zero_topo: dict[str, Any]) -> dict[str, A
 def eight(directory: Path) -> dict[str, Any]:
     """What two ranks left, under several schemes on three levels; two of them go on to four ranks."""
     source, sparse = directory / "two/dense", directory / "two/sparse"
-    results = {"zero++": resumed(source, on("2x2x2", "zero++"))}
-    results["topo"] = resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")
+    results = {"topo": resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")}
     results["rich"] = recut(directory / "two/rich", "2x2x2", "topo", 300)
     results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
-    results["sparse"] = resumed(sparse, on("2x2x2", "topo", sync=SPARSE), then=directory / "eight/sparse")
     return results
 
 
@@ -218,9 +201,7 @@ def four(directory: Path) -> dict[str, Any]:
         "plain": resumed(source, on("1x2x2", "topo"), SMALL_SUB_GROUPS, tag="half-way"),
         "topo": resumed(source, on("1x2x2", "topo")),
         "hsdp": resumed(source, on("2x1x2", "hsdp")),
-        "zero++": resumed(source, on("2x1x2", "zero++")),
         "stock": resumed(source, None, stock),
-        "sparse": resumed(directory / "eight/sparse", on("2x1x2", "topo", sync=SPARSE)),
         "hsdp_weights_only": resumed(source, on("2x1x2", "hsdp"), stock, **weights_only),
         "stock_weights_only": resumed(source, None, stock, **weights_only),
     }
