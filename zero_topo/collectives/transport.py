@@ -308,11 +308,11 @@ class Route:
         self.size, self.index = self.hi // self.lo, 0
         for hop in hops:
             self.index += hop.lo // self.lo * hop.index
-        # One cached route for each phase, so that a training step makes none.
+        # Made once for each phase, so that a training step makes none.
         self._metered: dict[str, Route] = {}
 
     def metered(self, phase: str) -> Route:
-        """Return this route with its exchanges counted for a phase; collectives need such a route."""
+        """Return the same groups with their exchanges counted for a phase, as collectives need them."""
         if phase not in self._metered:
             self._metered[phase] = Route(tuple(hop.metered(phase) for hop in self.hops))
         return self._metered[phase]
