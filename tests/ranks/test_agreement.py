@@ -106,7 +106,7 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
     seats = []
     with (
         patch.object(torch.cuda, "get_device_properties", lambda _: device),
-        patch.object(agreement, "ask_tools", lambda: SimpleNamespace(tree=tree)),
+        patch.object(agreement, "ask_tools", lambda: (tree, ())),
     ):
         for gpu, ranks_per_gpu, emulates in [
             ("cuda", 2, False),
