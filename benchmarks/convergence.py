@@ -9,7 +9,7 @@ which training amplifies as it amplifies any rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,11 +65,11 @@ class Convergence:
             raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
         for scheme in self.schemes:
             scheme.resolve(emulated(*self.shape))
-        others = [of.name for of in self.schemes if of.block and of.block.get("quantize") != PLAIN]
-        if self.one_process and (self.setup.bf16 or self.micro_batches > 1 or self.shape[1:] != (1, 1) or others):
+        quantized = any(of.block and of.block.get("quantize") != PLAIN for of in self.schemes)
+        if self.one_process and (self.setup.bf16 or self.micro_batches > 1 or self.shape[1:] != (1, 1) or quantized):
             raise ValueError(
                 "in one process only sync and the optimizer differ: give --fp32, a shape such as 4x1x1, one "
-                f"micro-batch and schemes that quantize nothing else{''.join(f', not {name}' for name in others)}"
+                "micro-batch, and schemes that quantize nothing else"
             )
         unknown = set(self.again) - {_plain(scheme.name) for scheme in self.schemes if self.before}
         if unknown:
@@ -102,12 +102,8 @@ class Convergence:
             if scheme.name != CHAOS or index < self.floors
         ]
         common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
-        return {
-            "setup": asdict(self.setup),
-            **common,
-            **({"one_process": True} if self.one_process else {}),
-            "jobs": jobs,
-        }
+        alone = {"one_process": True} if self.one_process else {}
+        return {"setup": asdict(self.setup), **common, **alone, "jobs": jobs}
 
     def left(self) -> list[dict[str, Any]]:
         """The jobs of seeds of which :attr:`before` lacks one, and those of :attr:`again`.
@@ -143,13 +139,21 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
     settings = wanted.settings()
     jobs = wanted.left()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
+    nodes, gpus, dies = wanted.shape
     done = 0
 
     def stepped(job: Mapping[str, Any], event: str) -> None:
         tick(f"{job['scheme']}, seed {job['seed']}", 1)
 
     tick("starting the ranks", 0)
-    with _results(wanted, jobs, stepped) as results:
+    with ExitStack() as stack:
+        if wanted.one_process:
+            from benchmarks.in_process import train  # imports torch
+
+            results: Iterator[Any] = ((job, train(settings, nodes, stepped, job)) for job in jobs)
+        else:
+            places = on_loopback(nodes * gpus * dies, gpus * dies)
+            results = stack.enter_context(Ranks(PROGRAM, settings | {"jobs": jobs}, places)).results(jobs, stepped)
         for job, curve in results:
             curves.setdefault(job["scheme"], {})[job["seed"]] = curve
             done += 1
@@ -162,20 +166,6 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
             }
             made = record("convergence", settings, {"results": compare(curves), "curves": losses})
             yield made if wanted.before is None else joined(wanted.before, made)
-
-
-@contextmanager
-def _results(
-    wanted: Convergence, jobs: list[dict[str, Any]], stepped: Callable[..., None]
-) -> Iterator[Iterator[tuple[dict[str, Any], dict[str, Any]]]]:
-    settings, (nodes, gpus, dies) = wanted.settings(), wanted.shape
-    if wanted.one_process:
-        from benchmarks.in_process import train  # imports torch
-
-        yield ((job, train(settings, nodes, stepped, job)) for job in jobs)
-        return
-    with Ranks(PROGRAM, settings | {"jobs": jobs}, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
-        yield ranks.results(jobs, stepped)
 
 
 def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ optimizer. Stock, and any scheme with dense sync, trains the data of all ranks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import cache, partial
 from types import MappingProxyType
@@ -37,17 +37,11 @@ text = cache(partial(Corpus.load, None))
 
 
 class Trained(Optimizer):
-    """The optimizer of a job, on FP32 weights in the layout of its gradients, with clipping and a schedule.
-
-    Args:
-        settings: of ``benchmarks convergence``.
-        job: one of its jobs.
-        weights: FP32 ``[rows * columns]``.
-    """
+    """The optimizer of a job, on flat FP32 weights in the layout of their gradients, with clipping and a schedule."""
 
     def __init__(self, settings: Mapping[str, Any], job: Mapping[str, Any], weights: Tensor) -> None:
-        params = TrainingSetup(**settings["setup"]).of_job(job, 1)["optimizer"]["params"]
-        params.pop("torch_adam", None)  # DeepSpeed's key
+        setup = TrainingSetup(**settings["setup"])
+        params = {**setup.deepspeed(None, 1, "AdamS")["optimizer"]["params"], "lr": job.get("lr", setup.lr)}
         self._weights = weights.requires_grad_()
         self._adam = OPTIMIZERS[job["optimizer"]]([weights], **params)
         self._schedule = LambdaLR(self._adam, partial(warm_up_and_cosine, settings["steps"], settings["warmup"]))
@@ -76,7 +70,11 @@ def train(
     sync = (job["block"] or {}).get("sync", {"mode": DENSE})
     threads = 1 if sync["mode"] == DENSE else ranks
 
-    def train_rank(rank: int) -> tuple[list[float], float, GPT]:
+    def loss_of(model: GPT, data: Tensor, seed: int, step: int, of: Iterable[int]) -> Tensor:
+        batches = [batch(data, shape, seed, step, rank) for rank in of]
+        return model(*map(torch.cat, zip(*batches, strict=True)))
+
+    def train_rank(rank: int) -> tuple[list[float], GPT, float]:
         model, losses, sent = deepcopy(start), [], 0.0
         params = list(model.parameters())
         shapes = [param.shape for param in params]
@@ -86,26 +84,26 @@ def train(
         weights = torch.zeros(rows.numel()).index_copy_(0, places, torch.cat([p.detach().view(-1) for p in params]))
         mode.optimizer = Trained(settings, job, weights)
         for step in range(settings["steps"]):
-            data = [batch(corpus.train, shape, seed, step, of) for of in ([rank] if threads > 1 else range(ranks))]
-            loss = model(*map(torch.cat, zip(*data, strict=True)))
+            loss = loss_of(model, corpus.train, seed, step, range(ranks) if threads == 1 else [rank])
             mode.add(torch.autograd.grad(loss, params))
             mode.reduce()
-            sent += mode.end()[1]
+            sent += mode.end()[1] / settings["steps"]
             losses.append(float(loss.detach()))
             with torch.no_grad():
                 for param, values in zip(params, parts(weights[places], shapes), strict=True):
                     param.copy_(values)
             if rank == 0:
                 stepped(job, "step")
-        return losses, sent / settings["steps"], model
+        return losses, model, sent
 
-    curves, sent, models = zip(*run_threads(threads, train_rank, timeout=TIMEOUT_S), strict=True)
+    curves, (model, *_), sent = zip(*run_threads(threads, train_rank, timeout=TIMEOUT_S), strict=True)
     with torch.no_grad():
-        kept = [
-            float(models[0](*batch(corpus.evaluation, shape, EVALUATION_SEED, number, rank)))
+        last = [
+            float(loss_of(model, corpus.evaluation, EVALUATION_SEED, number, range(ranks)))
             for number in range(EVALUATION_BATCHES)
-            for rank in range(ranks)
         ]
-    losses = [sum(of) / threads for of in zip(*curves, strict=True)]
-    crossing = None if threads == 1 else sum(sent) / threads
-    return {"losses": losses, "evaluation": sum(kept) / len(kept), "crossing_bytes": crossing}
+    return {
+        "losses": [sum(of) / threads for of in zip(*curves, strict=True)],
+        "evaluation": sum(last) / len(last),
+        "crossing_bytes": None if threads == 1 else sum(sent) / threads,
+    }
