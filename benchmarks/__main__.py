@@ -165,6 +165,10 @@ class ConvergenceOptions(Outputs):
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
     again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
+    one_process: Annotated[
+        bool,
+        typer.Option("--one-process", help="Ranks are threads, without DeepSpeed: only sync and optimizer differ."),
+    ] = False
 
 
 @app.command("convergence")
@@ -186,6 +190,7 @@ def convergence_command(options: ConvergenceOptions) -> None:
         shape=read_shape(options.shape),
         before=load_record(options.record, "convergence") if options.more else None,
         again=tuple(words_of(options.again)),
+        one_process=options.one_process,
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
 

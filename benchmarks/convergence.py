@@ -8,13 +8,14 @@ which training amplifies as it amplifies any rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.ranks import Ranks, on_loopback
 from benchmarks.records import GrowingRecord, Tick, record
-from benchmarks.schemes import BenchScheme
+from benchmarks.schemes import PLAIN, BenchScheme
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.topology.presets import emulated
 
@@ -41,6 +42,7 @@ class Convergence:
         floors: number of seeds that also train the chaos floor.
         before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not trained again.
         again: schemes to train again, with stock, at every rate: for one whose code has changed.
+        one_process: train in plain data parallelism, without DeepSpeed, by ranks that are threads (``in_process.py``).
 
     Raises:
         ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of other trainings.
@@ -56,12 +58,19 @@ class Convergence:
     floors: int = 3
     before: Mapping[str, Any] | None = None
     again: tuple[str, ...] = ()
+    one_process: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
             raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
         for scheme in self.schemes:
             scheme.resolve(emulated(*self.shape))
+        quantized = any(of.block and of.block.get("quantize") != PLAIN for of in self.schemes)
+        if self.one_process and (self.setup.bf16 or self.micro_batches > 1 or self.shape[1:] != (1, 1) or quantized):
+            raise ValueError(
+                "in one process only sync and the optimizer differ: give --fp32, a shape such as 4x1x1, one "
+                "micro-batch, and schemes that quantize nothing else"
+            )
         unknown = set(self.again) - {_plain(scheme.name) for scheme in self.schemes if self.before}
         if unknown:
             raise ValueError(f"--again {', '.join(sorted(unknown))}: only what --schemes names and --more keeps")
@@ -93,7 +102,8 @@ class Convergence:
             if scheme.name != CHAOS or index < self.floors
         ]
         common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
-        return {"setup": asdict(self.setup), **common, "jobs": jobs}
+        alone = {"one_process": True} if self.one_process else {}
+        return {"setup": asdict(self.setup), **common, **alone, "jobs": jobs}
 
     def left(self) -> list[dict[str, Any]]:
         """The jobs of seeds of which :attr:`before` lacks one, and those of :attr:`again`.
@@ -136,8 +146,15 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
         tick(f"{job['scheme']}, seed {job['seed']}", 1)
 
     tick("starting the ranks", 0)
-    with Ranks(PROGRAM, settings | {"jobs": jobs}, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
-        for job, curve in ranks.results(jobs, stepped):
+    with ExitStack() as stack:
+        if wanted.one_process:
+            from benchmarks.in_process import train  # imports torch
+
+            results: Iterator[Any] = ((job, train(settings, nodes, stepped, job)) for job in jobs)
+        else:
+            places = on_loopback(nodes * gpus * dies, gpus * dies)
+            results = stack.enter_context(Ranks(PROGRAM, settings | {"jobs": jobs}, places)).results(jobs, stepped)
+        for job, curve in results:
             curves.setdefault(job["scheme"], {})[job["seed"]] = curve
             done += 1
             first = wanted.before is None and job["seed"] == jobs[0]["seed"]

@@ -162,8 +162,8 @@ class Mode:
         config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
         parameters = matrices([shape.numel() for shape in shapes])
         parameters = [replace(p, dims=len(shape)) for p, shape in zip(parameters, shapes, strict=True)]
-        self._optimizer = Optimizer()
-        self.engine = bare_engine(config, parameters, moments=self._optimizer.moments)
+        self.optimizer = Optimizer()
+        self.engine = bare_engine(config, parameters, moments=lambda: self.optimizer.moments(self.engine))
         self._shapes = shapes
         self._sparse = self.engine.gradients.mode if isinstance(self.engine.gradients.mode, Sparse) else None
         self.exchange = 0.0
@@ -174,13 +174,13 @@ class Mode:
     def add(self, gradients: Sequence[Tensor]) -> Tensor:
         """Add this rank's gradients to its shard."""
         self.engine.gradients.scatter(range(len(self._shapes)), gradients, last=False)
-        return self._flat(self.engine.gradients.buffer)
+        return self.flat(self.engine.gradients.buffer)
 
     @property
     def residual(self) -> Tensor:
         """What this rank has not sent yet, FP32 ``[n]``."""
         table = self.engine.gradients.buffer
-        return self._flat(torch.zeros_like(table) if self._sparse is None else self._sparse.residual_table())
+        return self.flat(torch.zeros_like(table) if self._sparse is None else self._sparse.residual_table())
 
     def reduce(self) -> None:
         """Run the mode."""
@@ -190,12 +190,12 @@ class Mode:
     def end(self) -> tuple[Tensor, float]:
         """Show the mode an optimizer's step, and end the engine's."""
         rows = self.engine.gradients.optimizer_rows()
-        synced = self._flat(rows)
-        self._optimizer.step(self.engine, rows)
+        synced = self.flat(rows)
+        self.optimizer.step(self.engine, rows)
         self.engine.end_step(skipped=False)
         return synced, sum(n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync")
 
-    def _flat(self, table: Tensor) -> Tensor:
+    def flat(self, table: Tensor) -> Tensor:
         """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
         spans = self.engine.layout.spans(range(len(self._shapes)))
         shards = zip(spans, self._shapes, strict=True)
@@ -301,7 +301,7 @@ class Optimizer:
     def __init__(self) -> None:
         self._weights = self._mean = torch.empty(0)
 
-    def moments(self) -> list[Moment]:
+    def moments(self, engine: Stage3) -> list[Moment]:
         """As an engine asks for them."""
         return [Moment(0, self._mean, BETA)] if self._mean.numel() else []
 

@@ -167,6 +167,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "sparse, long": partial(drift_rows, "sparse-3000"),
         "sparse, large": larger_rows,
         "sparse training": partial(training_rows, "sparse-training"),
+        "sparse, radius": partial(training_rows, "sparse-radius"),
         "sparse, feedback": partial(training_rows, "sparse-feedback"),
         "sparse, rates": rates_rows,
         "sparse, aged": aged_rows,

@@ -53,6 +53,7 @@ SMALLER = {
     "python -m benchmarks faults": "--rounds 1",
     "python -m benchmarks soak": "--steps 160 --every 4",
     "python -m benchmarks formats": "--steps 10 --seeds 1 --floors 0",
+    "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers 1",
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
 ROOTS = ("python -m benchmarks cluster", "python -m benchmarks faults")

@@ -62,6 +62,24 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     assert all(torch.equal(p, twin) for p, twin in zip(params, twins, strict=True))
 
 
+def test_a_weight_moves_by_a_bounded_number_of_learning_rates() -> None:
+    """As docs/sparse.md says: by 0.45 if it had no momentum, whatever the size of its sum, and by at most 1.03 ever."""
+    param = torch.zeros(1000, requires_grad=True)
+    optimizer = AdamS([param], lr=1.0)
+    generator, largest = torch.Generator().manual_seed(1), 0.0
+    for step in range(400):
+        before = param.detach().clone()
+        param.grad = torch.randn(1000, generator=generator) * torch.rand(1000, generator=generator).mul(9).exp()
+        if step < 300:
+            param.grad[:500] = 0
+        optimizer.step()
+        moved = (param.detach() - before).abs()
+        if step == 300:
+            torch.testing.assert_close(moved[:500], torch.full((500,), 0.4472), atol=1e-3, rtol=0)
+        largest = max(largest, float(moved.max()) if step >= 100 else 0.0)
+    assert 0.99 < largest < 1.03
+
+
 def test_a_parameter_without_a_gradient_stays() -> None:
     """And does not count the step."""
     w, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

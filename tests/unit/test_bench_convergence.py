@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.choice import schemes_named
-from benchmarks.convergence import CHANGE, Convergence, compare, joined
+from benchmarks.convergence import CHANGE, Convergence, compare, joined, run
+from benchmarks.schemes import BenchScheme
+from benchmarks.sparse import data_parallel
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 
@@ -59,6 +61,41 @@ def test_muon_trains_its_matrices_at_the_schemes_rate_and_the_others_at_the_benc
         assert (config["optimizer"]["params"]["muon_lr"], config["optimizer"]["params"]["lr"]) == (rate, SETUP.lr)
         assert config["gradient_clipping"] == 0 and config["zero_optimization"]["reduce_scatter"] is False
         assert config["bf16"] == {"enabled": False}
+
+
+def test_in_one_process_a_mode_that_sends_everything_trains_like_dense_sync() -> None:
+    """Within rounding, on two ranks, behind the optimizer that it needs; its bytes are counted."""
+    modes: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("topk_a", "AdamW", {}),
+        ("radius", "AdamW", {"interval": 4, "value_dtype": "fp32"}),
+        ("scape", "AdamS", {}),
+    )
+    schemes = tuple(
+        BenchScheme(mode, data_parallel({"mode": mode, "density": 1.0, **more}), optimizer=optimizer)
+        for mode, optimizer, more in modes
+    )
+    exact = BenchScheme("adams", data_parallel({"mode": "dense"}), optimizer="AdamS")
+    setup = replace(SETUP, bf16=False, lr=1e-3)
+    bench = Convergence((exact, *schemes), setup, 12, (0,), shape=(2, 1, 1), one_process=True)
+    ticks: list[int] = []
+    *_, content = run(bench, lambda _, steps: ticks.append(steps))
+    rows = {row["scheme"]: row for row in content["results"]}
+    curves = {name: torch.tensor(seeds["0"]) for name, seeds in content["curves"].items()}
+    for mode, optimizer, _ in modes:
+        dense = "stock" if optimizer == "AdamW" else "adams"
+        torch.testing.assert_close(curves[mode], curves[dense], atol=1e-5, rtol=0)
+        assert rows[mode]["evaluation"]["loss"] == pytest.approx(rows[dense]["evaluation"]["loss"], abs=1e-5)
+        assert rows[mode]["crossing_bytes"] > 4 * setup.parameters // 2 and rows[dense]["crossing_bytes"] is None
+    assert (curves["adams"] - curves["stock"]).abs().max() > 1e-3 and sum(ticks) == bench.ticks()
+
+
+def test_in_one_process_only_sync_and_the_optimizer_differ() -> None:
+    """What it would not train is refused, with what to give instead."""
+    settings: dict[str, Any] = {"setup": replace(SETUP, bf16=False), "shape": (2, 1, 1), "one_process": True}
+    replace(wanted("topk_a"), **settings)
+    for other in ({"setup": SETUP}, {"shape": (2, 2, 1)}, {"micro_batches": 2}, {"schemes": wanted("topo").schemes}):
+        with pytest.raises(ValueError, match="give --fp32, a shape such as 4x1x1"):
+            replace(wanted("topk_a"), **settings | other)
 
 
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:
