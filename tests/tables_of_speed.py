@@ -54,12 +54,25 @@ def modes_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
 
 def many_rows() -> list[str]:
     """The table of steps of eight micro-batches, from the record committed."""
-    found = _cluster("cluster-t8-modes-8", "zero++").items()
-    rows = [
-        (name, result["uplink_bytes_per_step_per_node"], _median(result), faster)
-        for (name, _), (result, faster) in found
-    ]
-    return [row([f"`{name}`", format_bytes(sent), f"{step:.1f} s", faster]) for name, sent, step, faster in rows]
+    found, rows = _cluster("cluster-t8-modes-8", "zero++"), []
+    for name in ("zero++", "topo-q4", "codes-q4", "topo-ternary"):
+        result, faster = found[name, 8]
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(row([f"`{name}`", sent, f"{_median(result):.1f} s", faster]))
+    return rows
+
+
+def sparse_speed_rows() -> list[str]:
+    """Sparse modes beside torch's all-reduce, with one and eight micro-batches, from the records committed."""
+    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-modes")["settings"]["jobs"]}
+    few, many = (_cluster(name, "all-reduce") for name in ("cluster-t8-modes", "cluster-t8-modes-8"))
+    rows = []
+    for name in ("all-reduce", *QUANTIZED, *TERNARY, *SPARSE):
+        (result, faster), (other, more) = few[name, 1], many.get((name, 8), (None, "-"))
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        step = "-" if other is None else f"{_median(other):.1f} s"
+        rows.append(row([f"`{name}`", optimizers[name], sent, f"{_median(result):.2f} s", faster, step, more]))
+    return rows
 
 
 def sparse_rows() -> list[str]:
@@ -195,7 +208,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, short": cluster_rows_in_short,
         "cluster, large": partial(modes_rows, "zero++", ("zero++", *QUANTIZED, *TERNARY)),
         "cluster, large, 8": many_rows,
-        "cluster, sparse": partial(modes_rows, "topo-q4", (*QUANTIZED, *TERNARY, *SPARSE)),
+        "cluster, sparse": sparse_speed_rows,
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
