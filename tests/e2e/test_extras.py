@@ -33,7 +33,7 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "words", "extra"),
-    [("typer", "plan", "cli"), ("rich", "plan", "cli"), ("matplotlib", "plan --plot x.png", "plot")],
+    [("typer", "plan", "cli"), ("rich", "plan", "cli"), ("matplotlib", "simulate --plot x.png", "plot")],
 )
 def test_a_command_names_the_extra_that_it_needs(missing: str, words: str, extra: str, tmp_path: Path) -> None:
     """In one line."""
