@@ -18,6 +18,8 @@ from zero_topo.quant import ops
 from zero_topo.quant.operands import Change, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
+NO_CODE = 128  # the byte of -128, which no weight has: every weight that is stored so changes
+
 Update = tuple[Sequence[int], Tensor | None, int]
 """Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and the first column."""
 
@@ -85,10 +87,10 @@ class CodeStore:
         return self.codes.held.view(torch.float32)[self._scales_of(slots)]
 
     def begin_anew(self, slots: range, scales: Tensor | None) -> None:
-        """Zero the INT8 weights of some parameters, and their scales but for the given ones.
+        """Forget the INT8 weights of some parameters, and their scales but for the given ones.
 
-        The next publish sends every block that is not zero whole. NaN scales are zeroed too: an unchanged block would
-        not be sent, while the other ranks store zeros for it.
+        The next publish sends every block whole, as the other ranks do not have these scales. Only blocks of zeros
+        without a given scale are not sent, which all ranks store alike.
 
         Args:
             slots: the parameters.
@@ -96,6 +98,9 @@ class CodeStore:
         """
         self.codes.held[self._bytes[slots.start] : self._bytes[slots.stop]].zero_()
         if scales is not None:
+            for slot in slots:
+                blocks = self._ends[slot + 1] - self._ends[slot]
+                self.buffers[slot][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
             self.codes.held.view(torch.float32)[self._scales_of(slots)] = scales.nan_to_num(0.0)
 
     def recode(self, slot: int, rows: Tensor, first: int) -> None:
