@@ -168,6 +168,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "sparse, large": larger_rows,
         "sparse training": partial(training_rows, "sparse-training"),
         "sparse, radius": partial(training_rows, "sparse-radius"),
+        "sparse, scape": partial(training_rows, "sparse-scape"),
         "sparse, feedback": partial(training_rows, "sparse-feedback"),
         "sparse, rates": rates_rows,
         "sparse, aged": aged_rows,
