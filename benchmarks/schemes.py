@@ -160,13 +160,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
             *(
-                _synced(f"scape-{name}-{percent}", {"mode": "scape", "density": percent / 100, **more}, "AdamS")
-                for percent in (10, 1)
-                for name, more in (
-                    ("all", {"select": "all", "warmup": 30}),
-                    ("each", {"select": "parameter", "warmup": 30}),
-                    ("each-dense", {"select": "parameter", "start": 45}),
-                )
+                _synced(name, {"mode": "scape", "density": 0.1, "select": select, "warmup": 30}, "AdamS")
+                for name, select in (("scape-all-10", "all"), ("scape-each-10", "parameter"))
             ),
         )
     }
