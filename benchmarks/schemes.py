@@ -41,7 +41,7 @@ class BenchScheme:
     def job_on(self, topology: Mapping[str, Any]) -> dict[str, Any]:
         """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer`` and others."""
         block = None if self.block is None else {"topology": dict(topology), **self.block}
-        job = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
+        job: dict[str, Any] = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
         job |= {} if self.stage == 3 else {"stage": self.stage}
         return job if self.lr is None else {**job, "lr": self.lr}
 
