@@ -148,13 +148,13 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "select": "parameter"}),
-            # Figure 6 of Radius in 300 steps, of which 15% are dense; the paper's naive top-k has error feedback.
+            # Figure 6 of Radius in 300 steps, the first 15% dense; the paper's naive top-k has error feedback.
             *(
                 _synced(name, {"mode": mode, "density": percent / 100, "start": 45, "value_dtype": "fp32", **more})
                 for percent in (50, 40, 10)
                 for name, mode, more in (
                     (f"topk_a-{percent}", "topk_a", {}),
-                    *((f"radius-{percent}-{steps}", "radius", {"interval": steps}) for steps in (10, 50, 200)),
+                    *((f"radius-{percent}-{steps}", "radius", {"interval": steps}) for steps in (10, 50)),
                 )
             ),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_quantized_sync import block, debts, owed_to, residual, train
+from tests.ranks.test_quantized_sync import block, residual, residuals, summed_residuals, train
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import SLOTS, assert_changes_nothing, owned, synced, world
 
@@ -128,7 +128,7 @@ def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCapture
         saved = copy.deepcopy(engine.state_dict())
         fresh = to.engine(dtype)
         fresh.load_state_dict(saved)
-        return debts(w, rank, engine), [] if lost else debts(to, rank, fresh)
+        return residuals(w, rank, engine), [] if lost else residuals(to, rank, fresh)
 
     results = run_threads(w.size, rank_main)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -138,7 +138,7 @@ def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCapture
         assert "1 rows of a rank's residual of sync are dropped" in line and "zero-topo carry" in line
         return
     assert not said
-    before, after = (owed_to(w, [of[i] for of in results]) for i in range(2))
+    before, after = (summed_residuals(w, [of[i] for of in results]) for i in range(2))
     assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(before, after, strict=True))
 
 

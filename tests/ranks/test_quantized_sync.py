@@ -34,7 +34,7 @@ def mode(engine: Stage3) -> Quantized:
 
 
 def residual(engine: Stage3) -> Tensor:
-    """What the rank owes between steps, ``[other peers, F]``, a copy."""
+    """The residual of the rank between steps, ``[other peers, F]``, a copy."""
     held, own = mode(engine).state_dict()["residual"].float(), mode(engine).peers.index
     return held.clone() if mode(engine).residual is not None else torch.cat([held[:own], held[own + 1 :]])
 
@@ -60,18 +60,18 @@ def train(
     return engine, arrived
 
 
-def debts(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
-    """The members to which a rank owes something, and what."""
+def residuals(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
+    """The members that lack something of a rank, and its residual for each."""
     across = mode(engine).peers
     others = [member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank]
     return list(zip(others, residual(engine), strict=True))
 
 
-def owed_to(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> list[Tensor]:
-    """By rank: what all others owe it."""
+def summed_residuals(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> list[Tensor]:
+    """By rank: the residuals of all others for it."""
     owed = [torch.zeros(w.columns) for _ in range(w.size)]
-    for member, debt in (one for of in found for one in of):
-        owed[member] += debt
+    for member, part in (one for of in found for one in of):
+        owed[member] += part
     return owed
 
 
@@ -93,10 +93,10 @@ def test_what_has_not_arrived_is_owed(setting: str, machine: Topology, how: str,
 
     def rank_main(rank: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         engine, arrived = train(w, rank, steps, before_sync)
-        return arrived, debts(w, rank, engine)
+        return arrived, residuals(w, rank, engine)
 
     results = run_threads(w.size, rank_main)
-    owed = owed_to(w, [found for _, found in results])
+    owed = summed_residuals(w, [found for _, found in results])
     own = torch.ones(w.columns)
     own[-w.config.plan.shard_numel(w.numels[4]) :] += late
     for rank, (arrived, _) in enumerate(results):
@@ -124,10 +124,10 @@ def test_nothing_is_lost_in_any_precision(setting: str, precision: str) -> None:
     def rank_main(rank: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         engine, arrived = train(w, rank, steps, dtype=dtype)
         assert (mode(engine).residual is None) == (dtype == torch.bfloat16)
-        return arrived, debts(w, rank, engine)
+        return arrived, residuals(w, rank, engine)
 
     results = run_threads(w.size, rank_main)
-    owed = owed_to(w, [found for _, found in results])
+    owed = summed_residuals(w, [found for _, found in results])
     every = [w.grads(rank, step, dtype) for rank in range(w.size) for step in range(steps)]
     totals = [torch.stack(of).float().sum(0) / w.size for of in zip(*every, strict=True)]
     for rank, (arrived, _) in enumerate(results):

@@ -138,8 +138,8 @@ def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None
             if step % INTERVAL == 0:
                 torch.testing.assert_close(seen.step.own, waiting, atol=1e-5, rtol=1e-5)
             waiting -= seen.step.own
-            assert all(bool(debt.any()) == (step % INTERVAL != 0) for _, debt in seen.step.debts)
-            assert seen.step.debts
+            assert all(bool(part.any()) == (step % INTERVAL != 0) for _, part in seen.step.residuals)
+            assert seen.step.residuals
 
 
 @pytest.mark.parametrize("setting", PLACES)
@@ -179,7 +179,7 @@ def test_density_one_is_dense(setting: str) -> None:
     for steps, expected in zip(train(w, INTERVAL + 2), dense_rows(w, INTERVAL + 2), strict=True):
         for seen, rows in zip(steps, expected, strict=True):
             torch.testing.assert_close(seen.step.rows, rows, atol=1e-6, rtol=1e-6)
-            assert all(not debt.any() for _, debt in seen.step.debts)
+            assert all(not part.any() for _, part in seen.step.residuals)
 
 
 Disturbance = Callable[[Run, int], None]
@@ -241,9 +241,9 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     assert_undisturbed("topo", disturb, lambda step, group: 0.0 if step == INTERVAL else RATE)
 
 
-def owes(steps: Sequence[Seen]) -> list[bool]:
-    """At which steps anything is owed."""
-    return [any(bool(debt.any()) for _, debt in seen.step.debts) for seen in steps]
+def has_residual(steps: Sequence[Seen]) -> list[bool]:
+    """At which steps there is a residual."""
+    return [any(bool(part.any()) for _, part in seen.step.residuals) for seen in steps]
 
 
 def test_the_first_steps_are_dense() -> None:
@@ -252,14 +252,14 @@ def test_the_first_steps_are_dense() -> None:
     for steps in train(radius_world("data parallel", start=start), start + INTERVAL + 2):
         empty = [not seen.after.any() for seen in steps]
         assert empty == [True] * start + [False] * (INTERVAL + 2)
-        assert owes(steps) == [False] * (start + 1) + [True] * (INTERVAL - 1) + [False, True]
+        assert has_residual(steps) == [False] * (start + 1) + [True] * (INTERVAL - 1) + [False, True]
 
 
 def test_a_learning_rate_of_zero_chooses_nothing() -> None:
     """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
     rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
     for steps in train(radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]):
-        assert owes(steps) == [
+        assert has_residual(steps) == [
             False,
             False,
             False,

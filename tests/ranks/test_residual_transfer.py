@@ -67,9 +67,9 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
         return list(zip(owed.owners, mode_of(engine).residual_table(), strict=True))
 
     total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
-    for debts in run_threads(w.size, rank_main):
-        for owner, debt in debts:
-            total[owner] += debt
+    for residuals in run_threads(w.size, rank_main):
+        for owner, part in residuals:
+            total[owner] += part
     rows, begin, sums = torch.stack([total[owner] for owner in range(w.size)]), 0, {}
     for index, numel in enumerate(w.numels):
         width = w.config.plan.shard_numel(numel)

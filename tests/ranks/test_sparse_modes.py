@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     own: Tensor
     rows: Tensor
-    debts: list[tuple[int, Tensor]]
+    residuals: list[tuple[int, Tensor]]
     sent: int
     report: dict[str, float]
 
@@ -70,9 +70,9 @@ def observed(engine: Stage3) -> Step:
     rows, own = engine.gradients.optimizer_rows().clone(), owned(engine)
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    debts = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
+    residuals = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
-    return Step(own, rows, debts, sent, mode.report())
+    return Step(own, rows, residuals, sent, mode.report())
 
 
 def run(
@@ -98,8 +98,8 @@ def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
     for step in range(steps):
         owed: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
         for found in results:
-            for member, debt in found[step].debts:
-                owed[member] += debt
+            for member, part in found[step].residuals:
+                owed[member] += part
         for rank in range(w.size):
             arrived[rank] += results[rank][step].own
             due[rank] += w.own_mean(rank, step)
@@ -168,7 +168,7 @@ def test_density_one_is_dense(mode: str, setting: str) -> None:
     w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
     for found, expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
         torch.testing.assert_close(found[0].rows, expected[0], atol=1e-6, rtol=1e-6)
-        assert all(not debt.abs().max() > 1e-6 for _, debt in found[0].debts)
+        assert all(not part.abs().max() > 1e-6 for _, part in found[0].residuals)
 
 
 def check_changes_nothing(w: World, what: str, steps: int) -> list[Tensor]:

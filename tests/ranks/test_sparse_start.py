@@ -38,9 +38,9 @@ def test_the_first_steps_are_those_of_dense_sync(mode: str, setting: str) -> Non
     for found, expected in zip(results, dense_rows(w, START), strict=True):
         for step in range(START):
             torch.testing.assert_close(found[step].rows, expected[step], atol=1e-6, rtol=1e-6)
-            assert not any(bool(debt.any()) for _, debt in found[step].debts)
+            assert not any(bool(part.any()) for _, part in found[step].residuals)
             assert found[step].report["density"] == found[step].report["density_asked"] == 1
-        assert any(bool(debt.any()) for _, debt in found[START].debts) or mode == "gaussian_k"
+        assert any(bool(part.any()) for _, part in found[START].residuals) or mode == "gaussian_k"
     check_nothing_is_lost(w, results)
 
 

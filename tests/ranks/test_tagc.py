@@ -142,7 +142,9 @@ def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
     assert all(found[0].report["beside"] > 1000 and found[0].report["ratio"] == 4 for found in results)
     assert all(found[0].report["estimated"] == 0 for found in results)
     for rank, found in enumerate(results):
-        owed = sum((debt for other in results for member, debt in other[0].debts if member == rank), torch.zeros(()))
+        owed = sum(
+            (part for other in results for member, part in other[0].residuals if member == rank), torch.zeros(())
+        )
         due = w.own_mean(rank, 0) * w.own_columns(rank, [hot])
         torch.testing.assert_close(found[0].own + owed, due, atol=2e-5, rtol=1e-5)
 

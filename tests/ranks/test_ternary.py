@@ -68,7 +68,7 @@ def test_the_sums_are_the_same_in_every_plan() -> None:
     worlds = [sparse_world(plan, 3, "ternary", (30_000,)) for plan in PLANS.values()]
     for sharded, everywhere in zip(*(run(w, 3) for w in worlds), strict=True):
         for one, other in zip(sharded, everywhere, strict=True):
-            assert torch.equal(one.own, other.own) and torch.equal(one.debts[0][1], other.debts[0][1])
+            assert torch.equal(one.own, other.own) and torch.equal(one.residuals[0][1], other.residuals[0][1])
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def begun(directory: Path, **more: Any) -> dict[str, Any]:
     run = job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS)
     engine = start(run)
     losses = advance(run, engine, *STEPS["two"])
-    convert(directory, engine, owes="sync" in more)
+    convert(directory, engine, residuals="sync" in more)
     close(engine)
     return {"losses": losses}
 
@@ -145,7 +145,7 @@ def unbroken() -> dict[str, Any]:
     return {"losses": losses}
 
 
-def convert(directory: Path, engine: Any, owes: bool = False) -> None:
+def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
     """Save, have DeepSpeed make a universal checkpoint of it, and add the residuals of sync if there are any."""
     engine.save_checkpoint(str(directory), tag="half-way")
     whole = weights(engine)
@@ -155,7 +155,7 @@ def convert(directory: Path, engine: Any, owes: bool = False) -> None:
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         folders = {"input_folder": str(saved), "output_folder": str(universal)}
         ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=False))
-        if owes:
+        if residuals:
             carry(saved, universal)
     dist.barrier()
 
