@@ -380,6 +380,34 @@ void row_largest(const at::Tensor &x, const at::Tensor &indices) {
     });
 }
 
+// (elements of a block, those chosen, low bits of a position, dtype of a scale)
+zt_ternary ternary_of(Numbers form) {
+    TORCH_CHECK(form.size() == 4, "the form of a packet is four numbers");
+    return {count_of(form[0]), count_of(form[1]), count_of(form[2]), count_of(form[3])};
+}
+
+at::Tensor ternary_encode(const at::Tensor &x, const at::Tensor &indices, Numbers form, const at::Tensor &packets) {
+    std::atomic<int64_t> total{0};
+    const int64_t blocks = x.size(0) / packets.size(0);
+    split(packets.size(0), grain / (blocks * x.size(1)), [&](zt_range rows) {
+        int64_t count = 0;
+        const int status = zt_cpu_ternary_encode(ternary_of(form), x.data_ptr<float>(), indices.data_ptr<int64_t>(),
+                                                 blocks, packets.data_ptr<uint8_t>(), packets.size(1), rows, &count);
+        total += count;
+        return status;
+    });
+    return number(total);
+}
+
+void ternary_decode(const at::Tensor &packets, const at::Tensor &begins, Numbers form, const at::Tensor &indices,
+                    const at::Tensor &values) {
+    split(begins.size(0), grain / indices.numel() * begins.size(0), [&](zt_range rows) {
+        return zt_cpu_ternary_decode(ternary_of(form), packets.data_ptr<uint8_t>(), packets.size(1),
+                                     begins.data_ptr<int64_t>(), begins.size(1), indices.data_ptr<int64_t>(),
+                                     values.data_ptr<float>(), rows);
+    });
+}
+
 void sketch_insert(const at::Tensor &x, int64_t seed, const at::Tensor &sketch) {
     const int64_t n = x.size(1), rows = sketch.size(1);
     for (int64_t member = 0; member < x.size(0); ++member)
@@ -427,6 +455,8 @@ void serve(const std::string &key) {
     ZT_KERNEL(aged_adamw);
 #ifndef ZT_FOR_GPU
     ZT_KERNEL(row_largest);
+    ZT_KERNEL(ternary_encode);
+    ZT_KERNEL(ternary_decode);
 #endif
 }
 

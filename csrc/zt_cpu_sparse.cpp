@@ -219,6 +219,144 @@ extern "C" int zt_cpu_row_largest(const float *x, int64_t columns, int64_t k, in
     return ZT_OK;
 }
 
+namespace {
+
+/* Where the parts of a packet begin: bits, but for the scales, which begin at a byte. */
+struct Packet {
+    int64_t high_bits; /* of one block */
+    int64_t lows;
+    int64_t signs;
+    int64_t scales;
+    int64_t bytes;
+
+    Packet(zt_ternary form, int64_t blocks)
+        : high_bits(form.picks + (form.block >> form.low)),
+          lows(blocks * high_bits),
+          signs(lows + blocks * form.picks * form.low),
+          scales((signs + blocks * form.picks + 7) / 8),
+          bytes(scales + blocks * size_of_element(form.dtype)) {}
+};
+
+int check_ternary(zt_ternary form, int64_t blocks, int64_t bytes, zt_range rows) {
+    if (!valid_dtype(form.dtype)) return ZT_BAD_DTYPE;
+    if (form.block < 1 || form.block > 1 << 15 || form.picks < 1 || form.picks > form.block) return ZT_BAD_SIZE;
+    if (form.low < 0 || form.low > 14 || blocks < 1 || blocks > kMost / form.block) return ZT_BAD_SIZE;
+    if (bytes != Packet(form, blocks).bytes) return ZT_BAD_SIZE;
+    return inside(rows, kMost / blocks / form.block) ? ZT_OK : ZT_BAD_RANGE;
+}
+
+/* Sets bits from number `at` on, which are 0; other parts of the packet share the first and the last byte. */
+struct Bits {
+    uint8_t *next;
+    uint32_t held;
+    int32_t count;
+
+    Bits(uint8_t *bits, int64_t at) : next(bits + at / 8), held(0), count(static_cast<int32_t>(at % 8)) {}
+    void append(uint32_t value, int32_t length) {
+        held |= value << count;
+        for (count += length; count >= 8; count -= 8, held >>= 8) *next++ |= static_cast<uint8_t>(held);
+    }
+    void end() {
+        if (held) *next |= static_cast<uint8_t>(held);
+    }
+};
+
+/* Sixteen bits from number `at` on; those at `end` and after it are 0. */
+uint32_t get(const uint8_t *bits, int64_t at, int64_t end) {
+    uint32_t value = 0;
+    for (int64_t byte = at / 8, i = 0; i < 3 && 8 * byte < end; ++byte, ++i)
+        value |= static_cast<uint32_t>(bits[byte]) << (8 * i);
+    return value >> at % 8 & 0xffff;
+}
+
+/* The elements that are not zero in the order of their positions; a zero repeats the one before it, or the first. */
+int64_t encode_block(zt_ternary form, const float *x, const int64_t *indices, int64_t number, const Packet &packet,
+                     uint8_t *out) {
+    double sum = 0;
+    int64_t count = 0, first = form.block;
+    for (int32_t j = 0; j < form.picks; ++j) {
+        const float value = x[indices[j]];
+        sum += std::fabs(value);
+        count += value != 0;
+        if (value != 0 && indices[j] < first) first = indices[j];
+    }
+    int64_t place = first % form.block;
+    Bits lows(out, packet.lows + number * form.picks * form.low), signs(out, packet.signs + number * form.picks);
+    for (int32_t j = 0; j < form.picks; ++j) {
+        if (x[indices[j]] != 0) place = indices[j];
+        const int64_t one = number * packet.high_bits + (place >> form.low) + j;
+        out[one / 8] |= static_cast<uint8_t>(1u << one % 8);
+        lows.append(place & ((1u << form.low) - 1), form.low);
+        signs.append(x[place] < 0, 1);
+    }
+    lows.end();
+    signs.end();
+    const auto scale = static_cast<float>(sum / static_cast<double>(count ? count : 1));
+    uint8_t *end = out + packet.scales + number * size_of_element(form.dtype);
+    if (form.dtype == ZT_FP32)
+        memcpy(end, &scale, 4);
+    else
+        kernels(ZT_BEST)->narrow(reinterpret_cast<const uint8_t *>(&scale), 1, {end, form.dtype});
+    return count;
+}
+
+void decode_block(zt_ternary form, const uint8_t *in, int64_t number, const Packet &packet, int64_t begin,
+                  int64_t *indices, float *values) {
+    float scale;
+    uint8_t *at = const_cast<uint8_t *>(in) + packet.scales + number * size_of_element(form.dtype);
+    if (form.dtype == ZT_FP32)
+        memcpy(&scale, at, 4);
+    else
+        kernels(ZT_BEST)->widen({at, form.dtype}, 1, reinterpret_cast<uint8_t *>(&scale));
+    const int64_t ones_end = (number + 1) * packet.high_bits, lows_end = packet.signs;
+    const int64_t signs = packet.signs + number * form.picks;
+    int64_t one = number * packet.high_bits, before = -1;
+    for (int32_t j = 0; j < form.picks; ++j, ++one) {
+        while (one < ones_end && !(in[one / 8] >> one % 8 & 1)) ++one;
+        const uint32_t low = get(in, packet.lows + (number * form.picks + j) * form.low, lows_end);
+        const int64_t place = (one - number * packet.high_bits - j) << form.low | (low & ((1u << form.low) - 1));
+        const bool negative = in[(signs + j) / 8] >> (signs + j) % 8 & 1;
+        indices[j] = begin + place;
+        values[j] = place == before ? 0 : negative ? -scale : scale;
+        before = place;
+    }
+}
+
+}  // namespace
+
+extern "C" int zt_cpu_ternary_encode(zt_ternary form, const float *x, const int64_t *indices, int64_t blocks,
+                                     uint8_t *packets, int64_t bytes, zt_range rows, int64_t *count) {
+    const int status = check_ternary(form, blocks, bytes, rows);
+    if (status != ZT_OK) return status;
+    if (!count || (rows.end > rows.begin && (!x || !indices || !packets))) return ZT_BAD_SIZE;
+    const Packet packet(form, blocks);
+    *count = 0;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+        memset(packets + row * bytes, 0, static_cast<size_t>(packet.scales));
+        for (int64_t number = 0; number < blocks; ++number) {
+            const int64_t block = row * blocks + number;
+            *count += encode_block(form, x + block * form.block, indices + block * form.picks, number, packet,
+                                   packets + row * bytes);
+        }
+    }
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_ternary_decode(zt_ternary form, const uint8_t *packets, int64_t bytes, const int64_t *begins,
+                                     int64_t blocks, int64_t *indices, float *values, zt_range rows) {
+    const int status = check_ternary(form, blocks, bytes, rows);
+    if (status != ZT_OK) return status;
+    if (rows.end > rows.begin && (!packets || !begins || !indices || !values)) return ZT_BAD_SIZE;
+    const Packet packet(form, blocks);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+        for (int64_t number = 0; number < blocks; ++number) {
+            const int64_t block = row * blocks + number;
+            decode_block(form, packets + row * bytes, number, packet, begins[block], indices + block * form.picks,
+                         values + block * form.picks);
+        }
+    return ZT_OK;
+}
+
 extern "C" int zt_cpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch,
                                     zt_range lanes) {
     return zt_cpu_sketch_insert_at(x, n, seed, rows, sketch, lanes, ZT_BEST);

@@ -166,6 +166,23 @@ int zt_cpu_compact_above(const void *x, int32_t dtype, float threshold, zt_range
  * their columns in ascending order, [rows, k]. */
 int zt_cpu_row_largest(const float *x, int64_t columns, int64_t k, int64_t *indices, zt_range rows);
 
+/* Signs of chosen elements of blocks, with one scale for each block. */
+typedef struct zt_ternary {
+    int32_t block; /* elements, at most 2^15 */
+    int32_t picks; /* chosen of each */
+    int32_t low;   /* low bits of a position that are sent unchanged, fewer than 15 */
+    int32_t dtype; /* of the scale */
+} zt_ternary;
+
+/* Rows of `blocks` blocks, FP32 x [rows, blocks, block] and the ascending positions [rows, blocks, picks] -> packets of
+ * `bytes` each, as ops.ternary_encode describes them; *count gets the number of elements that are not zero, which are
+ * sent. The scale is the mean of their magnitudes, summed in FP64. */
+int zt_cpu_ternary_encode(zt_ternary form, const float *x, const int64_t *indices, int64_t blocks, uint8_t *packets,
+                          int64_t bytes, zt_range rows, int64_t *count);
+/* Back: begins [rows, blocks] is added to the positions in each block; indices and values [rows, blocks, picks]. */
+int zt_cpu_ternary_decode(zt_ternary form, const uint8_t *packets, int64_t bytes, const int64_t *begins, int64_t blocks,
+                          int64_t *indices, float *values, zt_range rows);
+
 /* A count sketch of n FP32 elements: blocks of ZT_SKETCH_LANES elements, `rows` >= 3 rows of as many lanes. Block b
  * goes into rows zt_sketch_row(seed, b, j, rows), j = 0, 1, 2, one in each third of the rows, each time with
  * zt_sketch_sign; its lane stays. Sums are FP32, blocks in ascending order. */

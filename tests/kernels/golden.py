@@ -324,6 +324,7 @@ def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype
     """Masks, sketches, and picks of these dtypes."""
     check_masks(backend, device)
     check_rows(backend, device)
+    check_ternary(backend, device)
     check_sketch(backend, device)
     check_aged_adamw(backend, device)
     for dtype in dtypes:
@@ -414,6 +415,37 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
             reference.row_largest(case, wanted)
             backend.row_largest(case.to(device), actual)
             assert_same(actual.cpu(), wanted, f"row_largest {rows} {columns} {k}")
+
+
+def check_ternary(backend: Any, device: str = "cpu") -> None:
+    """Packets, counts, positions and values: few elements that are not zero, none, NaN, infinity; all dtypes."""
+    shapes = ((3, 2, 4096, 205, 4), (1, 5, 4096, 41, 6), (2, 1, 4096, 4096, 0), (2, 3, 64, 1, 6), (1, 1, 1, 1, 0))
+    for (rows, blocks, block, k, low), dtype in product(shapes, range(len(FLOATS))):
+        form, x = [block, k, low, dtype], values(rows * blocks * block, torch.float32, k).view(-1, block)
+        size = -(-blocks * (k + (block >> low) + k * (low + 1)) // 8) + blocks * FLOATS[dtype].itemsize
+        begins = torch.arange(rows * blocks).view(rows, blocks) * 100_000
+        few = x * (torch.arange(block) % 37 == 5)
+        for case in (x, few, few.abs() - few, torch.zeros_like(x), torch.where(x > 1, torch.nan, x), x.sign()):
+            indices = torch.empty(len(x), k, dtype=torch.int64)
+            reference.row_largest(case, indices)
+            wanted, packets = (torch.full((rows, size), 0xA5, dtype=torch.uint8, device=at) for at in ("cpu", device))
+            count = reference.ternary_encode(case, indices, form, wanted)
+            assert int(backend.ternary_encode(case.to(device), indices.to(device), form, packets)) == int(count)
+            what = f"ternary {rows} {blocks} {block} {k} {dtype}"
+            scales = size - blocks * FLOATS[dtype].itemsize
+            assert_same(packets.cpu()[:, :scales], wanted[:, :scales], what)
+            one, other = (x[:, scales:].reshape(-1).clone().view(FLOATS[dtype]) for x in (packets.cpu(), wanted))
+            assert_same(one, other, what)  # any NaN
+            decoded = [
+                (torch.full((indices.numel(),), -7, device=at), torch.full((indices.numel(),), 9.0, device=at))
+                for at in ("cpu", device)
+            ]
+            reference.ternary_decode(wanted, begins, form, *decoded[0])
+            backend.ternary_decode(packets, begins.to(device), form, *decoded[1])
+            for one, other in zip(*decoded, strict=True):
+                assert_same(other.cpu(), one, what)
+            sent = torch.zeros(begins.numel() * 100_000).index_add_(0, *decoded[0])
+            assert int(sent.count_nonzero()) == int(count), what
 
 
 def check_sketch(backend: Any, device: str = "cpu") -> None:

@@ -210,6 +210,9 @@ class GpuLibrary:
         """Torch's own selection, as on a GPU."""
         reference.row_largest(x, indices)
 
+    ternary_encode = staticmethod(reference.ternary_encode)
+    ternary_decode = staticmethod(reference.ternary_decode)
+
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """Sketch of x."""
         self.call("sketch_insert", x.data_ptr(), *x.shape, seed, sketch.shape[1], sketch.data_ptr())

@@ -135,7 +135,14 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
         backend.compact_above(x, 0.0, fenced.tensor(found // 2, torch.int64), fenced.tensor(found // 2, dtype))
         if dtype == torch.float32:
             k = -(-n // 20)
-            backend.row_largest(x.view(1, n), fenced.tensor(k, torch.int64).view(1, k))
+            largest = fenced.tensor(k, torch.int64).view(1, k)
+            backend.row_largest(x.view(1, n), largest)
+            if n <= 1 << 15:
+                form, size = [n, k, 3, 0], -(-(k + (n >> 3) + 4 * k) // 8) + 4
+                packet = fenced.tensor(size, torch.uint8).view(1, size)
+                backend.ternary_encode(x.view(1, n), largest, form, packet)
+                begins, values = fenced.tensor(1, torch.int64).zero_().view(1, 1), fenced.tensor(k, torch.float32)
+                backend.ternary_decode(packet, begins, form, fenced.tensor(k, torch.int64), values)
         for spec in FENCED:
             rows = n // 2 + 1
             last = 3 * (rows + 4) + rows - 7  # the second member's

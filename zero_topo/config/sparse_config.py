@@ -498,7 +498,8 @@ class TernarySync(SparseSync):
     @property
     def low_bits(self) -> int:
         """Return the low bits of a position that are sent unchanged: the number that makes the block shortest."""
-        return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: self.picks * low + (TERNARY_BLOCK >> low))
+        picks = self.picks
+        return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: picks * low + (TERNARY_BLOCK >> low))
 
     @property
     def high_bits(self) -> int:

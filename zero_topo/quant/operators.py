@@ -47,6 +47,8 @@ SCHEMAS = (
     "count_above(Tensor x, float threshold) -> Tensor",
     "compact_above(Tensor x, float threshold, Tensor(a!) indices, Tensor(b!) values) -> Tensor",
     "row_largest(Tensor x, Tensor(a!) indices) -> ()",
+    "ternary_encode(Tensor x, Tensor indices, int[] form, Tensor(a!) packets) -> Tensor",
+    "ternary_decode(Tensor packets, Tensor begins, int[] form, Tensor(a!) indices, Tensor(b!) values) -> ()",
     "sketch_insert(Tensor x, int seed, Tensor(a!) sketch) -> ()",
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
     "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "

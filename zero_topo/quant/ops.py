@@ -314,6 +314,69 @@ def row_largest(x: Tensor, k: int) -> Tensor:
     return indices
 
 
+def ternary_encode(x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Encode elements of blocks as signs with one scale a block, the mean of their magnitudes.
+
+    A packet has the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``): the upper
+    bits of the positions, the lower ones, and the signs. The scales follow, from the next byte on. An element that is
+    zero is not sent: it repeats the position before it, or the first of those after it.
+
+    Args:
+        x: FP32 ``[rows * blocks of a row, block]``, contiguous; a block has at most 2**15 elements.
+        rows: rows, each of which becomes one packet.
+        indices: int64 ``[rows * blocks of a row, k]``, ascending positions in each block, each once.
+        low_bits: low bits of a position that are sent unchanged.
+        dtype: dtype of the scales.
+
+    Returns:
+        The packets, uint8 ``[rows, bytes]``, and the number of elements sent, int64 ``[1]``.
+
+    Raises:
+        ValueError: for another dtype or layout of ``x`` or ``indices``.
+    """
+    form = _ternary_form(x.shape[-1], indices.shape[-1], low_bits, dtype)
+    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_vector("indices", indices.view(-1), (torch.int64,), len(x) * form[1])
+    packets = torch.empty(rows, _ternary_bytes(form, len(x) // max(rows, 1)), dtype=torch.uint8, device=x.device)
+    return packets, OPS.ternary_encode.default(x, indices, form, packets) if packets.numel() else _zero(x)
+
+
+def ternary_decode(
+    packets: Tensor, begins: Tensor, block: int, k: int, low_bits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Decode packets of :func:`ternary_encode`; an element that was not sent has the value 0, so values may be added.
+
+    Args:
+        packets: uint8 ``[rows, bytes]``.
+        begins: int64 ``[rows, blocks of a row]``, where each block begins in the vector that the result refers to.
+        block, k, low_bits, dtype: as at the sender.
+
+    Returns:
+        Indices, int64, and values, FP32, both ``[rows * blocks of a row * k]``.
+
+    Raises:
+        ValueError: if the packets do not have the bytes of so many blocks.
+    """
+    form, (rows, blocks) = _ternary_form(block, k, low_bits, dtype), begins.shape
+    _check_vector("packets", packets.view(-1), (torch.uint8,), rows * _ternary_bytes(form, blocks))
+    indices = torch.empty(begins.numel() * k, dtype=torch.int64, device=packets.device)
+    values = torch.empty(begins.numel() * k, device=packets.device)
+    if len(values):
+        OPS.ternary_decode.default(packets, begins.contiguous(), form, indices, values)
+    return indices, values
+
+
+def _ternary_form(block: int, k: int, low_bits: int, dtype: torch.dtype) -> list[int]:
+    if not 1 <= k <= block <= 1 << 15 or not 0 <= low_bits < 15:
+        raise ValueError(f"{k} elements of a block of {block}, with {low_bits} low bits: choose 1 to {block} of 2**15")
+    return [block, k, low_bits, FLOATS.index(dtype)]
+
+
+def _ternary_bytes(form: list[int], blocks: int) -> int:
+    block, k, low_bits, dtype = form
+    return -(-blocks * (k + (block >> low_bits) + k * (low_bits + 1)) // 8) + blocks * FLOATS[dtype].itemsize
+
+
 def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """Return the count sketches of the rows of ``x``; sketches of one seed and size can be summed.
 

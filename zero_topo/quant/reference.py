@@ -27,9 +27,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zero_topo.quant.operands import (
     DTYPES,
+    FLOATS,
     Change,
     Codes,
     Masters,
@@ -385,6 +387,52 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
     largest |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - largest.sum(dim=1, keepdim=True))
     indices.copy_(torch.nonzero_static(largest, size=indices.numel())[:, 1].view_as(indices))
+
+
+def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Tensor) -> Tensor:
+    """Write the packets of the elements at ``indices``; the arguments are those of ``ops.ternary_encode``.
+
+    Returns:
+        The number of elements that are sent, int64 ``[1]``.
+    """
+    block, picks, low, dtype = form
+    sizes = x.gather(1, indices).abs_()
+    void = sizes == 0
+    count = picks - void.sum(dim=1, keepdim=True)
+    scale = (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float().to(FLOATS[dtype])
+    first = indices.masked_fill(void, block).amin(dim=1, keepdim=True) % block
+    index = torch.where(void, first, indices).cummax(dim=1).values  # a void repeats the position before it
+    device, rows = x.device, len(packets)
+    ones = (index >> low) + torch.arange(picks, device=device)
+    high = torch.zeros(len(x), picks + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
+    lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
+    flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1)
+    bits = torch.empty(rows, -(-flags.shape[1] // 8), dtype=torch.uint8, device=device)
+    mask_pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1), bits.view(-1))
+    torch.cat([bits, scale.view(rows, -1).view(torch.uint8)], dim=1, out=packets)
+    return count.sum().view(1)
+
+
+def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor) -> None:
+    """Write the positions and values of packets; the arguments are those of ``ops.ternary_decode``."""
+    block, picks, low, dtype = form
+    (rows, of_row), device = begins.shape, packets.device
+    parts = [of_row * bits for bits in (picks + (block >> low), picks * low, picks)]
+    scales = packets[:, -(-sum(parts) // 8) :].clone(memory_format=torch.contiguous_format).view(FLOATS[dtype])
+    bits = packets[:, : -(-sum(parts) // 8)].contiguous()
+    flags = torch.empty(rows, 8 * bits.shape[1], dtype=torch.bool, device=device)
+    mask_unpack(bits.view(-1), flags.view(-1))
+    high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
+    blocks = rows * of_row
+    ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
+    places = torch.arange(low, dtype=torch.int16, device=device)
+    lower = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
+    index = ((ones - torch.arange(picks, device=device)) << low) + lower
+    scale = scales.float().view(blocks, 1)
+    signed = torch.where(signs.reshape(blocks, picks), -scale, scale)
+    signed[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
+    indices.copy_((index + begins.reshape(blocks, 1)).view(-1))
+    values.copy_(signed.view(-1))
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:

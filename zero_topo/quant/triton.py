@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
-from zero_topo.quant.reference import row_largest  # noqa: F401  (torch's own selection serves GPUs)
+from zero_topo.quant.reference import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.quant.triton_blocks import (
     ALIGNED,

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.config.sparse_config import TernarySync
@@ -55,7 +54,7 @@ class Ternary(Sparse):
             padded[:, width:].zero_()
         begins = torch.arange(size, device=total.device)[:, None] * width
         begins = begins + torch.arange(0, width, BLOCK, device=total.device)  # of each block in a table of all rows
-        sent, count = self._send_largest(others.view(-1, BLOCK), size - 1)
+        sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
         received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))  # nobody reads the own entry
         report = Report(density=count.double() / (len(total) - width))
 
@@ -64,11 +63,12 @@ class Ternary(Sparse):
             messages = torch.cat([messages[:own], messages[own + 1 :]])
             picked = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
             mine[0, :width] += added(picked, lambda: mine.new_zeros(width))
-            sums_sent, _ = self._send_largest(mine.view(-1, BLOCK), 1)
+            sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
             gathered = self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent
             sums = self._decoded(gathered, now, begins[: len(gathered)])
             reduced = mine.new_zeros(len(gathered) * width).index_add_(0, sums.indices, sums.values)
-            report["union"] = reduced.count_nonzero().double() / len(reduced)
+            mine[0, :width] -= reduced.view(-1, width)[own if self.everywhere else 0]
+            report["union"] = sums.values.count_nonzero().double() / len(reduced)
             return reduced
 
         def settle(again: Tensor) -> None:
@@ -77,60 +77,13 @@ class Ternary(Sparse):
 
         return finish, Exchange(settle, report, settles_own_row=True)
 
-    def _send_largest(self, blocks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Encode the largest elements of blocks ``[rows * blocks of a row, 4096]``, and subtract the sent values.
+    def _encoded(self, blocks: Tensor, rows: int, now: TernarySync) -> tuple[Tensor, Tensor]:
+        """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how many were sent."""
+        return ops.ternary_encode(blocks, rows, ops.row_largest(blocks, now.picks), now.low_bits, self.dtype)
 
-        Return the packets, uint8 ``[rows, bytes]``, and the number of elements sent, int64 ``[]``.
-        """
-        index = ops.row_largest(blocks, self.now.picks)
-        sizes = blocks.gather(1, index).abs_()
-        count = sizes.count_nonzero(dim=1)[:, None]
-        scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
-        void = sizes == 0
-        first = index.masked_fill(void, BLOCK).amin(dim=1, keepdim=True) % BLOCK
-        index = torch.where(void, first, index).cummax(dim=1).values  # a void repeats the position before it
-        picked = blocks.gather(1, index)
-        signs = picked < 0
-        blocks.scatter_(1, index, picked - _signed(signs, scale))
-        return self._encoded(index, signs, scale, rows), count.sum()
-
-    def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor, rows: int) -> Tensor:
-        """Encode packets, uint8 ``[rows, bytes]``, from ascending positions in each block and scales in wire dtype."""
-        config, device = self.now, index.device
-        low = config.low_bits
-        ones = (index >> low) + torch.arange(config.picks, device=device)
-        high = torch.zeros(len(index), config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
-        lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
-        flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
-        bits = ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
-        return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
-
-    def _decoded(self, messages: Tensor, config: TernarySync, begins: Tensor) -> Picked:
-        """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block begins.
-
-        Voids are 0 (Note [Voids]), so a packet has each element once, and its values may be added.
-        """
-        (size, of_row), picks, device = begins.shape, config.picks, messages.device
-        bits, scales = messages.tensor_split([-(-of_row * config.block_bits // 8)], dim=1)
-        flags = ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
-        parts = (config.high_bits, picks * config.low_bits, picks)
-        padding = flags.shape[1] - of_row * config.block_bits
-        high, lows, signs, _ = flags.split([*(of_row * part for part in parts), padding], dim=1)
-        blocks = size * of_row
-        ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
-        places = torch.arange(config.low_bits, dtype=torch.int16, device=device)
-        low = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
-        index = ((ones - torch.arange(picks, device=device)) << config.low_bits) + low
-        scale = scales.clone(memory_format=torch.contiguous_format).view(self.dtype).float().view(blocks, 1)
-        values = _signed(signs.reshape(blocks, picks), scale)
-        values[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
-        index += begins.reshape(blocks, 1)
-        return Picked(index.view(-1), values.view(-1))
-
-
-def _signed(signs: Tensor, scale: Tensor) -> Tensor:
-    """Return ``-scale`` where a sign is set, else ``+scale``, FP32."""
-    return torch.where(signs, -scale.float(), scale.float())
+    def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Picked:
+        """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block begins."""
+        return Picked(*ops.ternary_decode(packets, begins, BLOCK, now.picks, now.low_bits, self.dtype))
 
 
 build_mode.register(TernarySync, Ternary)
