@@ -67,7 +67,7 @@ def sparse_speed_rows() -> list[str]:
     optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-modes")["settings"]["jobs"]}
     few, many = (_cluster(name, "all-reduce") for name in ("cluster-t8-modes", "cluster-t8-modes-8"))
     rows = []
-    for name in ("all-reduce", *QUANTIZED, *TERNARY, *SPARSE):
+    for name in ("all-reduce", "topo", *QUANTIZED, *TERNARY, *SPARSE):
         (result, faster), (other, more) = few[name, 1], many.get((name, 8), (None, "-"))
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
         step = "-" if other is None else f"{_median(other):.1f} s"
