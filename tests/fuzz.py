@@ -194,7 +194,7 @@ def model(data: st.DataObject) -> None:
     Path("model.yml").write_text(data.draw(mangled(SHAPES)))
     obeys("plan", "--model", "model.yml", "--machine", "frontier", "--nodes", "1")
     Path("launch.json").write_text(data.draw(mangled(LAUNCHED)))
-    obeys("launch", "slurm", "--machine", "./launch.json", "--dry-run", "--", "true")
+    obeys("launch", "slurm", "--machine", "./launch.json", "--", "true")
 
 
 def stock(data: st.DataObject) -> None:

@@ -214,11 +214,10 @@ def distributed(order: str, folder: Path) -> list[str]:
 
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
-    """The job's number, after `zero-topo launch slurm --submit` with more words."""
-    submit = ["-m", "zero_topo.cli", "launch", "slurm", "--submit", "--account", "a", "--time", "1:00:00"]
-    command = [sys.executable, *submit, *words]
-    done = subprocess.run(
-        command, env={**cluster.env, **env}, cwd=cluster.folder, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr + cluster.logs()
-    return done.stdout.split()[1].rstrip(":")
+    """The job's number, after `zero-topo launch slurm ... | sbatch` with more words."""
+    here = {"env": {**cluster.env, **env}, "cwd": cluster.folder, "capture_output": True, "text": True, "timeout": 60}
+    launch = [sys.executable, "-m", "zero_topo.cli", "launch", "slurm", "--account", "a", "--time", "1:00:00", *words]
+    written = subprocess.run(launch, check=False, **here)
+    done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, check=False, **here)
+    assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()
+    return done.stdout.strip()
