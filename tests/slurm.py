@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from types import TracebackType
 
 from tests.launching import ROOT, free_port
@@ -215,9 +216,10 @@ def distributed(order: str, folder: Path) -> list[str]:
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
     """The job's number, after `zero-topo launch slurm ... | sbatch` with more words."""
-    here = {"env": {**cluster.env, **env}, "cwd": cluster.folder, "capture_output": True, "text": True, "timeout": 60}
+    here: dict[str, Any] = {"env": {**cluster.env, **env}, "cwd": cluster.folder, "capture_output": True}
+    here |= {"text": True, "timeout": 60, "check": False}
     launch = [sys.executable, "-m", "zero_topo.cli", "launch", "slurm", "--account", "a", "--time", "1:00:00", *words]
-    written = subprocess.run(launch, check=False, **here)
-    done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, check=False, **here)
+    written = subprocess.run(launch, **here)
+    done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, **here)
     assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()
     return done.stdout.strip()

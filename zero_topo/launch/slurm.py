@@ -99,11 +99,6 @@ class SlurmJob:
             raise ValueError(f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node")
         return ranks
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks on all nodes."""
-        return self.nodes * self.on_node
-
 
 def script(job: SlurmJob) -> str:
     """The batch script, ready for ``sbatch``."""
@@ -112,28 +107,25 @@ def script(job: SlurmJob) -> str:
     sbatch = (*target.sbatch, *(target.disk_sbatch if job.environment else ()))
     doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
+    unpacked = ""
+    if job.environment is not None:
+        unpacked = _lines(target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
+        unpacked += _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
     words = {
-        **{name: getattr(job, name) for name in ("nodes", "on_node", "ranks", "name", "log")},
+        **{name: getattr(job, name) for name in ("nodes", "on_node", "name", "log")},
+        "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. The Python environment active at submission is passed on by sbatch."),
         "asked": "".join(f"#SBATCH {option}={value}\n" for option, value in asked.items() if value is not None),
         "cpus": target.cpus_per_rank,
         "resources": _lines([each for each in sbatch if asked.get(each.name) is None], "#SBATCH {0.use}", end=":"),
-        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + _environment(job),
+        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + unpacked,
         "port": job.master_port,
         "variables": variables + _lines(target.doctors, EXPORT, doctor),
         "srun": _lines(target.srun, "{0.use}", indent="  "),
         "command": shlex.join(job.command),
     }
     return _template("job.sbatch").substitute(words)
-
-
-def _environment(job: SlurmJob) -> str:
-    """Copy the Python environment to the disk of each node, and use it there."""
-    if job.environment is None:
-        return ""
-    disk = _lines(job.target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
-    return disk + _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
 
 
 def _template(name: str) -> Template:
