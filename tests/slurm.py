@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from types import TracebackType
+from typing import Any
 
 from tests.launching import ROOT, free_port
 
