@@ -202,7 +202,6 @@ def stock(data: st.DataObject) -> None:
     Path("ds.json").write_text(json.dumps(data.draw(CONFIG)))
     obeys("migrate", "ds.json", "--machine", "frontier", "--world-size", "8")
     odd = data.draw(st.sampled_from(["ds.json", "/dev/full", "/", "", "a\x1b", "x" * 300, "no/such"]))
-    obeys("schema", "-o", odd)
     obeys("migrate", "ds.json", "-o", odd)
 
 
