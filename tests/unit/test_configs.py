@@ -15,8 +15,8 @@ from zero_topo.config import (
     SCHEMES,
     ResolvedConfig,
     ZeroTopoConfig,
-    check_deepspeed_config,
     deepspeed_hints,
+    deepspeed_problems,
     json_schema,
     load_deepspeed_config,
 )
@@ -58,7 +58,7 @@ def environment(path: Path) -> dict[str, str]:
 def resolved(path: Path) -> ResolvedConfig:
     """What the engine would run on."""
     config = load_deepspeed_config(path)
-    check_deepspeed_config(config)
+    assert not deepspeed_problems(config)
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
     return before_a_model(

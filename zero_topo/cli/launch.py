@@ -15,7 +15,7 @@ from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 
 launch = typer.Typer(
-    help="Start a job: a Slurm script, or a machine's variables for any other launcher.",
+    help="Print a Slurm script, or a machine's variables.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -24,7 +24,7 @@ launch = typer.Typer(
 @launch.command()
 @taking(SlurmJob)
 def slurm(options: SlurmJob) -> None:
-    """Print a Slurm batch script, to read and to pass to sbatch: zero-topo launch slurm ... | sbatch."""
+    """Print a Slurm batch script. Read it, then submit it: zero-topo launch slurm ... | sbatch."""
     target = options.target
     if target.preset is not None and load_machine(target.preset).clusters:
         missing = [f"--{name}" for name in ("account", "time") if getattr(options, name) is None]
@@ -35,7 +35,7 @@ def slurm(options: SlurmJob) -> None:
 
 @launch.command()
 def env(machine: MachineName = "generic", master_port: Port = PORT) -> None:
-    """Print a machine's variables for a shell: eval "$(zero-topo launch env --machine NAME)".
+    """Print a machine's variables for a shell. Use: eval "$(zero-topo launch env --machine NAME)".
 
     Variables that are set already are left out. Inside of a Slurm job MASTER_ADDR and MASTER_PORT come with them, for
     torchrun.

@@ -112,7 +112,7 @@ DOCUMENT = Simulated | Calibrated
 
 @taking(Options)
 def simulate(options: Options) -> None:
-    """Predict seconds and TFLOP/s of a step, per scheme and rank count. Shows what each step waits for."""
+    """Predict how long a step takes under each scheme. Shows TFLOP/s and what each step waits for."""
     if options.calibrate:
         fitted = ("calibrate", "as_json")
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
