@@ -96,6 +96,13 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
+def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(run: Run, tmp_path: Path) -> None:
+    path = ds_config(tmp_path, zero_topo={"scheme": "topo"})
+    small, large = (run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n) for n in ("1B", "40B"))
+    assert small[0] == large[0] == 0 and small[1].endswith("\nok\n")
+    assert "- warning: scheme topo needs" in large[1] and large[1].endswith("\nok, with a warning\n")
+
+
 def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
     """Stock's ways to gather and reduce ask for less than is done; parameters are offloaded for inference alone."""
     zero = {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}

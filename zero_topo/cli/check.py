@@ -202,7 +202,7 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 
 def _say(notes: tuple[str, ...]) -> None:
     print_notes(filter(None, (*notes, unasked())))
-    print("ok")
+    print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")
 
 
 def _refuse(problems: list[str]) -> None:
