@@ -24,10 +24,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from zero_topo.cli.inputs import read_json
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config.deepspeed_json import parse_object
 from zero_topo.cost.step import Job, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
@@ -271,7 +271,7 @@ def show_fit(path: Path, on: Sequence[str], wanted: Sequence[str], as_json: bool
     Raises:
         ValueError: if the file is no record, or lacks a scheme.
     """
-    record = read_json(read_text(path, f"record {path}"), f"record {path}")
+    record = parse_object(read_text(path, f"record {path}"), f"record {path}")
     measured = read_record(record)
     wanted = wanted or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
     fitting, others = measured_schemes(measured, on), measured_schemes(measured, wanted)

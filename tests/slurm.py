@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tests.launching import ROOT, free_port
 
@@ -214,11 +215,11 @@ def distributed(order: str, folder: Path) -> list[str]:
 
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
-    """The job's number, after `zero-topo launch slurm --submit` with more words."""
-    submit = ["-m", "zero_topo.cli", "launch", "slurm", "--submit", "--account", "a", "--time", "1:00:00"]
-    command = [sys.executable, *submit, *words]
-    done = subprocess.run(
-        command, env={**cluster.env, **env}, cwd=cluster.folder, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr + cluster.logs()
-    return done.stdout.split()[1].rstrip(":")
+    """The job's number, after `zero-topo launch slurm ... | sbatch` with more words."""
+    here: dict[str, Any] = {"env": {**cluster.env, **env}, "cwd": cluster.folder, "capture_output": True}
+    here |= {"text": True, "timeout": 60, "check": False}
+    launch = [sys.executable, "-m", "zero_topo.cli", "launch", "slurm", "--account", "a", "--time", "1:00:00", *words]
+    written = subprocess.run(launch, **here)
+    done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, **here)
+    assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()
+    return done.stdout.strip()

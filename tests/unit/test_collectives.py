@@ -131,16 +131,15 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path
         (tmp_path / f"gather-{ranks}.out").write_text(printed(ranks, truth))
     (tmp_path / "reduce_scatter.txt").write_text(printed(64, truth, name=""))
     files = [word for path in sorted(tmp_path.iterdir()) for word in ("--calibrate", str(path))]
-    status, out, _ = run("simulate", *files, "--json")
+    status, out, _ = run("simulate", *files)
     found = json.loads(out)
-    assert status == 0 and found["measurements"] == 44
+    assert status == 0 and run("simulate", *files, "--json")[1] == out
     for domain in ("node", "world"):
-        ring = found["rates"]["rings"]["gather"][domain]
+        ring = found["rings"]["gather"][domain]
         assert (ring["bandwidth"], ring["step"]) == pytest.approx((70e9, 30e-6), rel=0.03) and ring["spread"] < 0.02
-    assert set(found["rates"]["rings"]["reduce"]) == {"world"}
-    assert "70" in run("simulate", *files)[1]
+    assert set(found["rings"]["reduce"]) == {"world"}
     own = tmp_path / "own.json"
-    own.write_text(json.dumps(found["rates"]))
+    own.write_text(out)
     words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]

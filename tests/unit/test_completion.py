@@ -1,11 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo completion`` and ``--version``: what a shell completes, and which versions a report of a bug names."""
+"""Completion in a shell, and ``--version``: what a shell completes, and which versions a report of a bug names."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -15,7 +14,6 @@ import pytest
 
 from tests.commands import Run
 from zero_topo import __version__
-from zero_topo.cli.completion import SHELLS
 
 
 def completed(line: str, folder: Path) -> set[str]:
@@ -25,7 +23,7 @@ def completed(line: str, folder: Path) -> set[str]:
     command.chmod(0o755)
     words = line.split(" ")
     program = f"""
-        eval "$(zero-topo completion bash)"
+        eval "$(zero-topo --show-completion)"
         COMP_WORDS=({" ".join(words)} {'""' if line.endswith(" ") else ""}) COMP_CWORD={len(words) - 1}
         _zero_topo_completion zero-topo
         printf '%s\\n' "${{COMPREPLY[@]}}"
@@ -51,7 +49,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("launch slurm --machine gen", {"generic"}),
         ("plan --set sparse=ok", {"sparse=oktopk"}),
         ("plan --set trai", {"trainable="}),
-        ("completion b", {"bash"}),
     ],
 )
 def test_values_complete(line: str, offered: set[str]) -> None:
@@ -60,21 +57,6 @@ def test_values_complete(line: str, offered: set[str]) -> None:
     program = [sys.executable, "-c", "from zero_topo.cli import main; main()"]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert set(re.findall(r'"([^"]*)"', done.stdout)) == offered, done.stderr
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_gets_a_script_that_it_reads(shell: str, run: Run) -> None:
-    """Checked by the shell itself where it is installed."""
-    status, out, err = run("completion", shell)
-    assert (status, err) == (0, "") and "_ZERO_TOPO_COMPLETE" in out and "zero-topo" in out
-    if shutil.which(shell):
-        done = subprocess.run([shell, "-n"], input=out, capture_output=True, text=True, timeout=30, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_another_shell_is_refused(run: Run) -> None:
-    status, _, err = run("completion", "tcsh")
-    assert status == 2 and "choose one of bash, zsh, fish" in err
 
 
 def test_version_names_what_it_runs_on(run: Run) -> None:

@@ -15,8 +15,8 @@ from zero_topo.config import (
     SCHEMES,
     ResolvedConfig,
     ZeroTopoConfig,
-    check_deepspeed_config,
     deepspeed_hints,
+    deepspeed_problems,
     json_schema,
     load_deepspeed_config,
 )
@@ -58,7 +58,7 @@ def environment(path: Path) -> dict[str, str]:
 def resolved(path: Path) -> ResolvedConfig:
     """What the engine would run on."""
     config = load_deepspeed_config(path)
-    check_deepspeed_config(config)
+    assert not deepspeed_problems(config)
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
     return before_a_model(
@@ -158,7 +158,7 @@ def test_editors_complete_the_configs(path: Path) -> None:
     """Each names the schema of the docs, which is that of the config's models."""
     schema = path.parent / json.loads(path.read_text())["$schema"]
     same = json.loads(schema.read_text()) == json_schema(whole_file=True)
-    assert same, "write it anew: zero-topo schema --whole-file --output docs/config.schema.json"
+    assert same, "write it anew: zero-topo schema --whole-file > docs/config.schema.json"
 
 
 @by_stem(CONFIGS)

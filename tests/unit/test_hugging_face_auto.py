@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import zero_topo  # noqa: F401  (arms the hook that the plugin needs)
-from zero_topo.config import ZeroTopoConfig, check_deepspeed_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.hook.initialize import resolve_block
 
 accelerate = pytest.importorskip("accelerate")
@@ -34,7 +34,7 @@ def config(block: dict[str, Any] = BLOCK) -> dict[str, Any]:
 
 def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
     """``zero.Init`` sees the config this early, as long as transformers builds the model."""
-    check_deepspeed_config(config())
+    assert not deepspeed_problems(config())
     resolved = resolve_block(config({"topology": "auto"}), 1, None, {"WORLD_SIZE": "1"})
     assert resolved is not None and resolved.plan.world_size == 1
 

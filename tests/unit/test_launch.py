@@ -55,9 +55,9 @@ def affinity(file: str) -> list[set[int]]:
 
 
 def test_the_script_for_frontier_is_this(run: Run) -> None:
-    """Regenerate with: zero-topo launch slurm ... --dry-run (see the words below)."""
+    """Regenerate with: zero-topo launch slurm ... (see the words below)."""
     words = ["--nodes", "48", "--machine", "frontier", "--account", "ABC123", "--time", "2:00:00"]
-    status, out, _ = run("launch", "slurm", *words, "--name", "gpt20b", "--dry-run", "--", *TRAIN)
+    status, out, _ = run("launch", "slurm", *words, "--name", "gpt20b", "--", *TRAIN)
     assert status == 0
     assert out == (DATA / "frontier-48.sbatch").read_text()
 
@@ -105,7 +105,7 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
     constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
     (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "disk_sbatch": [constraint]}))
-    words = ["--machine", "m.json", "--nodes", "2", "--environment", "env.tar.gz", "--dry-run", "--", *TRAIN]
+    words = ["--machine", "m.json", "--nodes", "2", *WHO, "--environment", "env.tar.gz", "--", *TRAIN]
     status, text, _ = run("launch", "slurm", *words)
     assert status == 0 and "#SBATCH --constraint=nvme" in text
     program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
@@ -120,7 +120,7 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
 
 def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
     """As OLCF asks for at scale; a machine that names no disk of its nodes refuses the option."""
-    words = ["--environment", "env.tar.gz", "--dry-run", "--", "true"]
+    words = [*WHO, "--environment", "env.tar.gz", "--", "true"]
     _, text, _ = run("launch", "slurm", "--machine", "frontier", *words)
     assert "#SBATCH --constraint=nvme" in text and 'export NODE_DISK="/mnt/bb/$USER"' in text
     assert 'sbcast --force --preserve env.tar.gz "$environment.tar"' in text
@@ -163,34 +163,9 @@ def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
         assert set(range(rank * h100.cpus_per_rank, (rank + 1) * h100.cpus_per_rank)) <= near
 
 
-def test_a_script_is_written_once_and_never_over_something_else(run: Run, tmp_path: Path) -> None:
-    words = ["launch", "slurm", "--machine", "frontier", *WHO, "--output", "job.sh"]
-    for _ in range(2):
-        status, out, _ = run(*words, "--", "python", "train.py")
-        assert status == 0 and "8 ranks on 1 nodes of frontier; submit it with: sbatch job.sh" in out
-    (tmp_path / "job.sh").write_text("precious")
-    status, _, err = run(*words, "--", "python", "train.py")
-    assert status == 2 and "is no result of this kind" in err and (tmp_path / "job.sh").read_text() == "precious"
-    os.mkfifo(tmp_path / "pipe")
-    for endless in ("/dev/zero", "/dev/full", "pipe"):
-        status, _, err = run(*words[:-1], endless, "--", "python", "train.py")
-        assert status == 2 and "is no result of this kind" in err
-
-
-def test_submit_prints_the_jobs_number(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And passes on what sbatch says if it refuses."""
-    program(tmp_path, "sbatch", '[ -s "$2" ] && echo "42;frontier"')
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    words = ["launch", "slurm", "--machine", "frontier", "--nodes", "2", *WHO, "--submit", "--", "true"]
-    assert run(*words)[1] == "job 42: 16 ranks on 2 nodes of frontier (zero-topo.sbatch)\n"
-    program(tmp_path, "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
-    status, _, err = run(*words)
-    assert status == 2 and err == "zero-topo: sbatch refuses zero-topo.sbatch: sbatch: error: invalid account\n"
-
-
 def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     for words, expected in (([], "standard-g"), (["--partition", "dev-g"], "dev-g")):
-        _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *words, "--dry-run", "--", "true")
+        _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *WHO, *words, "--", "true")
         assert [line for line in out.splitlines() if "--partition" in line] == [f"#SBATCH --partition={expected}"]
 
 
@@ -205,7 +180,6 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
         (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
-        (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
         (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
         (["env", "--machine", "fronteir"], "did you mean 'frontier'"),
     ],

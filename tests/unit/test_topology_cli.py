@@ -64,24 +64,6 @@ def test_captures_fill_as_many_nodes_as_there_are_ranks(run: Run) -> None:
     assert status == 2 and "12 ranks do not fill nodes of 8 devices" in err
 
 
-def test_what_is_stated_wins_and_captures_fill_in(run: Run, tmp_path: Path) -> None:
-    stated = tmp_path / "machine.json"
-    stated.write_text(json.dumps({"name": "mine", "nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}))
-    data = json.loads(run(str(stated), path("frontier_rocm_smi.txt"), "--json")[1])
-    assert (data["name"], data["links"]["gpu"]["bandwidth"]) == ("mine", 200e9)
-    assert data["sources"]["links.gpu"] == "rocm-smi"
-    out = run("frontier", path("dgx_a100_nvidia_smi.txt"))[1]
-    assert "frontier: 8 ranks" in out
-    assert "warning: frontier has 2 ranks per GPU but nvidia-smi shows 1; the stated number is used" in out
-
-
-def test_a_launcher_and_a_capture_make_a_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8")):
-        monkeypatch.setenv(name, value)
-    data = json.loads(run("auto", path("frontier_amd_smi.json"), "--json")[1])
-    assert (data["nodes"], data["gpus_per_node"], data["ranks_per_gpu"]) == (2, 4, 2)
-
-
 def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
     tree = read_captures([("f", (SAMPLES / "frontier_rocm_smi.txt").read_text())])
     calls: list[int] = []

@@ -23,16 +23,13 @@ from zero_topo.strict import cut
 from zero_topo.versions import installed
 
 COMMANDS = (
-    *("topology", "plan", "simulate", "check", "migrate", "schema", "completion", "report", "carry", "doctor"),
+    *("topology", "plan", "simulate", "check", "migrate", "schema", "report", "carry", "doctor"),
     *("enable", "disable", "build", "launch"),
 )
 MODULES = {"disable": "enable"}
 """Command -> the module of this package with the function, or group of commands, of its name; if it is another."""
 
 JSON, NOT_OURS = "--json", "--"
-COMPLETING = "_ZERO_TOPO_COMPLETE"
-"""Variable with which a shell asks for completions."""
-
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
 READER_GONE = 128 + 13  # and for SIGPIPE
@@ -42,12 +39,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 def build(word: str = "") -> typer.Typer:
     """The application with the command that a word names, or with all if it names none."""
-    app = typer.Typer(
-        name="zero-topo",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
+    app = typer.Typer(name="zero-topo", pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(_common)  # a command stays a command where it is the only one
     for name in [word] if word in COMMANDS else COMMANDS:
         found = getattr(importlib.import_module(f"{__package__}.{MODULES.get(name, name)}"), name)
@@ -78,10 +70,6 @@ def run(
 ) -> int:
     """Run a command line and return the exit status; ``make`` gives the application for its first word."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if COMPLETING in os.environ:
-        from typer.completion import completion_init
-
-        completion_init()
     try:
         ours = list(takewhile(NOT_OURS.__ne__, words))
         with only_json() if JSON in ours else nullcontext():

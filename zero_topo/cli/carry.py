@@ -10,8 +10,10 @@ import typer
 
 
 def carry(
-    saved: Annotated[Path, typer.Argument(help="Folder of one tag of the saved checkpoint.")],
-    universal: Annotated[Path, typer.Argument(help="Folder that DeepSpeed's ds_to_universal made of it.")],
+    saved: Annotated[Path, typer.Argument(metavar="SAVED", help="Folder of one tag of the saved checkpoint.")],
+    universal: Annotated[
+        Path, typer.Argument(metavar="UNIVERSAL", help="Folder that DeepSpeed's ds_to_universal made of it.")
+    ],
 ) -> None:
     """Copy residuals of sparse sync into a universal checkpoint. They are summed over the ranks."""
     from zero_topo.engine.residual_transfer import FILE

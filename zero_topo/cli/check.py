@@ -86,13 +86,9 @@ DOCUMENT = Checked | Automatic
 @taking(JobOptions)
 def check(
     options: JobOptions,
-    ds_config: Annotated[
-        str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')
-    ] = "",
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    if not ds_config:
-        raise ValueError("which config? give the DeepSpeed JSON")
     loaded = with_environment_block(load_deepspeed_config(ds_config))
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
     block = ZeroTopoConfig.from_ds_config(loaded)
@@ -206,7 +202,7 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 
 def _say(notes: tuple[str, ...]) -> None:
     print_notes(filter(None, (*notes, unasked())))
-    print("ok")
+    print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")
 
 
 def _refuse(problems: list[str]) -> None:

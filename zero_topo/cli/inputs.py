@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from zero_topo.config import ZeroTopoConfig
+from zero_topo.config.deepspeed_json import parse_object
 from zero_topo.cost.candidates import fewest_ranks
-from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json, words_of
+from zero_topo.strict import cut, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
 
@@ -44,18 +45,6 @@ def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) ->
     return int(value)
 
 
-def read_json(text: str, what: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: if the text is none.
-    """
-    found = parse_json(text, what)
-    if not isinstance(found, dict):
-        raise ValueError(f"{what}: must be a JSON object, got {as_json(found)}")
-    return found
-
-
 def read_rates(text: str, preset: Rates | None) -> Rates:
     """The preset's rates with the keys that the user gave; of ``link_efficiency`` and ``rings``, with their parts.
 
@@ -66,7 +55,7 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
     Raises:
         ValueError: for what are no rates, or incomplete ones without a preset.
     """
-    given = read_json(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
+    given = parse_object(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
     known = {} if preset is None else to_json(preset)
     merged = {**known, **given}
     for key in ("link_efficiency", "rings"):
@@ -100,6 +89,6 @@ def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topolog
         ValueError: if there is no such machine or its ranks do not add up.
     """
     if isinstance(setting, str) and setting.lstrip().startswith("{"):
-        setting = read_json(setting, "topology")
+        setting = parse_object(setting, "topology")
     world_size = world_size or fewest_ranks(ZeroTopoConfig(), setting, os.environ)
     return resolve_topology(setting, os.environ, world_size)

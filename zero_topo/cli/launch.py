@@ -1,24 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch``: write or submit a Slurm job for a machine, or print the machine's variables for a shell."""
+"""``zero-topo launch``: print the script of a Slurm job for a machine, or the machine's variables for a shell."""
 
 from __future__ import annotations
 
 import os
-import shlex
-from pathlib import Path
 
 import typer
 
 from zero_topo.cli.options import taking
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import load_launch_machine
-from zero_topo.launch.slurm import HEADER, MachineName, Port, SlurmJob, script, submit
-from zero_topo.observe.files import check_files
+from zero_topo.launch.slurm import MachineName, Port, SlurmJob, script
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 
 launch = typer.Typer(
-    help="Start a job: a Slurm script, or a machine's variables for any other launcher.",
+    help="Print a Slurm script, or a machine's variables.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -27,30 +24,18 @@ launch = typer.Typer(
 @launch.command()
 @taking(SlurmJob)
 def slurm(options: SlurmJob) -> None:
-    """Write a Slurm batch script, or submit it."""
-    if options.submit and options.dry_run:
-        raise ValueError("--submit and --dry-run contradict each other; give one of the two")
+    """Print a Slurm batch script. Read it, then submit it: zero-topo launch slurm ... | sbatch."""
     target = options.target
-    if not options.dry_run and target.preset is not None and load_machine(target.preset).clusters:
+    if target.preset is not None and load_machine(target.preset).clusters:
         missing = [f"--{name}" for name in ("account", "time") if getattr(options, name) is None]
         if missing:
             raise ValueError(f"{target.name} refuses a job without {' and '.join(missing)}; give them")
-    text, path = script(options), options.output or Path(f"{options.name}.sbatch")
-    if options.dry_run:
-        print(text, end="")
-        return
-    check_files([(path, "", HEADER)], options.force)
-    path.write_text(text, encoding="utf-8")
-    job = f"{options.ranks} ranks on {options.nodes} nodes of {target.name}"
-    if options.submit:
-        print(f"job {submit(path)}: {job} ({path})")
-    else:
-        print(f"{path}: {job}; submit it with: sbatch {shlex.quote(str(path))}")
+    print(script(options), end="")
 
 
 @launch.command()
 def env(machine: MachineName = "generic", master_port: Port = PORT) -> None:
-    """Print a machine's variables for a shell: eval "$(zero-topo launch env --machine NAME)".
+    """Print a machine's variables for a shell. Use: eval "$(zero-topo launch env --machine NAME)".
 
     Variables that are set already are left out. Inside of a Slurm job MASTER_ADDR and MASTER_PORT come with them, for
     torchrun.

@@ -68,13 +68,11 @@ DOCUMENT = Migrated
 @taking(JobOptions)
 def migrate(
     options: JobOptions,
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = "",
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None,
     force: Force = False,
 ) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
-    if not ds_config:
-        raise ValueError("which config? give the DeepSpeed JSON that you train with now")
     check_files([(output, "", None)], force)
     loaded = load_deepspeed_config(ds_config)
     active, found = switched_on(loaded), migrated(loaded)

@@ -17,7 +17,7 @@ DOCUMENT = Report
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/NAME.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, such as runs/NAME.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json instead of tables.")] = False,
     html: Annotated[
         Path | None,

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_jsonable_python
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
-from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
+from zero_topo.cli.options import SCHEME_NAMES, Force, refuse_others, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
@@ -32,7 +31,7 @@ from zero_topo.strict import did_you_mean, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates, Ring
-from zero_topo.units import format_bytes, format_rate, format_seconds
+from zero_topo.units import format_bytes
 
 RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
 STOCK = "stock"
@@ -66,10 +65,11 @@ class Options(JobOptions):
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="Fit rates instead: to outputs of rccl-tests or nccl-tests, any number of them."
+            metavar="FILE",
+            help="Print rates instead, for --set rates=FILE, fitted to outputs of rccl-tests or nccl-tests.",
         ),
     ] = None
-    force: Annotated[bool, Rare("write over any file")] = False
+    force: Force = False
 
 
 class Point(Document):
@@ -101,23 +101,22 @@ class Simulated(Document):
     results: list[Point]
 
 
-class Collectives(Document):
-    """``simulate --calibrate``."""
+class Calibrated(Document):
+    """``simulate --calibrate``: rates as ``--set rates=FILE`` takes them."""
 
-    rates: dict[Literal["rings"], dict[str, dict[str, Ring]]]
-    measurements: int
+    rings: dict[str, dict[str, Ring]]
 
 
-DOCUMENT = Simulated | Collectives
+DOCUMENT = Simulated | Calibrated
 
 
 @taking(Options)
 def simulate(options: Options) -> None:
-    """Predict seconds and TFLOP/s of a step, per scheme and rank count. Shows what each step waits for."""
+    """Predict how long a step takes under each scheme. Shows TFLOP/s and what each step waits for."""
     if options.calibrate:
         fitted = ("calibrate", "as_json")
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        _fit(options.calibrate, options.as_json)
+        _fit(options.calibrate)
         return
     check_files([(options.plot, ".png", SCALING)], options.force)
     named = options.model or options.params
@@ -197,8 +196,8 @@ def _price(name: str, place: Request, count: int) -> Price:
     return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
 
 
-def _fit(files: Sequence[Path], as_json: bool) -> None:
-    """Fit rings to outputs of rccl-tests or nccl-tests, and print them with their errors.
+def _fit(files: Sequence[Path]) -> None:
+    """Fit rings to outputs of rccl-tests or nccl-tests, and print them in JSON.
 
     Raises:
         ValueError: if a file is no such output.
@@ -208,21 +207,7 @@ def _fit(files: Sequence[Path], as_json: bool) -> None:
             f"{records[0]} is no output of rccl-tests; a record of the emulated cluster is fitted in a "
             f"checkout: python -m benchmarks fit {records[0]}"
         )
-    timed = [row for path in files for row in read_tests(path)]
-    rings = fit_rings(timed)
-    written = to_jsonable_python({"rings": rings})
-    if as_json:
-        print_json({"rates": written, "measurements": len(timed)})
-        return
-    table = figures_table(["", "", "bandwidth", "step", "small", "its step", "error"], "Rings, as measured")
-    for name, of in rings.items():
-        for domain, ring in of.items():
-            few = (format_seconds(ring.small_step), f"{ring.small:,} B") if ring.small_step else ("-", "-")
-            cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
-            table.add_row(name, domain, *cells)
-    show(table)
-    print(f"From {len(timed)} measurements. For --set rates=FILE of plan, simulate and check:")
-    print(json.dumps(written, indent=2))
+    print_json({"rings": fit_rings([row for path in files for row in read_tests(path)])})
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:

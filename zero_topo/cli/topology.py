@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,6 @@ from zero_topo.observe.console import bar
 from zero_topo.strict import read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
-from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.render import render_devices, render_tree
@@ -30,7 +28,7 @@ WRONG_INPUT = 2
 HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
-    "--shownodesbw, or nvidia-smi topo -m; may be repeated; of several tools the most reliable is used."
+    "--shownodesbw, or nvidia-smi topo -m. Of several captures the most reliable is used."
 )
 
 
@@ -44,7 +42,7 @@ def topology(
         bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
     ] = False,
 ) -> None:
-    """Show the machine: by default that of this job, from its launcher and this node's device tools."""
+    """Show a machine. By default it is that of this job, from its launcher and this node's device tools."""
     if measure:
         return measure_command(source, as_json)
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
@@ -78,26 +76,26 @@ def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology
 
 
 def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology, Asked]:
-    """Return the machine that the sources describe together, one node's devices, and warnings; no tool is run.
+    """Return the machine that the sources describe, and one node's devices if they are captured; no tool is run.
 
-    A stated machine (a topology's JSON, a preset, an inline object, "auto") is trusted most; captured output fills what
-    it leaves open, and alone describes one node, or as many as ``world_size`` ranks fill.
+    It is stated (a topology's JSON, a preset, an inline object) or captured: output of tools on a node, of which there
+    are as many as ``world_size`` ranks fill.
 
     Args:
         sources: as given to ``--from``.
         world_size: ranks, or None.
 
     Raises:
-        ValueError: if a source is not recognised or broken, two machines are stated, or the ranks do not fill nodes.
+        ValueError: if a source is not recognised or broken, one of several states a machine, or the ranks do not fill
+            nodes.
     """
     texts = {source: text for source in sources if (text := _captured(source)) is not None}
-    stated = [source for source in sources if source not in texts]
-    if len(stated) > 1:
-        raise ValueError(f"--from states two machines, {stated[0]!r} and {stated[1]!r}; give one, and captured output")
-    tree = read_captures(list(texts.items())) if texts else None
-    if stated:
-        return _stated(stated[0], tree, world_size)
-    assert tree is not None  # there is at least one source
+    stated = next((source for source in sources if source not in texts), None)
+    if stated is not None:
+        if len(sources) > 1:
+            raise ValueError(f"--from {stated} states a whole machine; leave the other --from out")
+        return machine(stated, world_size), (None, ())
+    tree = read_captures(list(texts.items()))
     if world_size is not None and world_size % tree.count:
         raise ValueError(
             f"{world_size} ranks do not fill nodes of {tree.count} devices ({tree.tool}); give a multiple of that"
@@ -111,10 +109,8 @@ def _captured(source: str) -> str | None:
     Raises:
         ValueError: if the file is neither.
     """
-    if source == "auto" or source.lstrip().startswith("{") or source in preset_names():
-        return None
     path = Path(source).expanduser()
-    if not path.is_file():
+    if source.lstrip().startswith("{") or source in preset_names() or not path.is_file():
         return None
     text = read_text(path, source, errors="replace")
     if recognise(text) is not None:
@@ -122,30 +118,6 @@ def _captured(source: str) -> str | None:
     if source.endswith(".json") or text.lstrip().startswith("{"):
         return None
     raise ValueError(f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
-
-
-def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> tuple[Topology, Asked]:
-    """Return a stated machine, completed by captured devices; warnings say where they differ."""
-    if source == "auto":
-        return resolve_topology("auto", os.environ, world_size, lambda: (tree, ())), (tree, ())
-    is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
-    found = machine(source if is_name or not Path(source).is_file() else f"./{source}", world_size)
-    if tree is None:
-        return found, (None, ())
-    links = {domain: link for domain, link in tree.node_links().items() if domain not in found.links}
-    if links:
-        sources = {**found.sources, **{f"links.{domain}": tree.sources["links"] for domain in links}}
-        found = replace(found, links={**found.links, **links}, sources=sources)
-    facts = {
-        "ranks per node": (found.ranks_per_node, tree.count),
-        "ranks per GPU": (found.ranks_per_gpu, tree.shape()[1] if tree.packages else found.ranks_per_gpu),
-    }
-    notes = [
-        f"{found.name} has {said} {what} but {tree.tool} shows {seen}; the stated number is used"
-        for what, (said, seen) in facts.items()
-        if said != seen
-    ]
-    return found, (tree, tuple(notes))
 
 
 # -- as measured -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from zero_topo.config.deepspeed_json import (
-    check_deepspeed_config,
     deepspeed_hints,
     deepspeed_problems,
     load_deepspeed_config,
@@ -23,7 +22,6 @@ __all__ = [
     "DenseSync",
     "ResolvedConfig",
     "ZeroTopoConfig",
-    "check_deepspeed_config",
     "deepspeed_hints",
     "deepspeed_problems",
     "is_automatic",

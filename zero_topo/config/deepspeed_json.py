@@ -19,14 +19,13 @@ from typing import Any
 
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import ZERO, on, translate
+from zero_topo.config.stock_keys import ABSENT, ZERO, lookup, on, translate
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
 BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
 """Environment variable with the block, for frameworks that build the DeepSpeed config in code."""
 MOST_BYTES = 1 << 20  # Hjson is slow to import
-_ABSENT = object()
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     path = Path(source)
     if os.path.isfile(path):  # unlike Path.is_file, false for base64 text that is longer than a path may be
         name = f"DeepSpeed config {path}"
-        config = _parse_object(read_text(path, name, MOST_BYTES), name)
+        config = parse_object(read_text(path, name, MOST_BYTES), name)
         if "distributed_type" in config:  # a key of every file of Accelerate, whose YAML often passes for Hjson
             raise ValueError(
                 f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "
@@ -56,7 +55,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
         raise ValueError(f"DeepSpeed config {shown}: no such file, and not base64 of a JSON object either") from None
-    return _parse_object(text, f"DeepSpeed config {shown}, decoded from base64")
+    return parse_object(text, f"DeepSpeed config {shown}, decoded from base64")
 
 
 def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
     text = env.get(BLOCK_VARIABLE, "")
     if not text or _stage(ds_config):
         return dict(ds_config)
-    block = _parse_object(text, BLOCK_VARIABLE)
+    block = parse_object(text, BLOCK_VARIABLE)
     if ds_config.get(ROOT, block) != block:
         own = cut(as_json(ds_config[ROOT]))
         raise ValueError(
@@ -90,21 +89,15 @@ def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     return [*filter(None, found), *translate(ds_config).problems]
 
 
-def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a DeepSpeed config that zero_topo does not support.
-
-    Raises:
-        ValueError: with the first line of :func:`deepspeed_problems`: setting, reason, and what to do instead.
-    """
-    problems = deepspeed_problems(ds_config)
-    if problems:
-        raise ValueError(problems[0])
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _parse_object(text: str, name: str) -> dict[str, Any]:
+def parse_object(text: str, name: str) -> dict[str, Any]:
+    """Parse a JSON object, or one in Hjson, as DeepSpeed reads it.
+
+    Raises:
+        ValueError: in one line that begins with the name, also for a repeated key.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -149,20 +142,11 @@ def refuse_value(ds_config: Mapping[str, Any], *, key: str, refused: str, why: s
 
     ``refused`` is one of :data:`TESTS`, or a word that refused values contain.
     """
-    value = _lookup(ds_config, key)
+    value = lookup(ds_config, key)
     test = TESTS.get(refused, lambda value: refused in str(value).lower())
-    if value is _ABSENT or not test(value):
+    if value is ABSENT or not test(value):
         return None
     return f"{key} = {as_json(value)}: {why}; {instead}"
-
-
-def _lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
-    value: Any = ds_config
-    for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return _ABSENT
-        value = value[key]
-    return _ABSENT if isinstance(value, str) and value == "auto" else value
 
 
 def _above_one(value: Any) -> bool:
@@ -179,13 +163,13 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
     hints: list[str] = []
-    overlap = _lookup(ds_config, f"{ZERO}.overlap_comm")
-    if overlap is not _ABSENT and not on(overlap):
+    overlap = lookup(ds_config, f"{ZERO}.overlap_comm")
+    if overlap is not ABSENT and not on(overlap):
         hints.append(
             f"{ZERO}.overlap_comm = {as_json(overlap)}: the backward pass waits for every bucket of gradients to be "
             'encoded, sent and summed; leave it out, or set "overlap_comm": true'
         )
-    if all(_lookup(ds_config, f"timers.throughput.{key}") is not False for key in ("enabled", "synchronized")):
+    if all(lookup(ds_config, f"timers.throughput.{key}") is not False for key in ("enabled", "synchronized")):
         hints.append(
             "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, "
             "so the all-gather of updated weights cannot run under the next forward pass; set "
@@ -195,7 +179,7 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
-    if _lookup(ds_config, f"{ZERO}.{ROOT}") is _ABSENT:
+    if lookup(ds_config, f"{ZERO}.{ROOT}") is ABSENT:
         return None
     return f'{ZERO}.{ROOT}: DeepSpeed would ignore the block here; move "{ROOT}" to the top level of the config'
 
@@ -209,19 +193,19 @@ def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def _stage(ds_config: Mapping[str, Any]) -> str | None:
-    stage = _lookup(ds_config, f"{ZERO}.stage")
+    stage = lookup(ds_config, f"{ZERO}.stage")
     if stage == 3:
         return None
     why = "zero_topo places the shards of ZeRO-3"
-    if stage is _ABSENT:
+    if stage is ABSENT:
         return f'{ZERO}.stage is not set: {why}; add "{ZERO}": {{"stage": 3}}'
     return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
 
 
 def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
     key = f"{ZERO}.offload_optimizer"
-    device, ratio = _lookup(ds_config, f"{key}.device"), _lookup(ds_config, f"{key}.ratio")
-    if device is _ABSENT or device in (None, "none") or ratio is _ABSENT or ratio == 1:
+    device, ratio = lookup(ds_config, f"{key}.device"), lookup(ds_config, f"{key}.ratio")
+    if device is ABSENT or device in (None, "none") or ratio is ABSENT or ratio == 1:
         return None
     return (
         f"{key}.ratio = {as_json(ratio)}: optimizer states split between CPU and device are not supported; "
@@ -230,21 +214,21 @@ def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
-    named, given = _lookup(ds_config, f"{ROOT}.sync.mode"), _lookup(ds_config, "optimizer.type")
+    named, given = lookup(ds_config, f"{ROOT}.sync.mode"), lookup(ds_config, "optimizer.type")
     mode = next((cls for cls in SYNC_MODES if named == cls.MODE), DenseSync)
     sparse, optimizer, said = mode in SPARSE_MODES, str(given).lower(), f"optimizer.type = {as_json(given)}"
-    if optimizer == "agedadamw" and not (sparse and _lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False):
+    if optimizer == "agedadamw" and not (sparse and lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False):
         return f"{said}: {AGED_REFUSED}"
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
-    if given is _ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
+    if given is ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'
 
 
 def _sequences_in_a_mesh(ds_config: Mapping[str, Any]) -> str | None:
-    sequence, data = (_lookup(ds_config, f"{name}_parallel_size") for name in ("sequence", "data"))
-    if data is _ABSENT or not _above_one(sequence):
+    sequence, data = (lookup(ds_config, f"{name}_parallel_size") for name in ("sequence", "data"))
+    if data is ABSENT or not _above_one(sequence):
         return None
     return (
         f"sequence_parallel_size = {as_json(sequence)} and data_parallel_size = {as_json(data)}: with both, DeepSpeed "

@@ -8,30 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Discriminator, Tag
 
-from zero_topo.config.sparse_config import (
-    GaussianKSync,
-    GTopkSync,
-    OkTopkSync,
-    RadiusSync,
-    ScapeSync,
-    SparseSync,
-    TernarySync,
-    TopkASync,
-    TopkDsaSync,
-)
+from zero_topo.config import sparse_config as sparse
 from zero_topo.config.sync_config import DenseSync, QuantizedSync, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 
-SPARSE_MODES: tuple[type[SparseSync], ...] = (
-    TopkASync,
-    TopkDsaSync,
-    GTopkSync,
-    GaussianKSync,
-    OkTopkSync,
-    RadiusSync,
-    ScapeSync,
+SPARSE_MODES: tuple[type[sparse.SparseSync], ...] = (
+    sparse.TopkASync,
+    sparse.TopkDsaSync,
+    sparse.GTopkSync,
+    sparse.GaussianKSync,
+    sparse.OkTopkSync,
+    sparse.RadiusSync,
+    sparse.ScapeSync,
     TagcSync,
-    TernarySync,
+    sparse.TernarySync,
 )
 AGED_REFUSED = (
     'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '

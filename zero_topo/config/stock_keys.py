@@ -30,6 +30,7 @@ QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
     "mics_shard_size",
     "mics_hierarchical_params_gather",
 )
+ABSENT = object()
 GONE = (LOCO, MICS, MICS_HOPS)
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
@@ -54,6 +55,16 @@ class Translation:
 def on(value: Any) -> bool:
     """Return whether DeepSpeed treats a value as true."""
     return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
+
+
+def lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
+    """Return the value of a key of a block, such as ``"bf16.enabled"``; :data:`ABSENT` for "auto" too."""
+    value: Any = ds_config
+    for key in dotted.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return ABSENT
+        value = value[key]
+    return ABSENT if isinstance(value, str) and value == "auto" else value
 
 
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +103,8 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     block, active, zero = ds_config.get(ROOT), switched_on(ds_config), _zero(ds_config)
     off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if key in zero and key not in active}
     off |= dict(_asks_for_less(zero))
-    if (optimizer or "optimizer" in ds_config) and _offloads_parameters(zero):
+    device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
+    if device == "cpu" and (optimizer or "optimizer" in ds_config):  # others keep them there, and gather from there
         off["offload_param"] = OFFLOADED
     if not isinstance(block, Mapping) or not (active or off):
         return Translation(dict(ds_config))
@@ -129,12 +141,6 @@ def _asks_for_less(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, ALL_REDUCED_FETCH
     if zero.get("reduce_scatter") in (False, "false", "False"):
         yield "reduce_scatter", "zero_topo scatters gradients to their shards, which sends half of an all-reduce"
-
-
-def _offloads_parameters(zero: Mapping[str, Any]) -> bool:
-    """Return whether parameters are offloaded to the host; without an optimizer DeepSpeed gathers them from there."""
-    offload = zero.get("offload_param")
-    return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
 
 def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -129,21 +129,18 @@ class TagcSync(SparseSync):
         return max(LEAST_ROWS, -(-blocks // ratio))
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
-        """Return the bytes of each owner's row, and of the sums sent back unless they stay with the owner."""
-        peers, width = sync_peers(plan), sum(widths)
-        back = self.bytes_from_owner(width, peers) if replicated(plan) else 0
-        return (peers - 1) * (self.bytes_to_owner(width, peers) + back)
+        """Return the bytes of each owner's row, and of the sums sent back unless they stay with the owner.
 
-    def bytes_to_owner(self, width: int, peers: int) -> int:
-        """Return the bytes sent to the owner of a row of ``width`` elements: mask bits, and a sketch or the values."""
+        A row is sent as mask bits, with a sketch or the selected values; sums as mask bits of the union, in FP32.
+        """
+        peers, width, mask = sync_peers(plan), sum(widths), -(-sum(widths) // 8)
         ratio = self.safe_ratio(self._union(peers), width)
         if ratio is None:
-            return -(-width // 8) + round((1 - self.zeros(peers)) * width) * ITEMSIZES[self.value_dtype]
-        return -(-width // 8) + self.sketch_rows(width, ratio) * BLOCK * FP32
-
-    def bytes_from_owner(self, width: int, peers: int) -> int:
-        """Return the bytes that an owner sends to each peer that needs its row: mask bits of the union, FP32 sums."""
-        return -(-width // 8) + round(self._union(peers) * width) * FP32
+            values = round((1 - self.zeros(peers)) * width) * ITEMSIZES[self.value_dtype]
+        else:
+            values = self.sketch_rows(width, ratio) * BLOCK * FP32
+        back = mask + round(self._union(peers) * width) * FP32 if replicated(plan) else 0
+        return (peers - 1) * (mask + values + back)
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep the selected elements.

@@ -96,7 +96,8 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
     if not path.is_file():
         hint = did_you_mean(name_or_path, MODELS, cutoff=0.4)
         raise ValueError(
-            f"model {name_or_path!r} is neither a file nor a known name{hint} (known: {', '.join(MODELS)})"
+            f"model {name_or_path!r} is neither a file nor a known name{hint}; give the path of a Hugging Face "
+            f"config.json or GPT-NeoX YAML, or a name (known: {', '.join(MODELS)})"
         )
     what = f"model file {path}"
     data = {str(key): value for key, value in _parse(read_text(path, what, MOST_BYTES), what).items()}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_environment_block
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
@@ -204,7 +204,8 @@ def resolve_block(
     block = ZeroTopoConfig.from_ds_config(config)
     if block is None:
         return None
-    check_deepspeed_config(config)
+    if problems := deepspeed_problems(config):
+        raise ValueError(problems[0])
     if data_parallel_size is not None and data_parallel_size != world_size:
         raise ValueError(
             f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "

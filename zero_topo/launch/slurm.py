@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Writes the batch script of a Slurm job, and submits it with ``sbatch``.
+"""Writes the batch script of a Slurm job.
 
 ``job.sbatch`` is the script's template, ``environment.sbatch`` that of the lines that unpack a Python environment. The
 script is self-contained: it reads nothing from the environment in which it is submitted except what ``sbatch`` passes
@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
 from string import Template
 from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import Force, offering
+from zero_topo.cli.options import offering
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names
 
-HEADER = "# Written by zero-topo launch"
 EXPORT = "export {0.bash}"
 WIDTH = 110
 _PLAIN = re.compile(r"[\w./:=@%+,-]+")
@@ -43,7 +40,7 @@ Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ran
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The options of ``zero-topo launch slurm``: a batch job, and what to do with its script."""
+    """The options of ``zero-topo launch slurm``: a batch job."""
 
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND", help="Program that each rank runs, and its arguments.")
@@ -64,12 +61,6 @@ class SlurmJob:
             help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
         ),
     ] = None
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
-    ] = None
-    force: Force = False
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False
 
     def __post_init__(self) -> None:
         """Refuse what would end the script's lines or break them.
@@ -108,11 +99,6 @@ class SlurmJob:
             raise ValueError(f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node")
         return ranks
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks on all nodes."""
-        return self.nodes * self.on_node
-
 
 def script(job: SlurmJob) -> str:
     """The batch script, ready for ``sbatch``."""
@@ -121,45 +107,25 @@ def script(job: SlurmJob) -> str:
     sbatch = (*target.sbatch, *(target.disk_sbatch if job.environment else ()))
     doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
+    unpacked = ""
+    if job.environment is not None:
+        unpacked = _lines(target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
+        unpacked += _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
     words = {
-        **{name: getattr(job, name) for name in ("nodes", "on_node", "ranks", "name", "log")},
-        "header": HEADER,
+        **{name: getattr(job, name) for name in ("nodes", "on_node", "name", "log")},
+        "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. The Python environment active at submission is passed on by sbatch."),
         "asked": "".join(f"#SBATCH {option}={value}\n" for option, value in asked.items() if value is not None),
         "cpus": target.cpus_per_rank,
         "resources": _lines([each for each in sbatch if asked.get(each.name) is None], "#SBATCH {0.use}", end=":"),
-        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + _environment(job),
+        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + unpacked,
         "port": job.master_port,
         "variables": variables + _lines(target.doctors, EXPORT, doctor),
         "srun": _lines(target.srun, "{0.use}", indent="  "),
         "command": shlex.join(job.command),
     }
     return _template("job.sbatch").substitute(words)
-
-
-def submit(path: Path) -> str:
-    """Submit a script with ``sbatch`` and return the job's number.
-
-    Raises:
-        ValueError: if there is no Slurm here or it refuses the job.
-    """
-    try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ValueError(f"sbatch is not installed here; {path} is written: submit it on a login node") from None
-    if done.returncode:
-        told = done.stderr.strip().splitlines()
-        raise ValueError(f"sbatch refuses {path}: {told[-1] if told else f'exit status {done.returncode}'}")
-    return done.stdout.strip().partition(";")[0]
-
-
-def _environment(job: SlurmJob) -> str:
-    """Copy the Python environment to the disk of each node, and use it there."""
-    if job.environment is None:
-        return ""
-    disk = _lines(job.target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
-    return disk + _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
 
 
 def _template(name: str) -> Template:

@@ -75,10 +75,7 @@ def load_machine(name: str) -> Machine:
     """
     names = preset_names()
     if name not in names:
-        raise ValueError(
-            f"unknown machine {name!r}{did_you_mean(name, names)} (known: {names}; 'auto', a path to a JSON file or an "
-            "inline description work too)"
-        )
+        raise ValueError(f"unknown machine {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
     return read(Machine, f"preset {name!r}", packaged(__package__, f"presets/{name}.json"))
 
 
