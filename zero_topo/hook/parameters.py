@@ -119,8 +119,8 @@ class ParameterGathers:
         """
         self._require_weights()
         groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
-        for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
-            slot = self._slots.get(param.ds_id)
+        for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
+            slot = self._slots.get(ds_id)
             if slot is None:
                 others.append(param)
             else:
