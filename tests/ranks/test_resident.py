@@ -63,7 +63,7 @@ def assert_near(found: list[Tensor], masters: Tensor, engine: Stage3) -> None:
     """Gathered parameters are the masters, each rounded to a code of its block; ``masters`` is ``[N, F]``, in order."""
     for index, whole in enumerate(found):
         rows = engine.layout.slot(masters, index)
-        wanted = engine.layout.flat_of(rows, index)
+        wanted = engine.layout.flat_of(rows.flatten(), index)
         limit = rows.abs().max() * (0.5 / 119 + 2**-8)
         assert whole.dtype == torch.bfloat16
         assert (whole.float() - wanted).abs().max() <= limit
@@ -129,7 +129,7 @@ def test_exact_gathers_give_the_owners_rows(name: str) -> None:
         walked(w, engine, range(1, 3))
         found = engine.weights.gather(SLOTS, "gather_exact").wait()
         masters = masters_of(w, rank, 1, 2, 1e-3)
-        wanted = [engine.layout.flat_of(engine.layout.slot(masters, i), i).bfloat16() for i in SLOTS]
+        wanted = [engine.layout.flat_of(engine.layout.slot(masters, i).flatten(), i).bfloat16() for i in SLOTS]
         return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
     assert all(run_threads(w.size, rank_main))

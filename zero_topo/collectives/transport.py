@@ -166,7 +166,7 @@ class Group:
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
         received = message.new_empty(self.size, message.numel())
-        work = dist.all_gather_into_tensor(received.view(-1), message, group=self.group, async_op=True)
+        work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
@@ -492,8 +492,9 @@ def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> 
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor as uint8, 1-D."""
-    return x.contiguous().view(-1).view(torch.uint8)
+    """Return a tensor as uint8, 1-D and contiguous."""
+    x = x.contiguous()
+    return x if x.dtype == torch.uint8 and x.dim() == 1 else x.view(-1).view(torch.uint8)
 
 
 def _buffer(x: Tensor) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
-from zero_topo.quant.operands import FLOATS, View
+from zero_topo.quant.operands import FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
 
@@ -22,27 +21,31 @@ FORMATS = {dtype: cast_to(dtype) for dtype in FLOATS}
 Capture = Callable[[int, Tensor], None]
 
 
-class Copy(NamedTuple):
+class Copy:
     """This rank's part of one copy of a parameter.
 
-    Attributes:
+    Args:
         route: the ranks that store the whole copy between them.
         data: rows ``[rows, width]`` of the parameter; or a packed buffer of such rows, which is sent unchanged.
         wire: the format in which it is sent.
         packed: whether the data are a packed buffer, uint8.
         block: each row in a packed buffer is padded to a multiple of this number of elements.
+
+    Attributes:
+        nbytes: of the part in a message.
+        sent: the bytes of the data, a view, if a message has these bytes.
+        view: the data as operators read them; not of a packed buffer.
     """
 
-    route: Route
-    data: Tensor
-    wire: Format
-    packed: bool = False
-    block: int = 1
+    view: View
 
-    @property
-    def is_sent_unchanged(self) -> bool:
-        """Whether the bytes of the data are those of the message."""
-        return self.packed or (self.wire == FORMATS.get(self.data.dtype) and self.data.is_contiguous())
+    def __init__(self, route: Route, data: Tensor, wire: Format, packed: bool = False, block: int = 1) -> None:
+        self.route, self.data, self.wire, self.packed, self._block = route, data, wire, packed, block
+        self.nbytes = data.numel() if packed else wire.nbytes(data.numel())
+        unchanged = packed or (wire == FORMATS.get(data.dtype) and data.is_contiguous())
+        self.sent = as_bytes(data) if unchanged else None
+        if not packed:
+            self.view = view_of(data)  # made once: for each gather it would take as long as the launch
 
     def store(self, rows: Tensor) -> None:
         """Overwrite the stored values with ``rows [rows, width]``."""
@@ -51,30 +54,31 @@ class Copy(NamedTuple):
         else:
             self.data.copy_(rows)
 
-    def unpack(self, buffers: Tensor, rows: Tensor) -> None:
-        """Write the values of all ranks' packed buffers to the parameter's rows ``[N, width]``."""
-        (height, width), size = rows.shape, self.route.size  # row r of member m is row m + r * size
-        filled = -(-width // self.block) * self.block
-        view = View(rows.view(-1), height // size, filled, size * width, size, width, width)
-        dequantize(buffers, self.wire, [view])
+    def received(self, flat: Tensor, world_size: int) -> View:
+        """Return the places of all ranks' values in the whole copy ``flat [N * width]``."""
+        size, width = self.route.size, flat.numel() // world_size  # row r of member m is row m + r * size
+        filled = -(-width // self._block) * self._block
+        return View(flat, world_size // size, filled, size * width, size, width, width)
 
 
-def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
-    """Pack this rank's parts of several copies into one buffer; return it and the offset of each part, plus the end.
+def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
+    """Pack this rank's parts of some parameters' copies into one buffer, message by message.
 
-    If all parts must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins them.
+    If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins them.
     """
-    sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
-    ends = list(accumulate(sizes, initial=0))
-    unchanged = [copy.is_sent_unchanged for copy in copies]
-    if any(unchanged):
-        pairs = zip(copies, unchanged, strict=True)
-        parts = [as_bytes(copy.data) if same else quantize(copy.data, copy.wire) for copy, same in pairs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), ends
-    buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
-    for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
-        quantize(copy.data, copy.wire, buffer[begin:end])
-    return buffer, ends
+    stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
+    if len(stored) > 1 and all(part is None for part in stored):
+        buffer = copies[messages[0][0]].data.new_empty(sum(sizes), dtype=torch.uint8)
+        for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
+            _encode(copies, message, out)
+        return buffer
+    pairs = zip(messages, stored, strict=True)
+    parts = [_encode(copies, message) if part is None else part for message, part in pairs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
+    return quantize([copies[slot].view for slot in message], copies[message[0]].wire, out)
 
 
 def gather(
@@ -87,6 +91,8 @@ def gather(
 ) -> Handle[list[Tensor]]:
     """Gather whole parameters by one collective.
 
+    Each quantized parameter has a message of its own. All others share one, the last.
+
     Args:
         copies: of all parameters; those of ``slots`` are gathered over the same process groups.
         slots: parameters, in the same order on every rank.
@@ -98,30 +104,47 @@ def gather(
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per parameter.
     """
-    chosen = [copies[slot] for slot in slots]
+    route, world_size, flats = copies[slots[0]].route, layout.plan.world_size, dict[int, Tensor]()
 
-    def whole(slot: int, buffers: Tensor) -> Tensor:
-        rows = like.new_empty(layout.plan.world_size, layout.widths[slot])
-        copies[slot].unpack(buffers, rows)
+    def decode(message: Sequence[int], buffers: Tensor) -> None:
+        places = []
+        for slot in message:
+            flats[slot] = flat = like.new_empty(layout.padded_numels[slot])
+            places.append(copies[slot].received(flat, world_size))
+        dequantize(buffers, copies[message[0]].wire, places)
+
+    def local() -> list[Tensor]:
+        for slot in slots:
+            if copies[slot].packed:
+                decode([slot], copies[slot].data[None, None])
+            else:
+                flats[slot] = copies[slot].data.clone().flatten()  # a clone: the model may write to it
+        return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
+
+    if route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
+        return Handle(None, (), local)
+    messages, exact, sizes, rest = list[list[int]](), list[int](), list[int](), 0
+    for slot in slots:
+        if copies[slot].wire.lossy:
+            messages.append([slot])
+            sizes.append(copies[slot].nbytes)
+        else:
+            exact.append(slot)
+            rest += copies[slot].nbytes
+    if exact:
+        messages.append(exact)
+        sizes.append(rest)
+
+    def finish(buffers: Tensor) -> list[Tensor]:
+        parts = buffers.split(sizes, dim=-1) if len(sizes) > 1 else (buffers,)
+        for message, part in zip(messages, parts, strict=True):
+            decode(message, part)
         if capture is not None:
-            capture(slot, rows)
-        return layout.flat_of(rows, slot)
+            for slot, flat in flats.items():
+                capture(slot, flat.view(world_size, -1))
+        return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
 
-    def local(slot: int) -> Tensor:
-        if copies[slot].packed:
-            return whole(slot, copies[slot].data[None, None])
-        return layout.flat_of(copies[slot].data.clone(), slot)  # a clone: the model may write to it
-
-    if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
-        return Handle(None, (), lambda: [local(slot) for slot in slots])
-    buffer, ends = pack(chosen)
-    handle = all_gather(chosen[0].route.metered(phase), buffer)
-
-    def finish() -> list[Tensor]:
-        buffers = handle.wait()
-        return [whole(slot, buffers[..., begin:end]) for slot, (begin, end) in zip(slots, pairwise(ends), strict=True)]
-
-    return Handle(None, (), finish)
+    return all_gather(route.metered(phase), pack(copies, messages, sizes)).then(finish)
 
 
 class Secondary:

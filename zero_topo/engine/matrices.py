@@ -90,7 +90,7 @@ class Matrices:
             first = alike[0]
             # A member's rows interleave with those of the others, as in every shard: see `members`.
             rows = table.unflatten(1, (len(alike), *parts[first].shape)).permute(1, 2, 0, 3).flatten(1, 2)
-            changed = update(alike, layout.flat_of(rows, first).unflatten(1, shapes[first]).float())
+            changed = update(alike, layout.flat_of(rows.flatten(-2), first).unflatten(1, shapes[first]).float())
             rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
             replies.append(rows.permute(2, 0, 1, 3).flatten(1))
         back = group.scatter_known(torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes)

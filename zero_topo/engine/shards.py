@@ -108,11 +108,13 @@ class Layout:
         """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are placed in it."""
         return flat if self.plan.order is None else self.rows(flat).view(-1)
 
-    def flat_of(self, rows: Tensor, index: int) -> Tensor:
-        """Return parameters ``[..., numel]`` from rows ``[..., N, width]`` in tree order; a view if that allows."""
+    def flat_of(self, padded: Tensor, index: int) -> Tensor:
+        """Return parameters ``[..., numel]`` from world shards ``[..., N * width]`` in tree order; a view if it can."""
         if self.plan.order is not None:
-            rows = rows[..., self._order(rows.device)[1], :]
-        return rows.flatten(-2)[..., : self.numels[index]]
+            rows = padded.unflatten(-1, (self.plan.world_size, -1))
+            padded = rows[..., self._order(padded.device)[1], :].flatten(-2)
+        numel = self.numels[index]
+        return padded if padded.shape[-1] == numel else padded[..., :numel]
 
     # -- padding ---------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ class Weights:
         route, exact = mesh.route(1, plan.weights), cast_to(like.dtype)
         self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
         sent = config.weights_spec or cast_to(like.dtype)
-        self._shards = [copy._replace(wire=sent) for copy in self._exact]
+        self._shards = [Copy(route, copy.data, sent) for copy in self._exact]
         # Persistent parameters are published first, the others in the order in which the model needs them.
         self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}

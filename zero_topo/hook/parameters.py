@@ -119,8 +119,8 @@ class ParameterGathers:
         """
         self._require_weights()
         groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
-        for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
-            slot = self._slots.get(param.ds_id)
+        for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
+            slot = self._slots.get(ds_id)
             if slot is None:
                 others.append(param)
             else:
@@ -129,11 +129,12 @@ class ParameterGathers:
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
-    ) -> MultipleAllGatherHandles:
+    ) -> Any:
         def of_others(others: list[Any]) -> list[Any]:
             return [stock(others, safe_mode=safe_mode, quantize=quantize)]
 
-        return MultipleAllGatherHandles(self._start_all(params, _phase_of_pass(), of_others))
+        handles = self._start_all(params, _phase_of_pass(), of_others)
+        return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def _start_all(self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]) -> list[Any]:
         """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the handles."""
