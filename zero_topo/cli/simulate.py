@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_jsonable_python
@@ -16,11 +15,10 @@ from rich.table import Table
 
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
-from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
+from zero_topo.cli.options import SCHEME_NAMES, Rare, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
-from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
@@ -31,8 +29,8 @@ from zero_topo.observe.files import SCALING, check_files, write_png
 from zero_topo.strict import did_you_mean, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
-from zero_topo.topology.rates import Rates, Ring
-from zero_topo.units import format_bytes, format_rate, format_seconds
+from zero_topo.topology.rates import Rates
+from zero_topo.units import format_bytes
 
 RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
 STOCK = "stock"
@@ -62,12 +60,6 @@ class Options(JobOptions):
     ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
-    ] = None
-    calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Fit rates instead: to outputs of rccl-tests or nccl-tests, any number of them."
-        ),
     ] = None
     force: Annotated[bool, Rare("write over any file")] = False
 
@@ -101,24 +93,12 @@ class Simulated(Document):
     results: list[Point]
 
 
-class Collectives(Document):
-    """``simulate --calibrate``."""
-
-    rates: dict[Literal["rings"], dict[str, dict[str, Ring]]]
-    measurements: int
-
-
-DOCUMENT = Simulated | Collectives
+DOCUMENT = Simulated
 
 
 @taking(Options)
 def simulate(options: Options) -> None:
     """Predict seconds and TFLOP/s of a step, per scheme and rank count. Shows what each step waits for."""
-    if options.calibrate:
-        fitted = ("calibrate", "as_json")
-        refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        _fit(options.calibrate, options.as_json)
-        return
     check_files([(options.plot, ".png", SCALING)], options.force)
     named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
@@ -195,34 +175,6 @@ def _price(name: str, place: Request, count: int) -> Price:
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
     return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
-
-
-def _fit(files: Sequence[Path], as_json: bool) -> None:
-    """Fit rings to outputs of rccl-tests or nccl-tests, and print them with their errors.
-
-    Raises:
-        ValueError: if a file is no such output.
-    """
-    if records := [path for path in files if path.suffix == ".json"]:
-        raise ValueError(
-            f"{records[0]} is no output of rccl-tests; a record of the emulated cluster is fitted in a "
-            f"checkout: python -m benchmarks fit {records[0]}"
-        )
-    timed = [row for path in files for row in read_tests(path)]
-    rings = fit_rings(timed)
-    written = to_jsonable_python({"rings": rings})
-    if as_json:
-        print_json({"rates": written, "measurements": len(timed)})
-        return
-    table = figures_table(["", "", "bandwidth", "step", "small", "its step", "error"], "Rings, as measured")
-    for name, of in rings.items():
-        for domain, ring in of.items():
-            few = (format_seconds(ring.small_step), f"{ring.small:,} B") if ring.small_step else ("-", "-")
-            cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
-            table.add_row(name, domain, *cells)
-    show(table)
-    print(f"From {len(timed)} measurements. For --set rates=FILE of plan, simulate and check:")
-    print(json.dumps(written, indent=2))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
