@@ -100,7 +100,6 @@ WRONG = {
     "check FOLDER/deep.json": "nested more than 50 deep",
     "report FOLDER": "has no report.json",
     "simulate --machine fronter": "did you mean 'frontier'",
-    "simulate --machine single-node": "'single-node' computes is not known",
     "simulate --gcds 12": "does not fill whole nodes",
     "simulate --gcds many": "--ranks 'many'",
     "simulate --gcds 1e400": "more than 1,048,576",

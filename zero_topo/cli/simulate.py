@@ -19,10 +19,10 @@ from zero_topo.cli.options import SCHEME_NAMES, Rare, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
-from zero_topo.cost.explain import range_sentence, setting
+from zero_topo.cost.explain import assumed_lines, range_sentence, setting
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Range, method_of, rates_of
+from zero_topo.cost.step import Range, method_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -121,6 +121,7 @@ def simulate(options: Options) -> None:
         model=job.model.name,
         setting=setting(job),
         overlap=job.hidden,
+        notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
             fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
@@ -144,8 +145,6 @@ def _places(options: Options) -> Iterator[Request]:
         options = replace(options, ranks=RANKS)
     model = need_model(options)
     for place in machines_of(options):
-        if options.rates is None:
-            rates_of(place)  # complains of a machine whose rates nobody knows
         yield request_of(replace(options, micro_batches="1"), place, model)
 
 
@@ -203,8 +202,6 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
             limit = format_bytes(price.request.limit or 0)
             print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
     print_notes(content["notes"])
-    if content["assumed"]:
-        print(f"- assumed, not measured, for {content['machine']}: {', '.join(content['assumed'])}")
 
 
 def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:

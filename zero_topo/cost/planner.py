@@ -24,7 +24,7 @@ from itertools import pairwise
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.memory import memory_bytes, predict_memory
-from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
+from zero_topo.cost.step import Job, Range, Step, predict_step, rates_of, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
@@ -86,12 +86,12 @@ class Request:
     @property
     def known_rates(self) -> Rates | None:
         """Return the rates of a rank, if they are known."""
-        return self.own_rates or known_rates(self.topology)
+        return self.own_rates or rates_of(self.topology)
 
     @cached_property
     def rates(self) -> Rates:
         """Return the rates of a rank; Frontier's if they are not known."""
-        rates = self.known_rates or rates_as(load_machine(ASSUMED_MACHINE), self.topology)
+        rates = self.known_rates or rates_of(self.topology, ASSUMED_MACHINE)
         assert rates is not None
         return rates
 

@@ -79,7 +79,7 @@ from zero_topo.cost.volume import (
     sent_as,
 )
 from zero_topo.topology.model import DOMAINS, Link, Topology
-from zero_topo.topology.presets import Machine, load_machine, preset_names
+from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
@@ -229,17 +229,8 @@ class Network:
     rates: Rates
 
     def link(self, domain: str) -> Link:
-        """Return the link of a domain at the rate that collectives reach.
-
-        Raises:
-            ValueError: if the machine's description has no such link.
-        """
-        link = self.topology.links.get(domain)
-        if link is None:
-            raise ValueError(
-                f"topology {self.topology.name!r} does not describe the {domain!r} link, so times are unknown; give "
-                f'"links": {{"{domain}": {{"bandwidth": bytes/s, "latency": s}}}}, or take a preset: {preset_names()}'
-            )
+        """Return the link of a domain at the rate that collectives reach."""
+        link = self.topology.links[domain]
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
 
     def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
@@ -249,9 +240,6 @@ class Network:
             lo, hi: the process group.
             sent: bytes to all other members together.
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
-
-        Raises:
-            ValueError: for a link without a bandwidth.
         """
         size, busy, latency = hi // lo, dict[str, float](), 0.0
         members = {domain: self._members(lo, hi, domain) for domain in DOMAINS}
@@ -281,35 +269,19 @@ class Network:
         return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
 
-def known_rates(topology: Topology) -> Rates | None:
-    """Return the rates of the preset with the topology's name; None if there is no such preset, or it has none."""
-    return rates_as(load_machine(topology.name), topology) if topology.name in preset_names() else None
+def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
+    """Return a preset's rates, by default those of the topology's name; None if it has none, or is no preset.
 
-
-def rates_as(machine: Machine, topology: Topology) -> Rates | None:
-    """Return a machine's rates for a topology; its measured rings count only over links equal to the machine's."""
-    if machine.rates is None:
+    Measured rings count only over links equal to the preset's.
+    """
+    machine = load_machine(name or topology.name) if (name or topology.name) in preset_names() else None
+    if machine is None or machine.rates is None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
     stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
     rings = machine.rates.rings.items()
     kept = {collective: {name: of[name] for name in of if name not in stated} for collective, of in rings}
     return replace(machine.rates, rings=kept)
-
-
-def rates_of(topology: Topology) -> Rates:
-    """Return the rates of the preset with the topology's name.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    rates = known_rates(topology)
-    if rates is None:
-        having = [name for name in preset_names() if load_machine(name).rates is not None]
-        raise ValueError(
-            f"how fast a rank of {topology.name!r} computes is not known; take a preset of {having}, or give rates"
-        )
-    return rates
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -437,12 +409,9 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
     Args:
-        config: plan, formats and machine.
+        config: plan, formats and machine, with all links that are used.
         job: what is trained.
         rates: rates of a rank.
-
-    Raises:
-        ValueError: if the bandwidth of a link that is used is not known.
     """
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)
