@@ -144,7 +144,7 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(
     words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]
-    plan = ("plan", "--params", "20B", "--machine", "frontier", "--nodes", "8", "--recommend", "--json")
+    plan = ("plan", "--params", "1B", "--machine", "frontier", "--nodes", "2", "--recommend", "--json")
     slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["recommended"]["seconds"] > usual["recommended"]["seconds"]
 

@@ -268,22 +268,17 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     Raises:
         ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
-    fitting: list[Priced] = []
-    refused: list[Priced] = []
-    lossier: list[Priced] = []
-    for candidate in _careful(candidates(asked, request.machine, request.sparse), request):
-        plan, allowed = Priced(candidate.config, request, candidate), asked.lossy or candidate.loses_only(asked)
-        if plan.fits:
-            (fitting if allowed else lossier).append(plan)
-        elif allowed:
-            refused.append(plan)
-    if not fitting and not refused:
+    found = _careful(candidates(asked, request.machine, request.sparse), request)
+    plans = [Priced(candidate.config, request, candidate) for candidate in found]
+    allowed = [plan for plan in plans if asked.lossy or plan.candidate.loses_only(asked)]
+    if not allowed:
         raise ValueError(
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
             'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
-    least_first = tuple(sorted(refused, key=lambda plan: plan.held))
-    return Ranking(request, _in_order(fitting), least_first, _in_order(lossier))
+    refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.held)
+    lossier = [plan for plan in plans if not (asked.lossy or plan.candidate.loses_only(asked)) and plan.fits]
+    return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
 
 
 def rank_both(asked: ZeroTopoConfig, request: Request) -> Ranking:

@@ -38,7 +38,7 @@ Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil, comb
@@ -180,30 +180,29 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    def add(
-        phase: str, widths: Collection[tuple[int, bool]], itemsize: int, times: int = 1, message: int | None = None
-    ) -> None:
-        columns = Columns.of(widths)
+    def add(phase: str, columns: Columns, itemsize: int, times: int = 1, message: int | None = None) -> None:
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
-        for phase in ("gather_forward", "gather_backward", "gather_exact") if of.trains else ("gather_forward",):
-            exact = phase == "gather_exact"
-            gathered = [(width, stored) for width, stored, persistent in parameters if persistent == exact]
-            add(phase, gathered, of.itemsize, 1 if exact else of.micro_batches)
+        sharded = Columns.of((width, stored) for width, stored, persistent in parameters if not persistent)
+        add("gather_forward", sharded, of.itemsize, of.micro_batches)
+        if of.trains:
+            add("gather_backward", sharded, of.itemsize, of.micro_batches)
+            exact = Columns.of((width, stored) for width, stored, persistent in parameters if persistent)
+            add("gather_exact", exact, of.itemsize)
     trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
-    add("scatter", trained, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
+    add("scatter", Columns.of(trained), work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
-        add("sync", [trained[slot] for slot in run], work.sync_itemsize)
+        add("sync", Columns.of(trained[slot] for slot in run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
     for run in slot_runs(plan, work, [slot for slot in slots if not coded[slot]], work.run_numel):
-        add("publish", [trained[slot] for slot in run], work.publish_itemsize)
+        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize)
     changed = slot_runs(plan, work, [slot for slot in slots if coded[slot]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add("publish", [trained[slot] for slot in run], work.publish_itemsize, message=message)
+        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
@@ -226,9 +225,12 @@ class Columns(NamedTuple):
     coded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, widths: Collection[tuple[int, bool]]) -> Columns:
+    def of(cls, widths: Iterable[tuple[int, bool]]) -> Columns:
         """Build the columns of parameters, each given as (elements of a world shard, whether stored as INT8)."""
-        return cls(*(tuple(width for width, coded in widths if coded == kind) for kind in (False, True)))
+        kinds: tuple[list[int], list[int]] = ([], [])
+        for width, coded in widths:
+            kinds[coded].append(width)
+        return cls(*map(tuple, kinds))
 
     @property
     def all(self) -> tuple[int, ...]:
