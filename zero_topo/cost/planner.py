@@ -270,14 +270,14 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     """
     found = _careful(candidates(asked, request.machine, request.sparse), request)
     plans = [Priced(candidate.config, request, candidate) for candidate in found]
-    allowed = [plan for plan in plans if asked.lossy or plan.candidate.loses_only(asked)]
+    allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
             'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
     refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.held)
-    lossier = [plan for plan in plans if not (asked.lossy or plan.candidate.loses_only(asked)) and plan.fits]
+    lossier = [plan for plan in plans if plan.fits and not plan.candidate.allowed_by(asked)]
     return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
 
 
