@@ -370,12 +370,12 @@ def engine(*numels: int, job: Job = Job(NEOX, 1, 1)) -> Any:  # noqa: B008 (froz
 
 
 def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
-    numels = (50_000 * 4096, *[4096 * 4096] * 100)
-    first, second = (planned(ASKED, request_of(engine(*numels), FRONTIER)) for _ in range(2))
+    numels, machine = (50_000 * 4096, *[4096 * 4096] * 100), load_preset("frontier", 16)
+    first, second = (planned(ASKED, request_of(engine(*numels), machine)) for _ in range(2))
     assert first == second
     assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
     assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
-    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), FRONTIER))
+    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), machine))
     needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
     assert all(needs) and needs[0] != needs[1]
     assert before_a_model(ASKED, TREE).plan.world_size == 8
