@@ -20,6 +20,7 @@ from benchmarks import (
     convergence_report,
     faults,
     faults_report,
+    rings,
     scale_report,
     soak,
     soak_report,
@@ -112,6 +113,14 @@ def fit_command(
 ) -> None:
     """Fit the model of a step to some schemes of a record, and predict the others."""
     calibrate.show_fit(record, words_of(on), words_of(predict), as_json)
+
+
+@app.command("rings")
+def rings_command(
+    files: Annotated[list[Path], typer.Argument(help="Outputs of all_gather_perf and reduce_scatter_perf.")],
+) -> None:
+    """Fit the rates of rings to outputs of rccl-tests or nccl-tests. Prints JSON for --set rates=FILE."""
+    rings.show_rings(files)
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,16 @@ def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path:
 
 
 def test_a_machine_may_be_described(run: Run, tmp_path: Path) -> None:
-    """A file or an object as the errors offer them; its own ranks count, and its rates must be told."""
+    """A file or an object as the errors offer them; its own ranks count; rates that are not known are Frontier's."""
     described = json.loads(run("topology", "--from", "frontier", "--world-size", "32", "--json")[1])
     file, words = tmp_path / "own.json", ("--schemes", "zero3", "--micro-batches", "1", "--overlap", "0", "--json")
     file.write_text(json.dumps(described))
     usual = json.loads(run("simulate", "--machine", "frontier", "--gcds", "32", *words)[1])
     assert json.loads(run("simulate", "--machine", str(file), *words)[1])["results"] == usual["results"]
     unknown = json.dumps({**described, "name": "mine"})
-    assert run("simulate", "--machine", unknown, *words)[0] == 2
+    assumed = json.loads(run("simulate", "--machine", unknown, *words)[1])
+    assert assumed["results"] == usual["results"]
+    assert assumed["notes"] == ["how fast a rank of mine computes is not known: frontier's is assumed"]
     rates = ("--set", f"rates={json.dumps(usual['rates'])}")
     assert json.loads(run("simulate", "--machine", unknown, *rates, *words)[1])["results"] == usual["results"]
 

@@ -100,7 +100,6 @@ WRONG = {
     "check FOLDER/deep.json": "nested more than 50 deep",
     "report FOLDER": "has no report.json",
     "simulate --machine fronter": "did you mean 'frontier'",
-    "simulate --machine single-node": "'single-node' computes is not known",
     "simulate --gcds 12": "does not fill whole nodes",
     "simulate --gcds many": "--ranks 'many'",
     "simulate --gcds 1e400": "more than 1,048,576",
@@ -110,7 +109,6 @@ WRONG = {
     "simulate --schemes tpo": "did you mean 'topo'",
     "simulate --schemes stock-ring": "unknown scheme 'stock-ring'",
     "simulate --schemes topo,topo": "each named once",
-    f"simulate --calibrate {RECORD} --gcds 8": "--ranks would not count",
     "simulate --overlap ful": "'--overlap': Input should be a valid number",
     "simulate --overlap 1.5": "'--overlap': Input should be less than or equal to 1",
     "simulate --micro-batches 0": "--micro-batches '0'",
@@ -119,12 +117,11 @@ WRONG = {
     'simulate --set rates={"peak":1}': "did you mean 'peak_flops'",
     "simulate --set rates={": "not valid JSON",
     "simulate --set rates=no/such.json": "no/such.json",
-    "simulate --calibrate no/such.out": "no/such.out",
-    f"simulate --calibrate {RECORD}": f"python -m benchmarks fit {RECORD}",
     "simulate --schemes no/such.json": "no/such.json",
 }
 
 WRONG_BENCHMARKS = {
+    "rings no/such.out": "no/such.out",
     "fit FOLDER/broken.json": "not valid JSON",
     "fit FOLDER/other.json": "not a record of 'python -m benchmarks cluster",
     f"fit {RECORD} --on zero4": "'zero4' is not in the record; did you mean 'zero3'",

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks
+from benchmarks.rings import Timed, fit_rings, read_tests
 from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.cost.collectives import Timed, fit_rings, read_tests
 from zero_topo.cost.step import Network
 from zero_topo.topology import load_preset
 from zero_topo.topology.presets import load_machine
@@ -118,34 +119,43 @@ def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int
     for power in range(20, 31):
         us = ring.seconds(ranks, 2**power / ranks) * 1e6
         rate = 2**power / us / 1e3
-        cells = f"{us:8.2f}  {rate:6.2f}  {rate:6.2f}      0"
+        cells = f"{us:8.2f}  {rate:6.2f}  {rate * (ranks - 1) / ranks:6.2f}      0"
         lines.append(f"{2**power:12d} {2**power // 4:13d}     float    none      -1 {cells} {cells}")
     end = f"# Collective test concluded: {name}\n" if name else ""
     return f"{HEADER}{chr(10).join(lines[:ranks])}\n{COLUMNS}{chr(10).join(lines[ranks:])}\n{end}"
 
 
-def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path: Path) -> None:
+def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Any number of files, both collectives; what is printed is read back by --set rates=FILE, and changes the step."""
     truth = Ring(70e9, 30e-6, small=2**14, small_step=10e-6)
     for ranks in (8, 16, 64):
         (tmp_path / f"gather-{ranks}.out").write_text(printed(ranks, truth))
     (tmp_path / "reduce_scatter.txt").write_text(printed(64, truth, name=""))
-    files = [word for path in sorted(tmp_path.iterdir()) for word in ("--calibrate", str(path))]
-    status, out, _ = run("simulate", *files)
-    found = json.loads(out)
-    assert status == 0 and run("simulate", *files, "--json")[1] == out
-    for domain in ("node", "world"):
-        ring = found["rings"]["gather"][domain]
-        assert (ring["bandwidth"], ring["step"]) == pytest.approx((70e9, 30e-6), rel=0.03) and ring["spread"] < 0.02
-    assert set(found["rings"]["reduce"]) == {"world"}
+    assert benchmarks(("rings", *map(str, sorted(tmp_path.iterdir())))) == 0
     own = tmp_path / "own.json"
-    own.write_text(out)
+    own.write_text(capsys.readouterr().out)
+    found = json.loads(own.read_text())["rings"]
+    for domain in ("node", "world"):
+        ring = found["gather"][domain]
+        assert (ring["bandwidth"], ring["step"]) == pytest.approx((70e9, 30e-6), rel=0.03) and ring["spread"] < 0.02
+    assert set(found["reduce"]) == {"world"}
     words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]
-    plan = ("plan", "--params", "20B", "--machine", "frontier", "--nodes", "8", "--recommend", "--json")
+    plan = ("plan", "--params", "1B", "--machine", "frontier", "--nodes", "2", "--recommend", "--json")
     slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["recommended"]["seconds"] > usual["recommended"]["seconds"]
+
+
+def test_a_ring_as_the_page_says_it_is_read(tmp_path: Path) -> None:
+    """The bus bandwidth of the largest message and the time of the smallest give the ring without a fit."""
+    truth, path = Ring(70e9, 30e-6), tmp_path / "all_gather.out"
+    path.write_text(printed(64, truth))
+    busbw = float(path.read_text().splitlines()[-2].split()[7]) * 1e9
+    step = read_tests(path)[0].seconds / 63
+    assert (busbw, step) == pytest.approx((truth.bandwidth, truth.step), rel=0.15)
 
 
 GOOD = printed(8, Ring(1e11, 1e-5))
@@ -162,13 +172,16 @@ GOOD = printed(8, Ring(1e11, 1e-5))
         ("\n".join(GOOD.splitlines()[:-9]), "3 measurements of a collective cannot separate latency from bandwidth"),
     ],
 )
-def test_what_tells_no_ring_is_refused(text: str, complaint: str, run: Run, tmp_path: Path) -> None:
+def test_what_tells_no_ring_is_refused(
+    text: str, complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """In one line, with the file and what to give."""
     path = tmp_path / "some.out"
     path.write_text(text.replace("Collective test concluded: all_gather", "all_gather"))
     if "cannot separate" in complaint:
         path.write_text("all_gather_perf\n" + text)
-    status, _, error = run("simulate", "--calibrate", str(path))
+    status = benchmarks(("rings", str(path)))
+    error = capsys.readouterr().err
     assert status == 2 and complaint in error and error.count("\n") == 1, error
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import rates_on
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job, Network, rates_of
+from zero_topo.cost.step import Job, Network
 from zero_topo.strict import read, to_json
 from zero_topo.topology import Link, Topology, emulated, load_preset
 from zero_topo.topology.presets import load_machine, preset_names
@@ -75,15 +76,7 @@ def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     assert machine.rates is not None and read(Rates, "rates", to_json(machine.rates)) == machine.rates
     named = {key.removeprefix("rates.") for key in machine.sources if key.startswith("rates.")}
     assert {"peak_flops", "memory_bandwidth", "link_efficiency", "shared"} <= named
-    assert machine.ranks_per_node and rates_of(load_preset(name, machine.ranks_per_node)) == machine.rates
-
-
-def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:
-    bare = emulated(2, 2, 2)
-    with pytest.raises(ValueError, match="does not describe the 'gpu' link"):
-        Network(bare, RATES).hop(1, 2, 1.0, "ring")
-    with pytest.raises(ValueError, match="how fast a rank of 'emulated' computes is not known; take a preset"):
-        rates_of(bare)
+    assert machine.ranks_per_node and rates_on(load_preset(name, machine.ranks_per_node)) == machine.rates
 
 
 @pytest.mark.parametrize(
@@ -107,11 +100,11 @@ def test_measured_rings_count_only_over_the_links_they_were_measured_on() -> Non
     """Who states a link of their own, on a known machine or an unknown one, gets its rate and not Frontier's ring."""
     frontier = load_preset("frontier", 16)
     faster = replace(frontier, links={**frontier.links, "world": Link(50e9, 1e-6)})
-    assert set(rates_of(frontier).rings["gather"]) == {"node", "world"}
-    assert set(rates_of(faster).rings["gather"]) == {"node"}
-    times = [Network(machine, rates_of(machine)).hop(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
+    assert set(rates_on(frontier).rings["gather"]) == {"node", "world"}
+    assert set(rates_on(faster).rings["gather"]) == {"node"}
+    times = [Network(machine, rates_on(machine)).hop(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
     assert times[1] == pytest.approx(1e9 / (50e9 * 0.8) + 1e-6) and times[1] < times[0]
     own = replace(faster, name="mine")
     job = Job(load_model("gpt2"), 1, 1)
     assert set(Request(own, job).rates.rings["gather"]) == {"node"}
-    assert Request(emulated(2, 4, 2), job).rates == rates_of(frontier)
+    assert Request(emulated(2, 4, 2), job).rates == rates_on(frontier)

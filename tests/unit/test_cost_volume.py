@@ -19,12 +19,9 @@ from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
 from zero_topo.config.sparse_config import SparseSync
 from zero_topo.config.sync_config import QuantizedSync, SyncSettings
 from zero_topo.cost.volume import (
-    CHANGED,
-    SHARES,
     Workload,
     by_domain,
     change_bytes,
-    expected_shares,
     gather_spec,
     largest_change_bytes,
     step_bytes,
@@ -294,13 +291,10 @@ def test_codes_of_20_billion_weights_are_published_in_a_tenth_of_the_bytes() -> 
 
 
 def test_the_expected_bytes_of_changes() -> None:
-    """2.1 bits a weight in the warm-up; 0.7 at 1e-4 to .01, 0.11 at 1e-5 to .02; 8.2 if all blocks are sent whole."""
+    """0.7 bits a weight at a learning rate of 1e-4 and weights of .01; 8.2 if all blocks are sent whole."""
     spec, numel = BlockSpec(8), 256 * 10**6
-    for rate, bits in ((0.27 / 7.4, 2.1), (0.2 / 7.4, 1.5), (1e-2, 0.7), (5e-3, 0.4), (5e-4, 0.11), (5e-5, 0.08)):
-        assert 0.9 * bits < 8 * change_bytes(1, [numel], spec, rate) / numel < bits
+    assert 0.63 < 8 * change_bytes(1, [numel], spec) / numel < 0.7
     assert 8 * largest_change_bytes(1, [numel], spec) <= 8.2 * numel
-    for changed, whole, _ in SHARES:
-        assert expected_shares(256, changed / CHANGED)[0] == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("base", [SyncSettings, SparseSync])
@@ -312,20 +306,6 @@ def test_a_mode_without_a_formula_is_an_error_not_a_zero(base: type[SyncSettings
 
     with pytest.raises(TypeError, match=r"abstract class Odd .*(volume|peer_bytes)"):
         Odd.model_validate({"mode": "odd"})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"persistent": ()}, "1 numels but 0 persistent"),
-        ({"micro_batches": 0}, "micro_batches"),
-        ({"itemsize": 0}, "item sizes of at least 1"),
-        ({"numels": (-1,)}, "negative numel"),
-    ],
-)
-def test_an_impossible_workload_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(Workload.uniform([8]), **change)
 
 
 # -- the paper ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import zero_topo
+from tests.plans import rates_on
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
-from zero_topo.cost.step import Job, predict_step, rates_of, step_range
+from zero_topo.cost.step import Job, predict_step, step_range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import load_preset
 
@@ -71,7 +72,7 @@ def test_the_range_allows_for_what_is_not_known() -> None:
     config = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), FRONTIER)
     found = family("mamba2")
     spans = [
-        step_range(config, Job(model, 1, 1), rates_of(FRONTIER), predict_step).depends_on["compute"]
+        step_range(config, Job(model, 1, 1), rates_on(FRONTIER), predict_step).depends_on["compute"]
         for model in (found, replace(found, parts=tuple(replace(part, unknown=()) for part in found.parts)))
     ]
     assert found.unknown > 0.9 and spans[0] > 2 * spans[1]

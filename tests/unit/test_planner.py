@@ -140,7 +140,9 @@ def test_deepspeeds_own_settings_count() -> None:
     assert predict_memory(config, work, offload) == usual | {"optimizer": 0}
     assert not moments(config, work, offload)[3]["step"]
     assert job(reduce_bucket_size="auto", offload_optimizer=None) == Job(NEOX, 1, 1)
-    with pytest.raises(ValueError, match=r"zero_optimization\.reduce_bucket_size is 'x'; it must be a number"):
+    with pytest.raises(
+        ValueError, match=r'zero_optimization\.reduce_bucket_size: must be a number of elements, got "x"'
+    ):
         job(reduce_bucket_size="x")
 
 
@@ -276,7 +278,7 @@ def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
 
 
 @given(
-    nodes=st.integers(1, 64),
+    nodes=st.sampled_from([1, 3, 64]),  # the plans of a machine are remembered
     memory=st.integers(8, 200),
     params=st.integers(10**8, 10**11),
     micro_batch=st.integers(1, 4),
@@ -368,12 +370,12 @@ def engine(*numels: int, job: Job = Job(NEOX, 1, 1)) -> Any:  # noqa: B008 (froz
 
 
 def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
-    numels = (50_000 * 4096, *[4096 * 4096] * 100)
-    first, second = (planned(ASKED, request_of(engine(*numels), FRONTIER)) for _ in range(2))
+    numels, machine = (50_000 * 4096, *[4096 * 4096] * 100), load_preset("frontier", 16)
+    first, second = (planned(ASKED, request_of(engine(*numels), machine)) for _ in range(2))
     assert first == second
     assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
     assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
-    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), FRONTIER))
+    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), machine))
     needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
     assert all(needs) and needs[0] != needs[1]
     assert before_a_model(ASKED, TREE).plan.world_size == 8

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from benchmarks import calibrate
 from tests.launching import ROOT
-from tests.plans import resolve
+from tests.plans import rates_on, resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.step import PHASES, Job, Network, predict_step, rates_of
+from zero_topo.cost.step import PHASES, Job, Network, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -172,7 +172,7 @@ def test_an_impossible_job_is_refused(key: str, value: int) -> None:
 def on_frontier(scheme: str, ranks: int, micro_batches: int) -> float:
     job = Job(NEOX, 1, micro_batches)
     config = resolve(load_preset("frontier", ranks), scheme=scheme)
-    return predict_step(config, job, rates_of(config.topology)).seconds
+    return predict_step(config, job, rates_on(config.topology)).seconds
 
 
 def test_on_384_gcds_topo_is_fastest_and_stock_is_slower_than_the_same_scheme_of_this_engine() -> None:
@@ -180,7 +180,7 @@ def test_on_384_gcds_topo_is_fastest_and_stock_is_slower_than_the_same_scheme_of
     times = {scheme: on_frontier(scheme, 384, 8) for scheme in COMPARED}
     assert sorted(times, key=times.__getitem__) == ["topo", "paper", "zero++", "zero3"]
     frontier = load_preset("frontier", 384)
-    stock = predict_step(resolve(frontier, scheme="zero3"), Job(NEOX, 1, 8, stock=True), rates_of(frontier)).seconds
+    stock = predict_step(resolve(frontier, scheme="zero3"), Job(NEOX, 1, 8, stock=True), rates_on(frontier)).seconds
     assert stock > 1.1 * times["zero3"]
 
 

@@ -75,7 +75,7 @@ class JobOptions:
     attention: Annotated[Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
     fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
     reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
-    rates: Annotated[str | None, Rare("link rates, a file or JSON as simulate --calibrate prints them")] = None
+    rates: Annotated[str | None, Rare("rates of a rank and its links, a file or JSON")] = None
 
 
 def machines_of(options: JobOptions) -> list[Topology]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,22 +15,21 @@ from rich.table import Table
 
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
-from zero_topo.cli.options import SCHEME_NAMES, Force, refuse_others, taking
+from zero_topo.cli.options import SCHEME_NAMES, Force, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
-from zero_topo.cost.collectives import fit_rings, read_tests
-from zero_topo.cost.explain import range_sentence, setting
+from zero_topo.cost.explain import assumed_lines, range_sentence, setting
 from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Range, method_of, rates_of
+from zero_topo.cost.step import Range, method_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
 from zero_topo.strict import did_you_mean, words_of
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
-from zero_topo.topology.rates import Rates, Ring
+from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes
 
 RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
@@ -61,13 +60,6 @@ class Options(JobOptions):
     ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
-    ] = None
-    calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Print rates instead, for --set rates=FILE, fitted to outputs of rccl-tests or nccl-tests.",
-        ),
     ] = None
     force: Force = False
 
@@ -101,23 +93,12 @@ class Simulated(Document):
     results: list[Point]
 
 
-class Calibrated(Document):
-    """``simulate --calibrate``: rates as ``--set rates=FILE`` takes them."""
-
-    rings: dict[str, dict[str, Ring]]
-
-
-DOCUMENT = Simulated | Calibrated
+DOCUMENT = Simulated
 
 
 @taking(Options)
 def simulate(options: Options) -> None:
     """Predict how long a step takes under each scheme. Shows TFLOP/s and what each step waits for."""
-    if options.calibrate:
-        fitted = ("calibrate", "as_json")
-        refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        _fit(options.calibrate)
-        return
     check_files([(options.plot, ".png", SCALING)], options.force)
     named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
@@ -140,6 +121,7 @@ def simulate(options: Options) -> None:
         model=job.model.name,
         setting=setting(job),
         overlap=job.hidden,
+        notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
             fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
@@ -163,8 +145,6 @@ def _places(options: Options) -> Iterator[Request]:
         options = replace(options, ranks=RANKS)
     model = need_model(options)
     for place in machines_of(options):
-        if options.rates is None:
-            rates_of(place)  # complains of a machine whose rates nobody knows
         yield request_of(replace(options, micro_batches="1"), place, model)
 
 
@@ -196,20 +176,6 @@ def _price(name: str, place: Request, count: int) -> Price:
     return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
 
 
-def _fit(files: Sequence[Path]) -> None:
-    """Fit rings to outputs of rccl-tests or nccl-tests, and print them in JSON.
-
-    Raises:
-        ValueError: if a file is no such output.
-    """
-    if records := [path for path in files if path.suffix == ".json"]:
-        raise ValueError(
-            f"{records[0]} is no output of rccl-tests; a record of the emulated cluster is fitted in a "
-            f"checkout: python -m benchmarks fit {records[0]}"
-        )
-    print_json({"rings": fit_rings([row for path in files for row in read_tests(path)])})
-
-
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
     from zero_topo.observe.plots import job_line, scaling
 
@@ -236,8 +202,6 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
             limit = format_bytes(price.request.limit or 0)
             print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
     print_notes(content["notes"])
-    if content["assumed"]:
-        print(f"- assumed, not measured, for {content['machine']}: {', '.join(content['assumed'])}")
 
 
 def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:

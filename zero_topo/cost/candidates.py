@@ -76,10 +76,10 @@ class Candidate:
         """Return the words of :attr:`losses`."""
         return [word for part in self.losses for word in part]
 
-    def loses_only(self, asked: ZeroTopoConfig) -> bool:
-        """Return whether the plan quantizes only what keys of the block ask for."""
+    def allowed_by(self, asked: ZeroTopoConfig) -> bool:
+        """Return whether the block is lossy, or the plan quantizes only what its keys ask for."""
         wanted = asked.quantize.model_fields_set | (asked.model_fields_set & {"sync", "publish"})
-        return all(word.split()[-1] in wanted for word in self.words)
+        return asked.lossy or all(word.split()[-1] in wanted for word in self.words)
 
     @property
     def named(self) -> bool:

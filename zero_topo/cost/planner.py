@@ -24,7 +24,7 @@ from itertools import pairwise
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.memory import memory_bytes, predict_memory
-from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
+from zero_topo.cost.step import Job, Range, Step, predict_step, rates_of, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
@@ -86,12 +86,12 @@ class Request:
     @property
     def known_rates(self) -> Rates | None:
         """Return the rates of a rank, if they are known."""
-        return self.own_rates or known_rates(self.topology)
+        return self.own_rates or rates_of(self.topology)
 
     @cached_property
     def rates(self) -> Rates:
         """Return the rates of a rank; Frontier's if they are not known."""
-        rates = self.known_rates or rates_as(load_machine(ASSUMED_MACHINE), self.topology)
+        rates = self.known_rates or rates_of(self.topology, ASSUMED_MACHINE)
         assert rates is not None
         return rates
 
@@ -268,22 +268,17 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     Raises:
         ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
-    fitting: list[Priced] = []
-    refused: list[Priced] = []
-    lossier: list[Priced] = []
-    for candidate in _careful(candidates(asked, request.machine, request.sparse), request):
-        plan, allowed = Priced(candidate.config, request, candidate), asked.lossy or candidate.loses_only(asked)
-        if plan.fits:
-            (fitting if allowed else lossier).append(plan)
-        elif allowed:
-            refused.append(plan)
-    if not fitting and not refused:
+    found = _careful(candidates(asked, request.machine, request.sparse), request)
+    plans = [Priced(candidate.config, request, candidate) for candidate in found]
+    allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
+    if not allowed:
         raise ValueError(
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
             'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
-    least_first = tuple(sorted(refused, key=lambda plan: plan.held))
-    return Ranking(request, _in_order(fitting), least_first, _in_order(lossier))
+    refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.held)
+    lossier = [plan for plan in plans if plan.fits and not plan.candidate.allowed_by(asked)]
+    return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
 
 
 def rank_both(asked: ZeroTopoConfig, request: Request) -> Ranking:

@@ -63,7 +63,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
@@ -78,8 +80,9 @@ from zero_topo.cost.volume import (
     phase_moves,
     sent_as,
 )
-from zero_topo.topology.model import DOMAINS, Link, Topology
-from zero_topo.topology.presets import Machine, load_machine, preset_names
+from zero_topo.strict import must_be, read
+from zero_topo.topology.model import DOMAINS, Topology
+from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
@@ -102,6 +105,7 @@ TERA = 10**12
 PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
+Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")]
 COUNTS = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
 """Field of a job -> key of ``zero_optimization``, a number of elements."""
 
@@ -177,12 +181,9 @@ def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if a value is not a number.
     """
     zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
-    found = {name: zero[key] for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ValueError(f"zero_optimization.{COUNTS[name]} is {value!r}; it must be a number of elements")
+    stated = {name: key for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
+    counts = {name: int(read(Elements, f"zero_optimization.{key}", zero[key])) for name, key in stated.items()}
     device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    counts = {name: int(value) for name, value in found.items()}
     scaled = fp16.get("enabled") is True
     return {**counts, "offload": device == "cpu", "loss_scaled": scaled, "muon": method_of(config)}
 
@@ -228,19 +229,9 @@ class Network:
     topology: Topology
     rates: Rates
 
-    def link(self, domain: str) -> Link:
-        """Return the link of a domain at the rate that collectives reach.
-
-        Raises:
-            ValueError: if the machine's description has no such link.
-        """
-        link = self.topology.links.get(domain)
-        if link is None:
-            raise ValueError(
-                f"topology {self.topology.name!r} does not describe the {domain!r} link, so times are unknown; give "
-                f'"links": {{"{domain}": {{"bandwidth": bytes/s, "latency": s}}}}, or take a preset: {preset_names()}'
-            )
-        return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
+    def bandwidth(self, domain: str) -> float:
+        """Return the bytes/s of a domain's link that collectives reach."""
+        return self.topology.links[domain].bandwidth * self.rates.link_efficiency.get(domain, 1.0)
 
     def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
         """Return the time of a collective over ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
@@ -249,9 +240,6 @@ class Network:
             lo, hi: the process group.
             sent: bytes to all other members together.
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
-
-        Raises:
-            ValueError: for a link without a bandwidth.
         """
         size, busy, latency = hi // lo, dict[str, float](), 0.0
         members = {domain: self._members(lo, hi, domain) for domain in DOMAINS}
@@ -261,18 +249,16 @@ class Network:
             if outer == inner:
                 continue
             if pattern == "direct":
-                link = self.link(domain)
-                busy[domain] = sent * (outer - inner) / (size - 1) / link.bandwidth
-                latency = max(latency, link.latency)
+                busy[domain] = sent * (outer - inner) / (size - 1) / self.bandwidth(domain)
+                latency = max(latency, self.topology.links[domain].latency)
             elif (ring := measured.get(domain)) is not None:
                 unit = "gpu" if domain == "gpu" else "node"
                 busy[domain] = sent * self.topology.degree(unit) / (members[unit] * ring.bandwidth)
                 latency = ring.latency(size, sent / (size - 1))
             else:
-                link = self.link(domain)
-                busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * link.bandwidth)
+                busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * self.bandwidth(domain))
                 steps = size // inner - (size // outer if outer < size else 0)
-                latency += steps * link.latency * (size - 1) / size
+                latency += steps * self.topology.links[domain].latency * (size - 1) / size
         return HopTime(latency, busy)
 
     def _members(self, lo: int, hi: int, domain: str) -> int:
@@ -281,35 +267,19 @@ class Network:
         return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
 
-def known_rates(topology: Topology) -> Rates | None:
-    """Return the rates of the preset with the topology's name; None if there is no such preset, or it has none."""
-    return rates_as(load_machine(topology.name), topology) if topology.name in preset_names() else None
+def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
+    """Return a preset's rates, by default those of the topology's name; None if it has none, or is no preset.
 
-
-def rates_as(machine: Machine, topology: Topology) -> Rates | None:
-    """Return a machine's rates for a topology; its measured rings count only over links equal to the machine's."""
-    if machine.rates is None:
+    Measured rings count only over links equal to the preset's.
+    """
+    machine = load_machine(name or topology.name) if (name or topology.name) in preset_names() else None
+    if machine is None or machine.rates is None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
     stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
     rings = machine.rates.rings.items()
     kept = {collective: {name: of[name] for name in of if name not in stated} for collective, of in rings}
     return replace(machine.rates, rings=kept)
-
-
-def rates_of(topology: Topology) -> Rates:
-    """Return the rates of the preset with the topology's name.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    rates = known_rates(topology)
-    if rates is None:
-        having = [name for name in preset_names() if load_machine(name).rates is not None]
-        raise ValueError(
-            f"how fast a rank of {topology.name!r} computes is not known; take a preset of {having}, or give rates"
-        )
-    return rates
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -437,12 +407,9 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
     Args:
-        config: plan, formats and machine.
+        config: plan, formats and machine, with all links that are used.
         job: what is trained.
         rates: rates of a rank.
-
-    Raises:
-        ValueError: if the bandwidth of a link that is used is not known.
     """
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)

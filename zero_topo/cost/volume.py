@@ -26,20 +26,19 @@ Note [Stock bytes]
 Note [Expected changes]
     The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the data. In a matrix whose
     weights have the standard deviation ``sigma``, the share ``7.4 lr / sigma`` of the INT8 weights changes in a step of
-    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. Changes are taken to be independent of each other, so
-    the number of changes of a tile is binomial. How many blocks are sent whole, and how many tiles have a change larger
-    than 1, follows from the share of changes (:data:`SHARES`, measured with blocks of 256 over 600 steps of a small
-    model): almost none once an eighth of the INT8 weights or less changes. By default ``lr / sigma`` is a hundredth,
-    for example 1e-4 to .01. This describes the second half of a training.
+    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. A hundredth is taken for ``lr / sigma``, for example
+    1e-4 to .01, which describes the second half of a training. Changes are taken to be independent of each other, so
+    the number of changes of a tile is binomial. Of blocks of 256, 0.15% are then sent whole, and no tile has a change
+    larger than 1 (measured over 600 steps of a small model; where more than an eighth of the weights changes, both grow
+    quickly).
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil, comb
@@ -55,17 +54,8 @@ from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
 COUNT_BYTES = 16  # per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
-CHANGED = 7.4  # share of INT8 weights that change in a step, divided by lr / sigma
-LR_OVER_SIGMA = 0.01
-SHARES = (
-    (0.0, 0.0, 0.0),
-    (0.1, 0.002, 0.0),
-    (0.16, 0.005, 0.005),
-    (0.2, 0.006, 0.08),
-    (0.25, 0.016, 0.25),
-    (0.3, 0.03, 0.31),
-)
-"""By the share of INT8 weights that change: the share of blocks sent whole, and of tiles with larger changes."""
+CHANGED = 0.074  # share of INT8 weights that change in a step
+SENT_WHOLE = 0.00148  # share of blocks that are then sent whole
 
 
 @dataclass(frozen=True)
@@ -89,9 +79,6 @@ class Workload:
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
         whole: for each parameter, whether its update is Muon's, for which whole matrices are exchanged; empty if none.
-
-    Raises:
-        ValueError: if the lists differ in length, or a count or size is not positive.
     """
 
     numels: tuple[int, ...]
@@ -108,16 +95,6 @@ class Workload:
     frozen: Workload | None = None
     trains: bool = True
     whole: tuple[bool, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not len(self.numels) == len(self.persistent) == len(self.dims):
-            lengths = f"{len(self.persistent)} persistent flags and {len(self.dims)} dims"
-            raise ValueError(f"{len(self.numels)} numels but {lengths}; give one of each")
-        smallest = min(self.itemsize, self.scatter_itemsize, self.sync_itemsize, self.publish_itemsize)
-        if self.micro_batches < 1 or smallest < 1 or min(self.numels, default=0) < 0:
-            raise ValueError(
-                f"a workload needs micro_batches and item sizes of at least 1 and no negative numel, got {self}"
-            )
 
     @classmethod
     def uniform(
@@ -203,30 +180,29 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    def add(
-        phase: str, widths: Collection[tuple[int, bool]], itemsize: int, times: int = 1, message: int | None = None
-    ) -> None:
-        columns = Columns.of(widths)
+    def add(phase: str, columns: Columns, itemsize: int, times: int = 1, message: int | None = None) -> None:
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
-        for phase in ("gather_forward", "gather_backward", "gather_exact") if of.trains else ("gather_forward",):
-            exact = phase == "gather_exact"
-            gathered = [(width, stored) for width, stored, persistent in parameters if persistent == exact]
-            add(phase, gathered, of.itemsize, 1 if exact else of.micro_batches)
+        sharded = Columns.of((width, stored) for width, stored, persistent in parameters if not persistent)
+        add("gather_forward", sharded, of.itemsize, of.micro_batches)
+        if of.trains:
+            add("gather_backward", sharded, of.itemsize, of.micro_batches)
+            exact = Columns.of((width, stored) for width, stored, persistent in parameters if persistent)
+            add("gather_exact", exact, of.itemsize)
     trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
-    add("scatter", trained, work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
+    add("scatter", Columns.of(trained), work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
-        add("sync", [trained[slot] for slot in run], work.sync_itemsize)
+        add("sync", Columns.of(trained[slot] for slot in run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
     for run in slot_runs(plan, work, [slot for slot in slots if not coded[slot]], work.run_numel):
-        add("publish", [trained[slot] for slot in run], work.publish_itemsize)
+        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize)
     changed = slot_runs(plan, work, [slot for slot in slots if coded[slot]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add("publish", [trained[slot] for slot in run], work.publish_itemsize, message=message)
+        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
@@ -249,9 +225,12 @@ class Columns(NamedTuple):
     coded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, widths: Collection[tuple[int, bool]]) -> Columns:
+    def of(cls, widths: Iterable[tuple[int, bool]]) -> Columns:
         """Build the columns of parameters, each given as (elements of a world shard, whether stored as INT8)."""
-        return cls(*(tuple(width for width, coded in widths if coded == kind) for kind in (False, True)))
+        kinds: tuple[list[int], list[int]] = ([], [])
+        for width, coded in widths:
+            kinds[coded].append(width)
+        return cls(*map(tuple, kinds))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -335,24 +314,18 @@ def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
 
 
 @cache
-def expected_shares(block_size: int, lr_over_sigma: float = LR_OVER_SIGMA) -> tuple[float, float]:
-    """Return the share of blocks that a step sends whole, and the bytes of changes per INT8 weight of the others.
-
-    See Note [Expected changes].
+def bytes_of_changes(block_size: int) -> float:
+    """Return the expected bytes of changes per INT8 weight, in blocks not sent whole; see Note [Expected changes].
 
     Args:
         block_size: number of values that share a scale.
-        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
     """
-    tile, share = ChangeSpec(block_size).tile, min(CHANGED * lr_over_sigma, SHARES[-1][0])
-    above = bisect(SHARES, (share,), lo=1, hi=len(SHARES) - 1)
-    (low, *few), (high, *many) = SHARES[above - 1 : above + 1]
-    whole, large = (a + (b - a) * (share - low) / (high - low) for a, b in zip(few, many, strict=True))
-    bytes_of = 0.0
-    for c in range(tile + 1):
-        signed, new = min(c, tile // 8 + ceil(c / 8)), min(c, tile // 8) + c
-        bytes_of += comb(tile, c) * share**c * (1 - share) ** (tile - c) * ((1 - large) * signed + large * new)
-    return whole, bytes_of / tile
+    tile = ChangeSpec(block_size).tile
+    of_counts = (
+        comb(tile, c) * CHANGED**c * (1 - CHANGED) ** (tile - c) * min(c, tile // 8 + ceil(c / 8))
+        for c in range(tile + 1)
+    )
+    return sum(of_counts) / tile
 
 
 def codes_bytes(rows: int, width: int, spec: BlockSpec) -> int:
@@ -360,19 +333,17 @@ def codes_bytes(rows: int, width: int, spec: BlockSpec) -> int:
     return spec.nbytes(rows * spec.blocks(width) * spec.block_size)
 
 
-def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec, lr_over_sigma: float = LR_OVER_SIGMA) -> int:
+def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
     """Return the expected bytes of a packed buffer with the changes of the INT8 weights of some rows.
 
     Args:
         rows: rows of one group rank.
         widths: columns of each parameter.
         spec: format of the INT8 weights.
-        lr_over_sigma: the learning rate over the standard deviation of a matrix's weights.
     """
     blocks = rows * sum(map(spec.blocks, widths))
-    whole_share, change_share = expected_shares(spec.block_size, lr_over_sigma)
-    whole = ceil(whole_share * blocks)
-    changes = ceil(change_share * (blocks - whole) * spec.block_size)
+    whole = ceil(SENT_WHOLE * blocks)
+    changes = ceil(bytes_of_changes(spec.block_size) * (blocks - whole) * spec.block_size)
     return ChangeSpec(spec.block_size).nbytes(blocks, whole, changes)
 
 

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.step import known_rates
+from zero_topo.cost.step import rates_of
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
@@ -130,7 +130,7 @@ class TopoStage3(Stock):
         require = partial(self.require_states, LP_PARAMS)
         self._gathers = ParameterGathers(self.topo, self.module, self.slots, self._write_back, require)
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
-        rates = None if self.topo.config.topology.emulated else known_rates(self.topo.config.topology)
+        rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
         trained = sum(param.ds_numel for param in params) / max(numel, 1)
         self.pace = Pace(numel, None if rates is None else rates.peak_flops, trained)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads measured collectives, as rccl-tests and nccl-tests print them, and fits the rates of rings to them.
+"""``python -m benchmarks rings``: fits the rates of rings to outputs of rccl-tests and nccl-tests.
 
 Note [Rings of a machine]
     ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each step of the ring,
@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 from pathlib import Path
 
+from zero_topo.cli.output import print_json
 from zero_topo.strict import read_text
 from zero_topo.topology.rates import Collective, Ring
 from zero_topo.topology.tools import clean
@@ -148,3 +149,13 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
             share = table[j][i] / table[i][i]
             table[j] = [a - share * b for a, b in zip(table[j], table[i], strict=True)]
     return [row[-1] / row[i] for i, row in enumerate(table)]
+
+
+def show_rings(files: Iterable[Path]) -> None:
+    """Fit rings to outputs of rccl-tests or nccl-tests, and print them as ``--set rates=FILE`` reads them.
+
+    Raises:
+        ValueError: if a file is no such output.
+    """
+    found = fit_rings(row for path in files for row in read_tests(path))
+    print_json({"rings": {kind: {name: asdict(ring) for name, ring in of.items()} for kind, of in found.items()}})
