@@ -44,7 +44,7 @@ ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict[str, Any]]]:
-    """One launch that tries every case in every way; what each rank was told."""
+    """One launch that tries every case in every way; what each rank got."""
     path = tmp_path_factory.mktemp("refused")
     (path / "cases.json").write_text(json.dumps({"good": GOOD, **{name: case[0] for name, case in CASES.items()}}))
     command = [str(PROGRAMS / "refused.py"), str(path / "cases.json"), str(path)]
@@ -95,7 +95,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_that_differ_are_told_alike(name: str, refused: Refused) -> None:
+def test_ranks_that_differ_get_the_same_error(name: str, refused: Refused) -> None:
     """A rank with another config, optimizer, model or software is named on every rank; none waits for it.
 
     All else that ranks agree on is in ``tests/ranks/test_agreement.py``.

@@ -83,9 +83,9 @@ def save(run: Job, path: Path) -> Saved:
 
 
 @contextmanager
-def loaded(run: Job, path: Path, **options: Any) -> Iterator[Any]:
+def loaded(run: Job, path: Path, seed: int = 99, **options: Any) -> Iterator[Any]:
     """An engine built from other random weights that has loaded the checkpoint. Collective."""
-    engine = start(run, seed=99)
+    engine = start(run, seed)
     try:
         found, _ = engine.load_checkpoint(str(path), **options)
         assert found is not None
@@ -134,7 +134,7 @@ def poison(flat: torch.Tensor, numel: int) -> None:
 
 
 def common_directory(local: Path) -> Path:
-    """Rank 0's directory, told to all ranks. Collective."""
-    told = [str(local)]
-    dist.broadcast_object_list(told)
-    return Path(told[0])
+    """Rank 0's directory, sent to all ranks. Collective."""
+    sent = [str(local)]
+    dist.broadcast_object_list(sent)
+    return Path(sent[0])

@@ -26,7 +26,7 @@ from tests.launcher.training import Job, Net, advance, batch, ds_config, mse, ru
 from zero_topo.quant.operands import DTYPES
 
 Block = dict[str, Any] | None
-STEPS = 6
+STEPS = 5
 OVERFLOWS = (1, 4)
 
 

@@ -21,7 +21,7 @@ from tests.launcher.parity import Result, run
 from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, mse, running, weights
 from tests.marks import late, often
 
-STEPS = 6
+STEPS = 4
 CODES = {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codes": ({"scheme": "topo", "quantize": CODES}, {}),
