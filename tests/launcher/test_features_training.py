@@ -21,18 +21,7 @@ from tests.launcher.checkpoints import poison
 from tests.launcher.feature_jobs import matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import (
-    EMULATED,
-    PLAIN,
-    Job,
-    Net,
-    batch,
-    block,
-    ds_config,
-    mse,
-    running,
-    train,
-)
+from tests.launcher.training import EMULATED, PLAIN, Job, Net, batch, block, ds_config, mse, running, train
 from tests.marks import late, often
 
 
