@@ -90,8 +90,8 @@ class Launch:
     def tails(self, lines: int = 40) -> str:
         """The end of the launcher's and of every rank's log, without pytest's own frames, for a failure's message."""
         logs = {"launcher": self.launcher_log()} | {f"rank {rank}": text for rank, text in enumerate(self.logs())}
-        told = {name: [t for t in text.splitlines() if not _PYTEST_FRAME.search(t)] for name, text in logs.items()}
-        return "\n".join("\n".join([f"--- {name}", *text[-lines:]]) for name, text in told.items())
+        kept = {name: [t for t in text.splitlines() if not _PYTEST_FRAME.search(t)] for name, text in logs.items()}
+        return "\n".join("\n".join([f"--- {name}", *text[-lines:]]) for name, text in kept.items())
 
 
 def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:

@@ -63,7 +63,7 @@ def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> 
     assert (mine["different"], mine["losses"]) == (theirs["different"], theirs["losses"])
 
 
-def test_what_is_owed_arrives_on_other_ranks_as_on_its_own(found: dict[str, Results]) -> None:
+def test_residuals_arrive_on_other_ranks_as_on_their_own(found: dict[str, Results]) -> None:
     """Sent in one step on eight ranks, the losses are those of two ranks that each got its own residual back."""
     mine, theirs = found["eight"]["sends all"]["losses"], found["two"]["sends all"]["losses"]
     assert mine == pytest.approx(theirs, abs=1e-5)

@@ -77,7 +77,13 @@ def _kernels(gpu: bool, folder: Path) -> list[Command]:
     few = (*PYTEST, native, "-k", "large or any_length or misaligned or codes")
     if not gpu:
         interpreted = (*PYTEST, triton, "-k", "large or misaligned or codes_give")
-        emulated = (*PYTEST, "tests/kernels/test_gpu_sizes.py", "tests/kernels/test_gpu_codes.py", "-k", "binding")
+        emulated = (
+            *PYTEST,
+            "tests/kernels/test_gpu_sizes.py",
+            "tests/kernels/test_gpu_codes.py",
+            "-k",
+            "mixed or uploaded",
+        )
         return [Command(few), Command(interpreted, {"TRITON_INTERPRET": "1"}), Command(emulated)]
     found = [Command((*PYTEST, native)), Command((*PYTEST, triton, "-k", "not Elsewhere"))]
     if shutil.which("compute-sanitizer"):

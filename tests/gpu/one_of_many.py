@@ -59,21 +59,17 @@ def one_of_many() -> Iterator[None]:
         received.view(parts, -1).copy_(sent.view(-1)[: received.numel() // parts])
         return SimpleNamespace(wait=lambda: None)
 
-    def gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        return collective(output_tensor, input_tensor)
-
-    def scatter(output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
+    def copied(output_tensor: Tensor, input_tensor: Tensor, *group: Any, **how: Any) -> Any:
         return collective(output_tensor, input_tensor)
 
     def swap(received: Tensor, sent: Tensor, *sizes: Any, **how: Any) -> Any:
         return collective(received, sent[: len(received)])
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    names = {"all_gather": gather, "reduce_scatter": scatter}
-    own: dict[str, Any] = {
-        f"{name}_{kind}": names[name] for name in names for kind in ("into_tensor", "tensor", "single")
-    }
-    own = {name: function for name, function in own.items() if hasattr(dist, name)} | {"all_to_all_single": swap}
+    kinds = ("into_tensor", "tensor", "single")
+    names = [f"{name}_{kind}" for name in ("all_gather", "reduce_scatter") for kind in kinds]
+    own: dict[str, Any] = dict.fromkeys((name for name in names if hasattr(dist, name)), copied)
+    own["all_to_all_single"] = swap
     with patch.dict(os.environ, alone), fake_world(RANKS), patch.multiple(dist, **own):
         yield
 

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 from op_builder import source_dir
-from op_builder.jit import BuildError, cache_dir
-from tests.kernels import gpu_library
-from tests.kernels.operators import LEVELS, Operators, limited
+from op_builder.jit import BuildError
+from tests.kernels.gpu_library import Emulated, bound
+from tests.kernels.operators import LEVELS, Operators, limited, serving_module
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +48,9 @@ def split(module: ModuleType, level: int) -> Iterator[Operators]:
         yield kernels
 
 
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    """The GPU kernels, compiled for the emulation."""
-    return gpu_library.emulated(source_dir(), cache_dir())
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Emulated]:
+    """The GPU kernels, compiled for the emulation, behind the binding that an engine on a GPU loads."""
+    module = bound(source_dir())
+    with serving_module(module) as kernels:
+        yield Emulated(module, kernels)

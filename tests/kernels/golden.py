@@ -331,16 +331,6 @@ def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype
         check_selection(backend, dtype, device)
 
 
-def check_a_little(backend: Any) -> None:
-    """Every operation, for some formats."""
-    check_quantize(backend, FORMATS[5])
-    check_dequantize(backend, FORMATS[-10])
-    check_reduce(backend, FORMATS[-9], sources=(1, 2))
-    check_requantize(backend, SPECS[-2], sources=(3,))
-    check_operations(backend, CAST_FORMATS[5], sources=(1, 2, 5))
-    check_sparse(backend, dtypes=(torch.bfloat16,))
-
-
 def check_aged_adamw(backend: Any, device: str = "cpu") -> None:
     """Weights, moments and ages, where all elements arrive, some or none; with numbers that are none among them.
 

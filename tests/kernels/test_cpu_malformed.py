@@ -6,7 +6,7 @@ test_cpu_sanitizers.py runs these tests under AddressSanitizer, which sees every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -101,8 +101,8 @@ DAMAGES: dict[str, st.SearchStrategy[Callable[[Any], Any]]] = {
     "shapes": put(0, misfits(lambda rows: rows * WIDTH))
     | put(1, misfits(lambda columns: 3 * columns))
     | put(2, NEGATIVE | st.integers(WIDTH + 1, 2**63 - 1))
-    | put(3, st.integers(-(2**63), WIDTH - 1) | st.integers(2**56 // 3 + 1, 2**63 - 1))
-    | put(4, NEGATIVE | st.integers(2**56 // MEMBERS + 1, 2**63 - 1))
+    | put(3, st.integers(-(2**63), WIDTH - 1))
+    | put(4, NEGATIVE)
     | st.just(lambda shapes: shapes[:4]),
     "format": FORMATS,
     "source": FORMATS,
@@ -114,58 +114,66 @@ DAMAGES: dict[str, st.SearchStrategy[Callable[[Any], Any]]] = {
 }
 
 
+FAR = put(3, st.integers(2**56 // 3 + 1, 2**63 - 1)) | put(4, st.integers(2**56 // MEMBERS + 1, 2**63 - 1))
+"""Strides beyond what the CPU's kernels compute with."""
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @given(data=st.data())
 def test_one_wrong_argument_is_refused(module: ModuleType, name: str, data: st.DataObject) -> None:
     """Any argument out of its bounds is an error, and no byte changes; undamaged the call is accepted."""
-    arguments = valid(name)
-    wrong = data.draw(st.sampled_from([argument for argument in arguments if argument in DAMAGES]))
-    memory = [*arguments.get("flats", ()), *(x for x in arguments.values() if isinstance(x, Tensor))]
-    arguments[wrong] = data.draw(DAMAGES[wrong])(arguments[wrong])
-    before = [tensor.clone() for tensor in memory]
     with limited(module):
-        with pytest.raises(RuntimeError):
-            getattr(OPS, name).default(*arguments.values())
-        assert all(
-            torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(memory, before, strict=True)
-        )
-        getattr(OPS, name).default(*valid(name).values())
+        check_one_wrong_argument(name, data, {**DAMAGES, "shapes": DAMAGES["shapes"] | FAR})
 
 
-@pytest.mark.parametrize("code", [(8, 1, 0), (16, 1, 0), (32, 1, 1), (16, 1, 3), (16, 2, 1)])
-def test_casts_are_formats_of_their_own(whole: Operators, code: tuple[int, int, int]) -> None:
-    """A float's type and its bits belong together; nothing else has blocks of one value, and casts do not mix."""
-    table, half = buffer(NUMEL * code[0] // 8).view(1, 1, 1, -1), buffer(2 * NUMEL).view(1, 1, 1, -1)
-    with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-        OPS.quantize.default([torch.zeros(NUMEL)], [1, NUMEL, NUMEL, 0, 0], code, table, -1)
-    with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-        OPS.requantize.default(half, -1, (16, 1, 1), half.clone(), -1, (16, 1, 2), NUMEL, 1.0)
-
-
-def test_members_must_be_as_many(whole: Operators) -> None:
-    """Sums of other members than are written are refused."""
-    came, *rest = valid("requantize").values()
-    with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-        OPS.requantize.default(came[:, :, :1], *rest)
+def check_one_wrong_argument(
+    name: str, data: st.DataObject, damages: Mapping[str, st.SearchStrategy[Callable[[Any], Any]]]
+) -> None:
+    """Damage one argument of an operator that some kernels serve; and try it whole."""
+    arguments = valid(name)
+    wrong = data.draw(st.sampled_from([argument for argument in arguments if argument in damages]))
+    memory = [*arguments.get("flats", ()), *(x for x in arguments.values() if isinstance(x, Tensor))]
+    arguments[wrong] = data.draw(damages[wrong])(arguments[wrong])
+    before = [tensor.clone() for tensor in memory]
+    with pytest.raises(RuntimeError):
+        getattr(OPS, name).default(*arguments.values())
+    assert all(
+        torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(memory, before, strict=True)
+    )
+    getattr(OPS, name).default(*valid(name).values())
 
 
 LIMIT = 2**56
-HUGE = [
-    ((2**62, 4, 4, 4), "rows x columns overflow"),
-    ((2**40, 2**20, 2**20, 2**20), "more values than any machine holds"),
-    ((2, 8, 8, 2**62), "strides overflow"),
-    ((1, LIMIT + 1, 0, 0), "one value too many"),
-]
+HUGE = ((2**62, 4, 4, 4), (2**40, 2**20, 2**20, 2**20), (2, 8, 8, 2**62), (1, LIMIT + 1, 0, 0))
+"""Rows x columns overflow, more values than any machine holds, strides overflow, one value too many."""
 
 
-@pytest.mark.parametrize("shape", [case[0] for case in HUGE], ids=[case[1] for case in HUGE])
-def test_sizes_that_overflow_are_refused(whole: Operators, shape: tuple[int, int, int, int]) -> None:
-    """Products and sums of sizes are checked before anything is computed from them."""
-    table, *_, code, flats, _, factor, accumulate = valid("dequantize_reduce").values()
-    for shapes in ([*shape, 0], 2 * [1, LIMIT, LIMIT, LIMIT, 0]):
+def test_what_does_not_fit_together_is_refused(whole: Operators) -> None:
+    """In one call or another."""
+    check_what_does_not_fit()
+
+
+def check_what_does_not_fit() -> None:
+    """A float's type and its bits belong together; casts, block sizes, members and sources do not mix.
+
+    Nothing else has blocks of one value. Products and sums of sizes are checked before anything is computed from them.
+    """
+    made, came, again = (valid(name) for name in FUNCTIONS)
+    half, whole = ({"messages": (x := buffer(n).view(1, 1, 1, -1)), "out": x.clone()} for n in (2 * NUMEL, 768))
+    refused = [("requantize", again | half | {"source": (16, 1, 1), "format": (16, 1, 2)})]
+    refused += [("requantize", again | whole | {"source": (8, 512, 0), "format": (8, 256, 0), "numel": 512})]
+    refused += [("requantize", again | {"messages": again["messages"][:, :, :1]})]
+    refused += [("quantize", made | {"messages": came["messages"]})]
+    refused += [("dequantize_reduce", came | {"messages": came["messages"][:1], "without_source": 0})]
+    for code in ((8, 1, 0), (16, 1, 0), (32, 1, 1), (16, 1, 3), (16, 2, 1)):
+        cast = {"flats": [torch.zeros(NUMEL)], "shapes": [1, NUMEL, NUMEL, 0, 0], "format": code}
+        refused += [("quantize", made | cast | {"messages": buffer(NUMEL * code[0] // 8).view(1, 1, 1, -1)})]
+    for shapes in (*([*shape, 0] for shape in HUGE), 2 * [1, LIMIT, LIMIT, LIMIT, 0]):
+        flats = came["flats"] * (len(shapes) // 5)
+        refused += [("dequantize_reduce", came | {"flats": flats, "shapes": shapes})]
+    for name, arguments in refused:
         with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-            given_flats = flats * (len(shapes) // 5)
-            OPS.dequantize_reduce.default(table, -1, -1, code, given_flats, shapes, factor, accumulate)
+            getattr(OPS, name).default(*arguments.values())
 
 
 @st.composite

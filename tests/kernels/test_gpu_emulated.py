@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 from tests.kernels import golden
-from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, GpuLibrary, Settings
+from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, Emulated, Settings
 from tests.marks import late
 from zero_topo.quant import reference
 from zero_topo.quant.operands import DTYPES
@@ -24,33 +22,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
-def test_operations(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
+def test_operations(emulated: Emulated, chosen: Settings, fmt: golden.Format) -> None:
     """Messages, values and sums of every format are the reference's; nothing is written where no piece is."""
-    golden.check_operations(GpuLibrary(library, chosen), fmt)
+    golden.check_operations(emulated(chosen), fmt)
 
 
 @pytest.mark.parametrize("chosen", BOTH)
 @pytest.mark.parametrize("spec", [*golden.SPECS, *map(Cast, DTYPES)], ids=str)
-def test_requantize(library: ctypes.CDLL, chosen: Settings, spec: golden.Spec) -> None:
+def test_requantize(emulated: Emulated, chosen: Settings, spec: golden.Spec) -> None:
     """Messages of sums are the reference's, in the same and in other bits."""
-    golden.check_requantize(GpuLibrary(library, chosen), spec)
+    golden.check_requantize(emulated(chosen), spec)
 
 
 @pytest.mark.parametrize("chosen", BOTH)
-def test_sparse(library: ctypes.CDLL, chosen: Settings) -> None:
+def test_sparse(emulated: Emulated, chosen: Settings) -> None:
     """Masks, picks and sketches are the reference's."""
-    golden.check_sparse(GpuLibrary(library, chosen))
+    golden.check_sparse(emulated(chosen))
 
 
 @pytest.mark.parametrize("offset", [1, 7, 8])
-def test_masks_anywhere(library: ctypes.CDLL, offset: int) -> None:
+def test_masks_anywhere(emulated: Emulated, offset: int) -> None:
     """Masks and bits that begin at no round address."""
     mask = torch.rand(3000) < 0.4
     expected, bits = (torch.full((400,), 0xA5, dtype=torch.uint8) for _ in range(2))
     n = mask.numel() - offset
     size = -(-n // 8)
     reference.mask_pack(mask[offset:], expected[offset : offset + size])
-    backend = GpuLibrary(library)
+    backend = emulated()
     backend.mask_pack(mask[offset:], bits[offset : offset + size])
     assert torch.equal(bits, expected)
     back = torch.ones(3000, dtype=torch.bool)
@@ -59,17 +57,17 @@ def test_masks_anywhere(library: ctypes.CDLL, offset: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", BOTH)
-def test_roundings(library: ctypes.CDLL, chosen: Settings) -> None:
+def test_roundings(emulated: Emulated, chosen: Settings) -> None:
     """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
-    golden.check_roundings(GpuLibrary(library, chosen))
+    golden.check_roundings(emulated(chosen))
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048)], ids=str)
-def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpec) -> None:
+def test_padding_of_messages_does_not_count(emulated: Emulated, spec: BlockSpec) -> None:
     """Whatever lies behind the last value of a message: the padding of the message of the sum stands for zeros."""
     blocks = 16384 // spec.block_size
     numel = blocks * spec.block_size + 3
     messages = golden.messages_of(spec, numel, 3)[1:]
     for message in messages:
         message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
-    golden.same_again(GpuLibrary(library, OTHER), messages, spec, spec, (numel, 1.0))
+    golden.same_again(emulated(OTHER), messages, spec, spec, (numel, 1.0))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tests.launcher.training import Job, Net, advance, close, start, weights
 
@@ -82,9 +83,9 @@ def save(run: Job, path: Path) -> Saved:
 
 
 @contextmanager
-def loaded(run: Job, path: Path, **options: Any) -> Iterator[Any]:
+def loaded(run: Job, path: Path, seed: int = 99, **options: Any) -> Iterator[Any]:
     """An engine built from other random weights that has loaded the checkpoint. Collective."""
-    engine = start(run, seed=99)
+    engine = start(run, seed)
     try:
         found, _ = engine.load_checkpoint(str(path), **options)
         assert found is not None
@@ -115,22 +116,8 @@ def files_of(path: Path, rank: int) -> dict[str, dict[str, str]]:
 
 def contents(state: dict[str, Any]) -> dict[str, str]:
     """Place in a saved state -> type, shape and bytes in the file, but for the config that ran."""
-    left_out = ("ds_config", "ds_version")
-    places = {place: value for place, value in walk(state) if place.split(".")[0] not in left_out}
-    return {place: describe(value) for place, value in places.items()}
-
-
-def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts and lists, with the path to it."""
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        items = enumerate(value)
-    else:
-        yield place, value
-        return
-    for key, inner in items:
-        yield from walk(inner, f"{place}.{key}" if place else str(key))
+    state = {key: value for key, value in state.items() if key not in ("ds_config", "ds_version")}
+    return {keystr(place): describe(value) for place, value in tree_flatten_with_path(state)[0]}
 
 
 def describe(value: Any) -> str:
@@ -147,7 +134,7 @@ def poison(flat: torch.Tensor, numel: int) -> None:
 
 
 def common_directory(local: Path) -> Path:
-    """Rank 0's directory, told to all ranks. Collective."""
-    told = [str(local)]
-    dist.broadcast_object_list(told)
-    return Path(told[0])
+    """Rank 0's directory, sent to all ranks. Collective."""
+    sent = [str(local)]
+    dist.broadcast_object_list(sent)
+    return Path(sent[0])

@@ -164,7 +164,7 @@ FEATURES: dict[str, Feature] = {
         lambda: small(ds=zero(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})), refused="NVMe offload"
     ),
     "`offload_param` in training": of(lambda: small(ds=zero(offload_param={"device": "cpu"}))),
-    "`offload_states`": Feature(jobs.offloading_states, like=jobs.read_between_steps),
+    "`offload_states`": Feature(jobs.offloading_states),
     "several engines": Feature(jobs.two_engines),
     "destroyed and started again": Feature(jobs.started_again),
     "saved and resumed": Feature(jobs.resumed),

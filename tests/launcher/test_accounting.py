@@ -43,6 +43,11 @@ def assert_bytes_equal(stats: Stats) -> None:
     assert stats.step_bytes == step_bytes(stats.config, stats.work)
 
 
+def assert_memory_equals(stats: Stats) -> None:
+    held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
+    assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+
+
 @pytest.mark.parametrize(
     ("scheme", "quantized"),
     [
@@ -54,8 +59,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
     more: dict[str, Any] = {"quantize": {}} if quantized else {}
     stats = measured(scheme, "bf16", 2, **more)
     assert_bytes_equal(stats)
-    held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
-    assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+    assert_memory_equals(stats)
 
 
 @pytest.mark.parametrize("scheme", ["topo", late("topo-zero2")])
@@ -64,8 +68,7 @@ def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={"block_size": 64})
     assert stats.work.published is not None and len(stats.work.published) == 1
     assert_bytes_equal(stats)
-    held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
-    assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+    assert_memory_equals(stats)
 
 
 def test_fp32_memory_is_counted_as_it_is_held() -> None:

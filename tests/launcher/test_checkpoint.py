@@ -177,7 +177,7 @@ def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shar
         advance(run, engine, SAVED_AT, STEPS)
         engine.save_checkpoint(str(shared_path), tag="second")
         second = weights(engine)
-    for tag, expected in ({"tag": "first"}, first), (dict[str, str](), second):
+    for tag, expected in (dict[str, Any](tag="first"), first), (dict[str, Any](), second):
         with loaded(run, shared_path, **options, **tag) as engine:
             assert_same_bits(weights(engine), expected)
 

@@ -21,18 +21,7 @@ from tests.launcher.checkpoints import poison
 from tests.launcher.feature_jobs import matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import (
-    EMULATED,
-    PLAIN,
-    Job,
-    Net,
-    batch,
-    block,
-    ds_config,
-    mse,
-    running,
-    train,
-)
+from tests.launcher.training import EMULATED, PLAIN, Job, Net, batch, block, ds_config, mse, running, train
 from tests.marks import late, often
 
 
@@ -164,7 +153,7 @@ def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero
 
     So it does with stock's other ways to gather and reduce: DeepSpeed would all-reduce past our reduce-scatter.
     """
-    job = Job(zero_topo=block("topo"), ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    job = Job(zero_topo=block("topo"), steps=4, ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
     x, _ = batch(0, 0, torch.float32)
     config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
     torch.manual_seed(0)
@@ -176,6 +165,6 @@ def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero
     with torch.no_grad():
         assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
     engine.destroy()
-    plain = Job(zero_topo=block("topo"), zero_init=zero_init)
+    plain = Job(zero_topo=block("topo"), steps=4, zero_init=zero_init)
     job.ds["zero_optimization"] |= {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
     assert train(replace(job, zero_init=zero_init)) == train(plain)

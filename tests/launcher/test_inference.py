@@ -18,19 +18,7 @@ from torch import Tensor, nn
 import zero_topo
 from tests.device import DEVICE
 from tests.launcher.checkpoints import assert_same_bits, poison
-from tests.launcher.training import (
-    PLAIN,
-    Job,
-    Net,
-    advance,
-    batch,
-    block,
-    close,
-    ds_config,
-    running,
-    train,
-    weights,
-)
+from tests.launcher.training import PLAIN, Job, Net, advance, batch, block, close, ds_config, running, train, weights
 from tests.marks import late
 from zero_topo.cost import by_domain
 from zero_topo.cost.memory import memory_bytes

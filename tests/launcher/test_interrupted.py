@@ -114,7 +114,7 @@ def attempts(engine: Any, ending: bool | None = None) -> None:
 @pytest.mark.parametrize(
     ("case", "lines"), [("plain", 1), ("ending", 0), ("accumulation", 0), late("offload", 0), late("zero3", 0)]
 )
-def test_backward_passes_that_each_cross_nodes_are_hinted_at(
+def test_backward_passes_that_each_cross_nodes_are_warned_of(
     case: str, lines: int, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, by rank 0, with the ways out; not where sync waits for the step, or spans the job and is none."""

@@ -148,56 +148,51 @@ MODEL, OPTIM = (
 INNER = "optimizer_state_dict"
 FIRST = (INNER, INNER, "state", 0)
 READ, ODD = "refuses: .* cannot be read", "has .*"
+
+
+def ours(value: Any, *place: Any) -> Harm:
+    """Change what the engine keeps in DeepSpeed's file of an optimizer."""
+    return put(value, INNER, "zero_topo", *place)
+
+
+ANY_FILE: dict[str, tuple[Harm, str]] = {
+    "cut": (cut, READ),
+    "emptied": (emptied, READ),
+    "missing": (Path.unlink, f"{READ}.*FileNotFoundError"),
+    "a list": (partial(changed, lambda _: [1]), "refuses: .*TypeError"),
+}
+OF_THE_MODEL: dict[str, tuple[Harm, str]] = {
+    "no module": (put(None, "module"), "refuses: .*KeyError"),
+    "a buffer of another size": (put(torch.zeros(3), "module", "x"), f"{ODD}module.x"),
+    "a frozen parameter missing": (put({}, "frozen_param_fragments"), f"{ODD}frozen.inp.bias absent"),
+    "another step": (put(7, "global_steps"), f"{ODD}global_steps 7 in place of 2"),
+    "no ranks": (put(None, "dp_world_size"), f"{ODD}dp_world_size absent"),
+}
+SHORT_MASTERS = put(lambda flat: flat[:-1], INNER, "fp32_flat_groups", 0)
+OF_THE_OPTIMIZER: dict[str, tuple[Harm, str]] = {
+    "masters of another size": (SHORT_MASTERS, r"masters in sub-groups of \["),
+    "no masters": (put(None, INNER, "fp32_flat_groups"), "refuses: .*KeyError"),
+    "a moment of one element": (put(torch.zeros(1), *FIRST, "exp_avg"), rf"{ODD}exp_avg .torch.float32 \[1\]"),
+    "a parameter group missing": (put(None, INNER, INNER, "param_groups", 1), ODD),
+    "our entry no dict": (ours([1]), f"{ODD}zero_topo"),
+    "our entry missing": (ours(None), f"{ODD}zero_topo"),
+    "no owners": (ours(None, "owed", "owners"), f"{ODD}owed.owners absent"),
+    "held of one element": (ours(torch.zeros(1), "held"), rf"{ODD}held .torch.float32 \[1\]"),
+    "a residual of another size": (ours(torch.zeros(2, 3), "sync", "residual"), f"{ODD}residual"),
+    "no degrees": (ours(None, "degrees"), f"{ODD}degrees"),
+}
+OF_THREE, WRONG_SIZE = (
+    partial(changed, lambda _: torch.zeros(3)),
+    "inp.weight/fp32.pt holds 3 elements, but inp.weight has 407",
+)
+PARAMETER = "zero/inp.weight/fp32.pt"
 KINDS: dict[str, tuple[str, str, Harm, str]] = {
-    **{f"{file} {harm.__name__}": ("q4", file, harm, READ) for file in (MODEL, OPTIM) for harm in (cut, emptied)},
-    **{f"{file} missing": ("q4", file, Path.unlink, f"{READ}.*FileNotFoundError") for file in (MODEL, OPTIM)},
-    **{
-        f"{file} a list": ("q4", file, partial(changed, lambda _: [1]), "refuses: .*TypeError")
-        for file in (MODEL, OPTIM)
-    },
-    "no module": ("q4", MODEL, put(None, "module"), "refuses: .*KeyError"),
-    "a buffer of another size": ("q4", MODEL, put(torch.zeros(3), "module", "x"), f"{ODD}module.x"),
-    "a frozen parameter missing": ("q4", MODEL, put({}, "frozen_param_fragments"), f"{ODD}frozen.inp.bias absent"),
-    "another step": ("q4", MODEL, put(7, "global_steps"), f"{ODD}global_steps 7 in place of 2"),
-    "no ranks": ("q4", MODEL, put(None, "dp_world_size"), f"{ODD}dp_world_size absent"),
-    "masters of another size": (
-        "q4",
-        OPTIM,
-        put(lambda flat: flat[:-1], INNER, "fp32_flat_groups", 0),
-        r"masters in sub-groups of \[",
-    ),
-    "no masters": ("q4", OPTIM, put(None, INNER, "fp32_flat_groups"), "refuses: .*KeyError"),
-    "a moment of one element": (
-        "q4",
-        OPTIM,
-        put(torch.zeros(1), *FIRST, "exp_avg"),
-        rf"{ODD}exp_avg .torch.float32 \[1\]",
-    ),
-    "a parameter group missing": ("q4", OPTIM, put(None, INNER, INNER, "param_groups", 1), ODD),
-    "our entry no dict": ("q4", OPTIM, put([1], INNER, "zero_topo"), f"{ODD}zero_topo"),
-    "our entry missing": ("q4", OPTIM, put(None, INNER, "zero_topo"), f"{ODD}zero_topo"),
-    "no owners": ("q4", OPTIM, put(None, INNER, "zero_topo", "owed", "owners"), f"{ODD}owed.owners absent"),
-    "held of one element": (
-        "q4",
-        OPTIM,
-        put(torch.zeros(1), INNER, "zero_topo", "held"),
-        rf"{ODD}held .torch.float32 \[1\]",
-    ),
-    "a residual of another size": (
-        "q4",
-        OPTIM,
-        put(torch.zeros(2, 3), INNER, "zero_topo", "sync", "residual"),
-        f"{ODD}residual",
-    ),
-    "no degrees": ("q4", OPTIM, put(None, INNER, "zero_topo", "degrees"), f"{ODD}degrees"),
-    "scales resized": ("codes", OPTIM, put(lambda row: row[:-1], INNER, "zero_topo", "scales"), f"{ODD}scales"),
-    "a universal parameter cut": (UNIVERSAL, "zero/inp.weight/fp32.pt", cut, f"{READ}"),
-    "a universal parameter of another size": (
-        UNIVERSAL,
-        "zero/inp.weight/fp32.pt",
-        partial(changed, lambda _: torch.zeros(3)),
-        "inp.weight/fp32.pt holds 3 elements, but inp.weight has 407",
-    ),
+    **{f"{file} {kind}": ("q4", file, *case) for kind, case in ANY_FILE.items() for file in (MODEL, OPTIM)},
+    **{kind: ("q4", MODEL, *case) for kind, case in OF_THE_MODEL.items()},
+    **{kind: ("q4", OPTIM, *case) for kind, case in OF_THE_OPTIMIZER.items()},
+    "scales resized": ("codes", OPTIM, ours(lambda row: row[:-1], "scales"), f"{ODD}scales"),
+    "a universal parameter cut": (UNIVERSAL, PARAMETER, cut, READ),
+    "a universal parameter of another size": (UNIVERSAL, PARAMETER, OF_THREE, WRONG_SIZE),
     "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
     "a universal model cut": (UNIVERSAL, "zero_pp_rank_0_mp_rank_00_model_states.pt", cut, READ),
     "what is carried emptied": (UNIVERSAL, "zero_topo_owed.pt", emptied, "refuses: .*zero_topo_owed.pt"),
@@ -238,9 +233,7 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(
     assert_same_bits(weights(run.engine), run.weights)
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", KINDS["masters of another size"][2])]
-)
+@pytest.mark.parametrize(("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", SHORT_MASTERS)])
 def test_training_goes_on_after_a_load_that_failed(
     name: str, harm: Harm, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ SHOWN_ELSEWHERE = {
     "`GatheredParameters`, written where weights are masters": "test_features_training.py",
     "`safe_get_*`, `safe_set_*`": "test_features_training.py",
     "gradient accumulation": "test_parity.py",
-    "`zero_grad` between micro-batches": "tests/ranks/test_quantized_owed.py",
+    "`zero_grad` between micro-batches": "tests/ranks/test_quantized_residual.py",
     "evaluation inside steps": "test_inference.py",
     "generation between steps": "test_inference.py",
     "BF16": "test_parity.py",

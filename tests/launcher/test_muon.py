@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zero_topo
 from tests.launcher import checkpoints
-from tests.launcher.feature_jobs import small, zero
+from tests.launcher.feature_jobs import STEPS, small, zero
 from tests.launcher.models import Tied, partly_frozen
 from tests.launcher.parity import Result, assert_equal, in_plain_torch, run
 from tests.launcher.training import EMULATED, Job, advance, block, running
@@ -38,8 +38,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "clipped": lambda: small(ds=muon()),
     "accumulated": lambda: small(ds=muon(), micro_batches=3),
     "sub-groups": lambda: small(ds=muon(sub_group_size=200)),
-    "tied": lambda: Job(model=Tied, steps=6, ds=muon()),
-    "frozen": lambda: Job(model=partly_frozen, steps=6, ds=muon()),
+    "tied": lambda: Job(model=Tied, steps=STEPS, ds=muon()),
+    "frozen": lambda: Job(model=partly_frozen, steps=STEPS, ds=muon()),
     "partitioned as built": lambda: small(ds=muon(), zero_init=True),
     "on the host": lambda: small(ds=muon(offload_optimizer={"device": "cpu"})),
     "DeepSpeed's Adam": lambda: small(ds=muon(torch_adam=False)),

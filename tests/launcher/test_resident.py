@@ -24,7 +24,7 @@ from tests.suite import LONG_VARIABLE
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import coded_slots
 
-STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 8
+STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 5
 CODES: dict[str, Any] = {
     "quantize": {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
 }

@@ -16,15 +16,7 @@ from torch import Tensor
 
 import zero_topo
 from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
-from tests.launcher.training import (
-    AGED,
-    Job,
-    advance,
-    block,
-    largest_difference,
-    running,
-    start,
-)
+from tests.launcher.training import AGED, Job, advance, block, largest_difference, running, start
 from tests.marks import late
 
 NODE: dict[str, Any] = {"optimizer": "node"}

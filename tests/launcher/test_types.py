@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +11,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from tests.launcher.training import Job, Net, block, train
 from tests.marks import late
@@ -57,8 +57,29 @@ def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(mine, plain(row), rtol=1e-2, atol=1e-3)
 
 
-def refused(model: nn.Module, match: str, **keys: Any) -> None:
-    """Whatever stock would do."""
+def mixed() -> Net:
+    """A model of two types."""
+    model = net(torch.float32)
+    model.out.bfloat16()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "match"),
+    [
+        *((partial(net, torch.float64), {"init": init}, r"inp\.weight is torch\.float64: .* call") for init in (0, 1)),
+        (mixed, {}, r"such as inp\.weight \(torch\.float32\) and out\.weight \(torch\.bfloat16\): .* freeze"),
+        (
+            partial(net, torch.float32),
+            {"data_types": {"grad_accum_dtype": "int8"}},
+            r'data_types\.grad_accum_dtype = "int8": .* "fp32"',
+        ),
+    ],
+    ids=("FP64", "FP64, partitioned before", "two types in one optimizer", "sums of whole numbers"),
+)
+def test_what_cannot_train_is_refused(model: Callable[[], Net], keys: dict[str, Any], match: str) -> None:
+    """In a line, whatever stock would do: it trains FP64, fails of two types without words, and rounds sums."""
+    made = model()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
@@ -66,27 +87,7 @@ def refused(model: nn.Module, match: str, **keys: Any) -> None:
         "zero_topo": block("topo"),
     }
     if keys.pop("init", False):
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        deepspeed.zero.Init(module=made, config_dict_or_path=config)
     with pytest.raises(ValueError, match=match) as caught:
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config | keys)
+        deepspeed.initialize(model=made, model_parameters=list(made.parameters()), config=config | keys)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("init", [False, True])
-def test_fp64_is_refused(init: bool) -> None:
-    """Also where a model was partitioned before, which stock trains."""
-    refused(net(torch.float64), r"inp\.weight is torch\.float64: .* call model\.float\(\)", init=init)
-
-
-def test_two_types_in_one_optimizer_are_refused() -> None:
-    """DeepSpeed's flat buffer is of one type: stock fails of an assertion without words."""
-    model = net(torch.float32)
-    model.out.bfloat16()
-    refused(model, r"such as inp\.weight \(torch\.float32\) and out\.weight \(torch\.bfloat16\): .* freeze")
-
-
-def test_sums_of_whole_numbers_are_refused() -> None:
-    """DeepSpeed knows the type, and stock rounds gradients to it."""
-    refused(
-        net(torch.float32), r'data_types\.grad_accum_dtype = "int8": .* "fp32"', data_types={"grad_accum_dtype": "int8"}
-    )

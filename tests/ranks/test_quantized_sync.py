@@ -78,7 +78,7 @@ def summed_residuals(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> lis
 @pytest.mark.parametrize(("how", "steps"), [("once", 5), ("late", 3), ("peek", 3)])
 @pytest.mark.parametrize("setting", HIERARCHY)
 @either_placement
-def test_what_has_not_arrived_is_owed(setting: str, machine: Topology, how: str, steps: int) -> None:
+def test_what_has_not_arrived_is_in_the_residual(setting: str, machine: Topology, how: str, steps: int) -> None:
     """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe.
 
     Also where a step syncs twice: for a gradient that comes after its run was synced, or peeks before the step.
@@ -111,13 +111,13 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
     "fp16": (torch.float16, {}, 0.02),
     "fp16, accumulated in fp32": (torch.float16, {"accumulation_dtype": "fp32"}, 0.005),
 }
-"""Of the model and the gradient shard; and the part of what is owed that roundings of gradients may amount to."""
+"""Of the model and the gradient shard; and the part of the residual that roundings of gradients may amount to."""
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_nothing_is_lost_in_any_precision(setting: str, precision: str) -> None:
-    """The same over six steps, up to the roundings of 16 bits, which are far less than what is owed."""
+    """The same over six steps, up to the roundings of 16 bits, which are far less than the residual."""
     dtype, more, rounding = PRECISIONS[precision]
     w, steps = world({**block(setting), **more}), 6
 

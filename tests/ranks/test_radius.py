@@ -44,7 +44,7 @@ def usual_rate(step: int, group: int) -> float:
 
 
 class Seen(NamedTuple):
-    """One step of one rank: what was synced and is owed, the own row's update, the masks, and the rank's rows."""
+    """One step of one rank: what was synced, the residual, the own row's update, the masks, and the rank's rows."""
 
     step: Step
     update: Tensor
@@ -118,7 +118,7 @@ def chosen(w: World, update: Tensor) -> Tensor:
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
-    """What has not arrived is owed, at every step, in and between resamplings; also where the sum is read before."""
+    """What has not arrived is in the residual at every step, in and between resamplings; also where the sum is read."""
     w = radius_world(setting, value_dtype=value_dtype)
     results = trained(setting)[1] if value_dtype == "fp32" else train(w, 2 * INTERVAL + 2, peeks_at=(1, INTERVAL))
     check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
@@ -126,7 +126,7 @@ def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
 
 @pytest.mark.parametrize("setting", PLACES)
 def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None:
-    """Its sum is the mean gradient plus all that was skipped since the last one; nothing is owed then, but is before.
+    """Its sum is the mean gradient plus all that was skipped since the last one; no residual is left then.
 
     The residual is not divided by the interval.
     """
@@ -174,7 +174,7 @@ def test_replicas_agree_bit_for_bit(peers: int) -> None:
 
 @pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(setting: str) -> None:
-    """A mask of everything: the mean gradient at every step, and nothing owed."""
+    """A mask of everything: the mean gradient at every step, and no residual."""
     w = radius_world(setting, density=1.0)
     for steps, expected in zip(train(w, INTERVAL + 2), dense_rows(w, INTERVAL + 2), strict=True):
         for seen, rows in zip(steps, expected, strict=True):

@@ -80,7 +80,7 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
 
 @pytest.mark.parametrize("mode", RESIDUAL)
 @pytest.mark.parametrize("place", often(("topo", "replicated optimizer"), PLACES))
-def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) -> None:
+def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> None:
     """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at random."""
     universal = tmp_path / "universal"
     universal.mkdir()
@@ -94,7 +94,7 @@ def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) ->
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
 
 
-def test_a_mask_starts_anew_and_its_first_step_delivers_all_that_is_owed(tmp_path: Path) -> None:
+def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: Path) -> None:
     """On other ranks, where no mask of the old run fits: what waited off it arrives with the first step's gradients."""
     universal = tmp_path / "universal"
     universal.mkdir()
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused(sync: dict[str, Any], what: str, name: str
     run_threads(w.size, rank_main)
 
 
-def test_residuals_without_a_place_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_residuals_without_a_place_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """One gradient domain syncs nothing: of all ranks one says so, and says who it is."""
     w = sparse("topo", emulated(1, 2, 2), "topk_a")
     run_threads(w.size, lambda rank: mode_of(w.engine()).inherit({}))

@@ -135,9 +135,9 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
 def test_nothing_is_lost(
     mode: str, setting: str, peers: int | None, numels: tuple[int, ...], sync: dict[str, Any]
 ) -> None:
-    """What has not arrived is owed, at every step: whatever the shape of the hierarchy, in data parallelism (the
-    papers' setting, where all ranks get the same bits), from a single element to a million, at any density. Also of a
-    step whose synced gradient is read before.
+    """What has not arrived is in the residual, at every step: whatever the shape of the hierarchy, in data parallelism
+    (the papers' setting, where all ranks get the same bits), from a single element to a million, at any density.
+    Also of a step whose synced gradient is read before.
     """
     w = sparse_world(PLACES[setting], peers, mode, numels, **{"density": 0.05, **sync})
     results = run(w, 5 if numels == NUMELS else 4, peeks_at=2)
@@ -164,7 +164,7 @@ def dense_rows(w: World, steps: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "ternary"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(mode: str, setting: str) -> None:
-    """All elements picked: the mean gradient, and nothing owed."""
+    """All elements picked: the mean gradient, and no residual."""
     w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
     for found, expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
         torch.testing.assert_close(found[0].rows, expected[0], atol=1e-6, rtol=1e-6)

@@ -18,7 +18,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.accelerators import CUDAAccelerator
 from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
 from zero_topo.hook.leaving import leave
@@ -61,17 +61,33 @@ class Strategy(OverGloo, DeepSpeedStrategy):
     """Fabric's."""
 
 
-def run(block: dict[str, Any] | None) -> dict[str, Any]:
-    """Losses of a training, mean over ranks, and how many of its steps zero_topo took."""
+def ds_config(block: dict[str, Any] | None) -> dict[str, Any]:
+    """ZeRO-3 with or without a block, for an optimizer that DeepSpeed does not know."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
-    config |= {} if block is None else {"zero_topo": block}
+    return config | ({} if block is None else {"zero_topo": block})
+
+
+def network() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
+def mean(loss: Tensor) -> float:
+    """Over ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def run(block: dict[str, Any] | None) -> dict[str, Any]:
+    """Losses of a training, mean over ranks, and how many of its steps zero_topo took."""
     ranks = int(os.environ["WORLD_SIZE"])
-    strategy, started = Strategy(config=config), TorchElasticEnvironment()
+    strategy, started = Strategy(config=ds_config(block)), TorchElasticEnvironment()
     fabric = Fabric(accelerator=Cpus(), devices=ranks, strategy=strategy, plugins=[started])
     fabric.launch()
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    net = network()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     numbers = torch.Generator().manual_seed(fabric.global_rank)
     losses = []
@@ -81,9 +97,7 @@ def run(block: dict[str, Any] | None) -> dict[str, Any]:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / ranks)
+        losses.append(mean(loss))
     return {"losses": losses, "topo": steps_of_engine(model._forward_module)}
 
 

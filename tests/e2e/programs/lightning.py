@@ -24,15 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_topo
-from tests.e2e.programs.fabric import AsCuda, OverGloo
+from tests.e2e.programs.fabric import AsCuda, OverGloo, ds_config, mean, network
+from tests.e2e.programs.shared import BLOCKS
 from zero_topo.hook.leaving import leave
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
-BLOCK = {
-    "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}},
-    "scheme": "topo",
-    "quantize": {"weights": None, "secondary": None, "gradients": None},
-}
 
 
 class Cpus(AsCuda, CUDAAccelerator):
@@ -50,16 +46,13 @@ class Net(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.net = network()
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self.net(x), y)
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        self.losses.append(float(mean) / dist.get_world_size())
+        self.losses.append(mean(loss))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -68,16 +61,13 @@ class Net(pl.LightningModule):
 
 def fit(block: dict[str, Any] | None, epochs: int, resume: Path | None = None) -> tuple[pl.Trainer, Net]:
     """A trainer after so many epochs."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
-    config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
-    config |= {} if block is None else {"zero_topo": block}
     ranks = int(os.environ["WORLD_SIZE"])
     x = torch.randn(STEPS * MICRO_BATCHES * BATCH * ranks, 32, generator=torch.Generator().manual_seed(1))
     batches = DataLoader(TensorDataset(x, torch.sin(x[:, :8])), batch_size=BATCH)
     trainer = pl.Trainer(
         accelerator=Cpus(),
         devices=ranks,
-        strategy=Strategy(config=config),
+        strategy=Strategy(config=ds_config(block)),
         plugins=[TorchElasticEnvironment()],
         max_epochs=epochs,
         accumulate_grad_batches=MICRO_BATCHES,
@@ -95,11 +85,11 @@ def fit(block: dict[str, Any] | None, epochs: int, resume: Path | None = None) -
 def main(folder: Path) -> None:
     """Four runs; rank 0 writes what came of them."""
     _, plain = fit(None, EPOCHS)
-    trainer, whole = fit(BLOCK, EPOCHS)
+    trainer, whole = fit(BLOCKS["topo"], EPOCHS)
     sent = zero_topo.stats(trainer.strategy.deepspeed_engine).step_bytes
-    first, half = fit(BLOCK, 1)
+    first, half = fit(BLOCKS["topo"], 1)
     first.save_checkpoint(folder / "checkpoint")
-    _, rest = fit(BLOCK, EPOCHS, folder / "checkpoint")
+    _, rest = fit(BLOCKS["topo"], EPOCHS, folder / "checkpoint")
     found: dict[str, Any] = {"plain": plain.losses, "topo": whole.losses, "resumed": half.losses + rest.losses}
     found["sent"] = sorted({f"{phase} {domain}" for phase, domain in sent})
     if dist.get_rank() == 0:

@@ -25,7 +25,7 @@ NUMELS, STEPS = (10_000, 37), 7  # a matrix, and a vector that is reduced densel
 
 
 def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
-    """What the optimizer gets at each step, and what is owed at the end; bytes sent."""
+    """What the optimizer gets at each step, and the residual at the end; bytes sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     places = {"scheme": "topo"} if sharded else {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
     sync = {"mode": "oktopk", "tau": 3, "tau_prime": 2, "density": 0.02, "sharded": sharded, "transport": transport}

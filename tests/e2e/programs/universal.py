@@ -25,9 +25,9 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from tests.launcher.checkpoints import net
+from tests.launcher.checkpoints import loaded, net
 from tests.launcher.test_loading import unequal
-from tests.launcher.training import AGED, Job, advance, block, close, start, weights
+from tests.launcher.training import AGED, Job, advance, block, running, weights
 from zero_topo.engine.residual_transfer import carry
 from zero_topo.hook.leaving import leave
 
@@ -36,7 +36,7 @@ STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 MICRO_BATCHES = 8
 SPARSE = {"mode": "topk_a", "density": 0.05}
 ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
-"""Sends in the first step whatever is owed: losses tell whether it is all there, and of how many steps each sum is."""
+"""Sends in the first step all residuals: losses tell whether it is all there, and of how many steps each sum is."""
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
 TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
@@ -71,17 +71,24 @@ def resumed(
     **options: Any,
 ) -> dict[str, Any]:
     """Take a checkpoint up from other random weights, train this number of ranks' steps, and perhaps save it."""
-    run = job(zero_topo, ds)
-    engine = start(run, seed=99)
-    engine.load_checkpoint(str(directory), **options)
-    saved = torch.load(directory / "weights.pt")
-    different = {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()}
-    found: dict[str, Any] = {"different": different}
-    found["losses"] = advance(run, engine, *STEPS[sys.argv[1]])
+    run, saved = job(zero_topo, ds), torch.load(directory / "weights.pt")
+    with loaded(run, directory, **options) as engine:
+        different = {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()}
+        return {"different": different, "losses": advanced(run, engine, STEPS[sys.argv[1]], then)}
+
+
+def advanced(run: Job, engine: Any, steps: tuple[int, int], then: Path | None, residuals: bool = False) -> list[float]:
+    """Losses of these steps, after which the engine may be saved and converted."""
+    losses = advance(run, engine, *steps)
     if then:
-        convert(then, engine)
-    close(engine)
-    return found
+        convert(then, engine, residuals)
+    return losses
+
+
+def trained(run: Job, steps: tuple[int, int], then: Path | None = None, residuals: bool = False) -> dict[str, Any]:
+    """The same of a new engine."""
+    with running(run) as engine:
+        return {"losses": advanced(run, engine, steps, then, residuals)}
 
 
 def rich(zero_topo: dict[str, Any], **ds: Any) -> Job:
@@ -94,12 +101,7 @@ CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
 
 def rich_begun(directory: Path, tree: str, steps: str) -> dict[str, Any]:
     """Train on this number of ranks, save and convert."""
-    run = rich(on(tree, "topo", **CODES), **SMALL_SUB_GROUPS)
-    engine = start(run)
-    losses = advance(run, engine, *STEPS[steps])
-    convert(directory, engine)
-    close(engine)
-    return {"losses": losses}
+    return trained(rich(on(tree, "topo", **CODES), **SMALL_SUB_GROUPS), STEPS[steps], directory)
 
 
 def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[str, Any]:
@@ -110,11 +112,9 @@ def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[
     zero, found = {"zero_optimization": {"sub_group_size": sub_group_size}}, {}
     for tag, seed, ds in (("universal", 0, {"checkpoint": {"load_universal": True}}), ("half-way", 99, {})):
         run = rich(on(tree, scheme, **(CODES if scheme == "topo" else {})), **zero, **ds)
-        engine = start(run, seed=seed)
-        engine.load_checkpoint(str(directory), tag=tag)
-        loaded = digest(engine)
-        found[tag] = [loaded, advance(run, engine, *STEPS[sys.argv[1]]), digest(engine)]
-        close(engine)
+        with loaded(run, directory, seed, tag=tag) as engine:
+            before = digest(engine)
+            found[tag] = [before, advance(run, engine, *STEPS[sys.argv[1]]), digest(engine)]
     return found
 
 
@@ -128,21 +128,7 @@ def digest(engine: Any) -> str:
 
 def begun(directory: Path, **more: Any) -> dict[str, Any]:
     """Train on two ranks under ``topo``, save and convert."""
-    run = job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS)
-    engine = start(run)
-    losses = advance(run, engine, *STEPS["two"])
-    convert(directory, engine, residuals="sync" in more)
-    close(engine)
-    return {"losses": losses}
-
-
-def unbroken() -> dict[str, Any]:
-    """Stock ZeRO-3 on two ranks, all the way."""
-    run = job(None, SMALL_SUB_GROUPS)
-    engine = start(run)
-    losses = advance(run, engine, 0, STEPS["four"][1])
-    close(engine)
-    return {"losses": losses}
+    return trained(job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS), STEPS["two"], directory, "sync" in more)
 
 
 def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
@@ -162,23 +148,15 @@ def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
 
 def two(directory: Path) -> dict[str, Any]:
     """The run that is to be equalled, the one to be taken up, and one whose sync stores residuals."""
-    results = {"unbroken": unbroken(), "topo": begun(directory / "two/dense")}
+    unbroken = trained(job(None, SMALL_SUB_GROUPS), (0, STEPS["four"][1]))
+    results = {"unbroken": unbroken, "topo": begun(directory / "two/dense")}
     begun(directory / "two/sparse", sync=SPARSE)
     results["rich"] = rich_begun(directory / "two/rich", "2x1x1", "two")
-    # on the same ranks, from the ordinary checkpoint: what each rank owes is given back to it
-    run = on("2x1x1", "topo", sync=ALL_OF_IT)
-    results["sends all"] = taken_up_in_place(directory / "two/sparse", run)
+    # on the same ranks, from the ordinary checkpoint: each rank gets its own residual back
+    run = job(on("2x1x1", "topo", sync=ALL_OF_IT), SMALL_SUB_GROUPS)
+    with loaded(run, directory / "two/sparse", tag="half-way") as engine:
+        results["sends all"] = {"losses": advance(run, engine, *STEPS["eight"])}
     return results
-
-
-def taken_up_in_place(directory: Path, zero_topo: dict[str, Any]) -> dict[str, Any]:
-    """The next two ranks' numbers of steps, on this one's."""
-    run = job(zero_topo, SMALL_SUB_GROUPS)
-    engine = start(run, seed=99)
-    engine.load_checkpoint(str(directory), tag="half-way")
-    losses = advance(run, engine, *STEPS["eight"])
-    close(engine)
-    return {"losses": losses}
 
 
 def eight(directory: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What quantized sync owes from one step to the next: skips, loss scales, zero_grad, checkpoints, other plans."""
+"""The residual of quantized sync from one step to the next: skips, loss scales, zero_grad, checkpoints, other plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("setting", HIERARCHY)
-def test_dropped_gradients_take_what_is_owed_with_them_and_one_line_says_so(
+def test_dropped_gradients_drop_their_residual_and_one_line_says_so(
     setting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step skipped for a NaN leaves none of it behind; zero_grad before a step too; the line comes once."""
@@ -60,7 +60,7 @@ def test_dropped_gradients_take_what_is_owed_with_them_and_one_line_says_so(
     assert said.startswith("zero_topo: gradients were dropped (a skipped step, or zero_grad before the step)")
 
 
-def test_zero_grad_after_the_step_keeps_what_is_owed(caplog: pytest.LogCaptureFixture) -> None:
+def test_zero_grad_after_the_step_keeps_the_residual(caplog: pytest.LogCaptureFixture) -> None:
     """Also after somebody has looked at the rank's own row, and written to it; nothing is said."""
     w = world(block())
 
@@ -76,7 +76,7 @@ def test_zero_grad_after_the_step_keeps_what_is_owed(caplog: pytest.LogCaptureFi
 
 
 def test_residuals_are_kept_without_the_loss_scale() -> None:
-    """FP16: a loss scale that changes between steps (a power of two) does not change what is owed."""
+    """FP16: a loss scale that changes between steps (a power of two) does not change the residual."""
     w = world({**block(), **SCALED})
 
     def rank_main(rank: int, scaled: bool) -> Tensor:
@@ -92,7 +92,7 @@ def test_residuals_are_kept_without_the_loss_scale() -> None:
     assert_changes_nothing(w, rank_main)
 
 
-def test_a_save_between_backward_and_step_leaves_out_what_is_owed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_between_backward_and_step_leaves_out_the_residual(caplog: pytest.LogCaptureFixture) -> None:
     """Gradients were added to it; one line says so. FP16 has it apart."""
     w = world(block())
 
@@ -119,7 +119,7 @@ OTHER_PLANS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
 
 @pytest.mark.parametrize("other", OTHER_PLANS)
 def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever is a peer in both gets what it was owed; what cannot be taken along is said, not dropped silently."""
+    """Whoever is a peer in both gets its residual; what cannot be taken along is said, not dropped silently."""
     setting, more, dtype, lost = OTHER_PLANS[other]
     w, to = world(block(setting)), world({**block(setting), **more})
 
