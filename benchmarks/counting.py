@@ -3,7 +3,8 @@
 
 Note [What is a launch]
     An ATen operation that is neither a view nor an allocation, a call of a backend's kernel, a collective: each is
-    queued on a device by itself. What a kernel does inside is not counted.
+    queued on a device by itself. What a kernel does inside is not counted. An operator that GPUs have no kernel for
+    counts, in launches and memory, as the reference's operations.
 
 Note [What is a host sync]
     An operation whose result, or the size of it, the host must know before it goes on; or a tensor made of Python's
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_topo.quant import reference
+from zero_topo.quant.operators import OPS
+
 FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_")
 )
@@ -31,6 +35,10 @@ SYNCS = frozenset(
     ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero", "unique_dim")
 )
 MASKED = frozenset(("index", "index_put", "index_put_"))
+BY_REFERENCE: dict[Any, Callable[..., Any]] = {
+    OPS.ternary_encode.default: reference.ternary_encode,
+    OPS.ternary_decode.default: reference.ternary_decode,
+}
 HOST_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))  # that a CPU's tensors do not dispatch
 
 
@@ -78,6 +86,9 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in BY_REFERENCE:
+            with self:
+                return BY_REFERENCE[func](*args)
         result = func(*args, **(kwargs or {}))
         # What is changed in place, or seen in another way, was made before; lift_fresh brings in what Python made.
         if not (func._schema.is_mutable or func.is_view) or func is torch.ops.aten.lift_fresh.default:
@@ -127,7 +138,7 @@ class Launches(Allocations):
             if space == "c10d":
                 self._now.collectives += 1
             elif space == "zero_topo":
-                self._now.kernels += 1
+                self._now.kernels += func not in BY_REFERENCE
             elif not func.is_view and name not in FREE:
                 self._now.operations += 1
             self._now.syncs += name in SYNCS or (name in MASKED and _by_mask(args[1]))

@@ -123,17 +123,7 @@ def gather(
 
     if route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
         return Handle(None, (), local)
-    messages, exact, sizes, rest = list[list[int]](), list[int](), list[int](), 0
-    for slot in slots:
-        if copies[slot].wire.lossy:
-            messages.append([slot])
-            sizes.append(copies[slot].nbytes)
-        else:
-            exact.append(slot)
-            rest += copies[slot].nbytes
-    if exact:
-        messages.append(exact)
-        sizes.append(rest)
+    messages, sizes = _messages(copies, slots)
 
     def finish(buffers: Tensor) -> list[Tensor]:
         parts = buffers.split(sizes, dim=-1) if len(sizes) > 1 else (buffers,)
@@ -145,6 +135,22 @@ def gather(
         return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
 
     return all_gather(route.metered(phase), pack(copies, messages, sizes)).then(finish)
+
+
+def _messages(copies: Sequence[Copy], slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Return the parameters of each message of a gather, and its bytes."""
+    messages, exact, sizes, rest = list[list[int]](), list[int](), list[int](), 0
+    for slot in slots:
+        if copies[slot].wire.lossy:
+            messages.append([slot])
+            sizes.append(copies[slot].nbytes)
+        else:
+            exact.append(slot)
+            rest += copies[slot].nbytes
+    if exact:
+        messages.append(exact)
+        sizes.append(rest)
+    return messages, sizes
 
 
 class Secondary:

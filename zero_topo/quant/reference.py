@@ -24,6 +24,7 @@ Note [Count sketch]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ from zero_topo.quant.spec import (
     Format,
 )
 
+OPS: Any = torch.ops.zero_topo  # in what GPUs do by torch's operations: their kernels serve parts of it
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
 LANES = 1024
@@ -400,15 +402,18 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     void = sizes == 0
     count = picks - void.sum(dim=1, keepdim=True)
     scale = (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float().to(FLOATS[dtype])
+    del sizes
     first = indices.masked_fill(void, block).amin(dim=1, keepdim=True) % block
     index = torch.where(void, first, indices).cummax(dim=1).values  # a void repeats the position before it
+    del void
     device, rows = x.device, len(packets)
     ones = (index >> low) + torch.arange(picks, device=device)
     high = torch.zeros(len(x), picks + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
+    del ones
     lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
     flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1)
     bits = torch.empty(rows, -(-flags.shape[1] // 8), dtype=torch.uint8, device=device)
-    mask_pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1), bits.view(-1))
+    OPS.mask_pack.default(pad(flags, (0, -flags.shape[1] % 8)).view(-1), bits.view(-1))
     torch.cat([bits, scale.view(rows, -1).view(torch.uint8)], dim=1, out=packets)
     return count.sum().view(1)
 
@@ -421,7 +426,7 @@ def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices
     scales = packets[:, -(-sum(parts) // 8) :].clone(memory_format=torch.contiguous_format).view(FLOATS[dtype])
     bits = packets[:, : -(-sum(parts) // 8)].contiguous()
     flags = torch.empty(rows, 8 * bits.shape[1], dtype=torch.bool, device=device)
-    mask_unpack(bits.view(-1), flags.view(-1))
+    OPS.mask_unpack.default(bits.view(-1), flags.view(-1))
     high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
     blocks = rows * of_row
     ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
