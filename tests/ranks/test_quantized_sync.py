@@ -69,10 +69,10 @@ def residuals(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
 
 def summed_residuals(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> list[Tensor]:
     """By rank: the residuals of all others for it."""
-    owed = [torch.zeros(w.columns) for _ in range(w.size)]
+    summed = [torch.zeros(w.columns) for _ in range(w.size)]
     for member, part in (one for of in found for one in of):
-        owed[member] += part
-    return owed
+        summed[member] += part
+    return summed
 
 
 @pytest.mark.parametrize(("how", "steps"), [("once", 5), ("late", 3), ("peek", 3)])
@@ -96,13 +96,13 @@ def test_what_has_not_arrived_is_in_the_residual(setting: str, machine: Topology
         return arrived, residuals(w, rank, engine)
 
     results = run_threads(w.size, rank_main)
-    owed = summed_residuals(w, [found for _, found in results])
+    summed = summed_residuals(w, [found for _, found in results])
     own = torch.ones(w.columns)
     own[-w.config.plan.shard_numel(w.numels[4]) :] += late
     for rank, (arrived, _) in enumerate(results):
         total = own * torch.stack([w.own_mean(rank, step) for step in range(steps)]).sum(0)
-        assert owed[rank].abs().max() > 1e-3
-        assert torch.allclose(arrived + owed[rank], total, atol=2e-6)
+        assert summed[rank].abs().max() > 1e-3
+        assert torch.allclose(arrived + summed[rank], total, atol=2e-6)
 
 
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
@@ -127,12 +127,12 @@ def test_nothing_is_lost_in_any_precision(setting: str, precision: str) -> None:
         return arrived, residuals(w, rank, engine)
 
     results = run_threads(w.size, rank_main)
-    owed = summed_residuals(w, [found for _, found in results])
+    summed = summed_residuals(w, [found for _, found in results])
     every = [w.grads(rank, step, dtype) for rank in range(w.size) for step in range(steps)]
     totals = [torch.stack(of).float().sum(0) / w.size for of in zip(*every, strict=True)]
     for rank, (arrived, _) in enumerate(results):
         wanted = w.own_columns(rank, totals)
-        assert (arrived + owed[rank] - wanted).norm() < rounding * owed[rank].norm()
+        assert (arrived + summed[rank] - wanted).norm() < rounding * summed[rank].norm()
 
 
 @pytest.mark.parametrize("setting", HIERARCHY)

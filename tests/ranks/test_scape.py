@@ -73,7 +73,7 @@ class Reference:
         self.takes = torch.ones(shape, dtype=torch.bool)
         self.takes[:, :vectors] = False
         self.mask = torch.ones(shape, dtype=torch.bool)
-        self.owed = torch.zeros(self.peers, *shape, dtype=torch.float64)
+        self.residual = torch.zeros(self.peers, *shape, dtype=torch.float64)
         self.m, self.weights, self.count = torch.zeros(shape).double(), torch.ones(shape).double(), 0
 
     def step(self, step: int) -> None:
@@ -83,7 +83,7 @@ class Reference:
         plan = self.w.config.plan
         parts = [[plan.rank_at[p * self.width + i] for i in range(self.width)] for p in range(self.peers)]
         local = torch.stack([gradient_rows(self.w, step, ranks) * self.peers for ranks in parts])
-        mt = b1 * self.m + (1 - b1) * local + self.owed
+        mt = b1 * self.m + (1 - b1) * local + self.residual
         b = mt.mean(dim=0)
         g = torch.where(self.mask, (b - b1 * self.m) / (1 - b1), 0.0)
         norm = float(g.norm())
@@ -92,7 +92,7 @@ class Reference:
         v = torch.where(self.mask, b2 * self.m**2 + (1 - b2) * g**2, 0.0)
         update = after / (1 - b1**self.count) / ((v / (1 - b2**self.count)).sqrt() + EPS)
         self.weights -= RATE * (update + DECAY * self.weights)
-        self.owed = torch.where(self.mask, 0.0, mt)
+        self.residual = torch.where(self.mask, 0.0, mt)
         self.m, self.mask = after, self._choose(mt)
 
     def _choose(self, mt: Tensor) -> Tensor:
@@ -217,15 +217,15 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
     results = run_threads(w.size, rank_main)
     before = [torch.zeros(w.columns) for _ in range(w.size)]
     for step in range(4):
-        owed = [torch.zeros(w.columns) for _ in range(w.size)]
+        residuals = [torch.zeros(w.columns) for _ in range(w.size)]
         for found in results:
-            for member, debt in found[step][1]:
-                owed[member] += (1 - b1) * debt
+            for member, part in found[step][1]:
+                residuals[member] += (1 - b1) * part
         for rank in range(w.size):
-            now = results[rank][step][0] + owed[rank]
+            now = results[rank][step][0] + residuals[rank]
             torch.testing.assert_close(now, b1 * before[rank] + (1 - b1) * w.own_mean(rank, step), atol=1e-5, rtol=1e-5)
-            # The momentum decays at the next step, what is owed does not.
-            before[rank] = results[rank][step][0] + owed[rank] / b1
+            # The momentum decays at the next step, the residual does not.
+            before[rank] = results[rank][step][0] + residuals[rank] / b1
 
 
 @pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 6)])

@@ -91,19 +91,19 @@ def run(
 
 
 def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
-    """After every step: the sum of all gradients = what arrived + what all ranks owe, for each owner."""
+    """After every step: the sum of all gradients = what arrived + all residuals, for each owner."""
     steps = len(results[0])
     arrived = [torch.zeros(w.columns) for _ in range(w.size)]
     due = [torch.zeros(w.columns) for _ in range(w.size)]
     for step in range(steps):
-        owed: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
+        residuals: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
         for found in results:
             for member, part in found[step].residuals:
-                owed[member] += part
+                residuals[member] += part
         for rank in range(w.size):
             arrived[rank] += results[rank][step].own
             due[rank] += w.own_mean(rank, step)
-            torch.testing.assert_close(arrived[rank] + owed[rank], due[rank], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(arrived[rank] + residuals[rank], due[rank], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("numels", [NUMELS, (5000,)], ids=["several", "one"])

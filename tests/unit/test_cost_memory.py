@@ -96,7 +96,7 @@ def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, nume
 
 
 def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
-    """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
+    """FP16 may skip steps, so the residual cannot be stored among the gradients: 4 bytes for each other node's row."""
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
     job = Job(load_model("gpt2"), 1, 1, **deepspeed_settings({"fp16": {"enabled": True}}))
     request = Request(FRONTIER, job)

@@ -78,8 +78,8 @@ def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology
 def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology, Asked]:
     """Return the machine that the sources describe, and one node's devices if they are captured; no tool is run.
 
-    It is stated (a topology's JSON, a preset, an inline object) or captured: output of tools on a node, of which there
-    are as many as ``world_size`` ranks fill.
+    One source may state the whole machine: the JSON of a topology, a preset or an inline object. Otherwise the sources
+    are outputs of tools on one node, and the machine has as many such nodes as ``world_size`` ranks fill.
 
     Args:
         sources: as given to ``--from``.

@@ -323,7 +323,7 @@ def ternary_encode(x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: 
 
     Args:
         x: FP32 ``[rows * blocks of a row, block]``, contiguous; a block has at most 2**15 elements.
-        rows: rows, each of which becomes one packet.
+        rows: number of packets, one for each row of the table.
         indices: int64 ``[rows * blocks of a row, k]``, ascending positions in each block, each once.
         low_bits: low bits of a position that are sent unchanged.
         dtype: dtype of the scales.
@@ -355,7 +355,7 @@ def ternary_decode(
         Indices, int64, and values, FP32, both ``[rows * blocks of a row * k]``.
 
     Raises:
-        ValueError: if the packets do not have the bytes of so many blocks.
+        ValueError: if the size of the packets does not fit the number of blocks.
     """
     form, (rows, blocks) = _ternary_form(block, k, low_bits, dtype), begins.shape
     _check_vector("packets", packets.view(-1), (torch.uint8,), rows * _ternary_bytes(form, blocks))

@@ -36,7 +36,7 @@ STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 MICRO_BATCHES = 8
 SPARSE = {"mode": "topk_a", "density": 0.05}
 ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
-"""Sends in the first step all residuals: losses tell whether it is all there, and of how many steps each sum is."""
+"""Sends all residuals in the first step; the losses show whether they and the ages of all sums were restored."""
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
 TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
