@@ -31,7 +31,7 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
 
 @pytest.fixture(autouse=True)
 def by_the_reference() -> Iterator[None]:
-    """The reference takes the square root by torch, as AdamW does; kernels round it correctly, torch on CPUs does not."""
+    """The reference takes the square root by torch, as AdamW does. Kernels round it correctly, torch does not."""
     before = operators.use("reference", operators.CPU)
     yield
     operators.use(before, operators.CPU)
