@@ -261,12 +261,15 @@ struct Bits {
     }
 };
 
-/* Sixteen bits from number `at` on; those at `end` and after it are 0. */
-uint32_t get(const uint8_t *bits, int64_t at, int64_t end) {
-    uint32_t value = 0;
-    for (int64_t byte = at / 8, i = 0; i < 3 && 8 * byte < end; ++byte, ++i)
-        value |= static_cast<uint32_t>(bits[byte]) << (8 * i);
-    return value >> at % 8 & 0xffff;
+/* At least 57 bits of a packet from number `at` on; bits after its end are 0. */
+uint64_t get(const uint8_t *packet, int64_t bytes, int64_t at) {
+    uint64_t value = 0;
+    const int64_t left = bytes - at / 8;
+    if (left >= 8)
+        memcpy(&value, packet + at / 8, 8); /* one load: a size that is not constant is a call */
+    else
+        memcpy(&value, packet + at / 8, static_cast<size_t>(left));
+    return value >> at % 8;
 }
 
 /* The elements that are not zero in the order of their positions; a zero repeats the one before it, or the first. */
@@ -308,13 +311,16 @@ void decode_block(zt_ternary form, const uint8_t *in, int64_t number, const Pack
         memcpy(&scale, at, 4);
     else
         kernels(ZT_BEST)->widen({at, form.dtype}, 1, reinterpret_cast<uint8_t *>(&scale));
-    const int64_t ones_end = (number + 1) * packet.high_bits, lows_end = packet.signs;
-    const int64_t signs = packet.signs + number * form.picks;
-    int64_t one = number * packet.high_bits, before = -1;
-    for (int32_t j = 0; j < form.picks; ++j, ++one) {
-        while (one < ones_end && !(in[one / 8] >> one % 8 & 1)) ++one;
-        const uint32_t low = get(in, packet.lows + (number * form.picks + j) * form.low, lows_end);
-        const int64_t place = (one - number * packet.high_bits - j) << form.low | (low & ((1u << form.low) - 1));
+    const int64_t ones = number * packet.high_bits, ones_end = ones + packet.high_bits;
+    const int64_t signs = packet.signs + number * form.picks, mask = (1 << form.low) - 1;
+    int64_t one = ones, low = packet.lows + number * form.picks * form.low, before = -1;
+    for (int32_t j = 0; j < form.picks; ++j, ++one, low += form.low) {
+        while (one < ones_end) {
+            const uint64_t ahead = get(in, packet.bytes, one);
+            one = std::min(one + (ahead ? __builtin_ctzll(ahead) : 57), ones_end);
+            if (ahead) break;
+        }
+        const int64_t place = (one - ones - j) << form.low | (get(in, packet.bytes, low) & mask);
         const bool negative = in[(signs + j) / 8] >> (signs + j) % 8 & 1;
         indices[j] = begin + place;
         values[j] = place == before ? 0 : negative ? -scale : scale;

@@ -43,7 +43,11 @@ class Crossing(SyncMode, ABC):
 
     @abstractmethod
     def residual_rows(self) -> Tensor | None:
-        """Return a view of the residual, one row per owner of :meth:`residual_owners`; None if that is None."""
+        """Return the residual, one row per owner of :meth:`residual_owners`; None if that is None."""
+
+    @abstractmethod
+    def store_residual(self, rows: Tensor) -> None:
+        """Overwrite the residual with rows like those of :meth:`residual_rows`."""
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
         """Set the residual to a share of another run's summed residuals: each row is divided by the number of owners.
@@ -66,6 +70,7 @@ class Crossing(SyncMode, ABC):
             if name not in sums:
                 continue
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
+        self.store_residual(rows)
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
         """Load the rows of owners that are peers in this run too; return the number of non-zero rows that do not fit.
@@ -81,6 +86,7 @@ class Crossing(SyncMode, ABC):
             place = {owner: row for row, owner in enumerate(mine.owners)}
             fitting = [row for row, owner in enumerate(saved.owners) if owner in place]
             rows[[place[saved.owners[row]] for row in fitting]] = received[fitting].to(rows)
+            self.store_residual(rows)
             left[fitting] = False
         return int(left.sum())
 

@@ -176,6 +176,12 @@ class Quantized(Crossing):
         """Return the gradient shard's rows, own row included, if they store the residual; else the residual buffer."""
         return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
 
+    def store_residual(self, rows: Tensor) -> None:
+        """Invert :meth:`residual_rows`."""
+        stored = self.residual_rows()
+        assert stored is not None
+        stored.copy_(rows)
+
     def residual_owners(self) -> ResidualOwners | None:
         """Return the owners: all peers if the residual is in the gradient shard, else all but this rank."""
         if not self._feedback:
@@ -197,7 +203,7 @@ class Quantized(Crossing):
             rows.zero_()
             return
         self.check_shapes(state)
-        rows.copy_(state["residual"])
+        self.store_residual(state["residual"])
 
 
 build_mode.register(QuantizedSync, Quantized)

@@ -9,9 +9,9 @@ Note [A sparse step]
 
 Note [Nothing is written before the step is decided]
     ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step is skipped. A run
-    keeps only what it sent, and a copy of those rows of ``g`` that the sums overwrite. :meth:`Sparse.commit` then
-    computes ``a`` again, with the same operations and so with the same bits, and subtracts what was sent: run by run,
-    in place. If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the gradients.
+    keeps only what it sent, and a copy of those rows of ``g`` that the sums overwrite. :meth:`Sparse.commit` then adds
+    ``g`` to the residual, which is ``a`` again with the same bits, and subtracts what was sent: run by run, in place.
+    If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the gradients.
     It contains ``e``, so ``e`` is not added again when the run is started again in this step. Sums inside a node
     replace the gradients in the shard, in its dtype, because :meth:`Sparse.commit` cannot reduce them again.
 
@@ -118,7 +118,7 @@ class Sparse(Crossing):
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
         dtype: the dtype in which values are sent.
-        residual: FP32 ``[P * C]``; empty without error feedback.
+        residual: FP32 ``[P * C]``, the table ``[P, m]`` of one run after the other; empty without error feedback.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -246,7 +246,8 @@ class Sparse(Crossing):
 
     def _residual_of(self, run: Run) -> Tensor:
         """Return a view of a run's residual ``[P, m]``."""
-        return self.residual.view(self.peers.size, -1)[:, run.low : run.low + run.width]
+        size = self.peers.size
+        return self.residual[size * run.low : size * (run.low + run.width)].view(size, run.width)
 
     @property
     def density(self) -> float:
@@ -316,22 +317,36 @@ class Sparse(Crossing):
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
             spread_back(self.context, shard, run.ranges, within, self._dense_wire)
 
-    def _left(self, run: Run, exchange: Exchange) -> Tensor:
-        """Return a run's new residual ``[P, m]``; Note [Nothing is written before the step is decided]."""
-        table = self.columns(self.context.shard, run.ranges)
-        if exchange.replaced is not None:
-            table[self._delivered] = exchange.replaced
-        total = self._with_residual(table, run, exchange.scale)
-        exchange.settle(total.view(-1))
-        return total
+    def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
+        """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
+
+        Args:
+            run: the run.
+            exchange: what it sent.
+            left: the residual, changed in place, or a copy of it on the device.
+        """
+        if run.number in self._reopened:
+            left.zero_()
+        shard, spans = self.context.shard, merged(run.ranges)
+        if len(spans) == 1 and exchange.replaced is None and exchange.scale == 1:
+            left += self.rows(shard)[:, slice(*spans[0])]
+        else:
+            table = self.columns(shard, run.ranges)
+            if exchange.replaced is not None:
+                table[self._delivered] = exchange.replaced
+            left += table if exchange.scale == 1 else table.div_(exchange.scale)
+        exchange.settle(left.view(-1))
+        return left
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
         """Keep the delivered sum in the own row, and add the new residual to the gradients; Note [A sparse step]."""
         run = self.runs[tuple(ranges)]
         exchange = self._exchanges.pop(run.number, None)
-        left = None if exchange is None else self._left(run, exchange).mul_(exchange.scale)
+        if exchange is not None:
+            kept = self._residual_of(run) if self.residual.numel() else torch.zeros(self.peers.size, run.width)
+            left = self._settle(run, exchange, kept.to(self.context.device, copy=True)).mul_(exchange.scale)
         super().reopen(shard, ranges)
-        if left is None:
+        if exchange is None:
             return
         rows = self.rows(shard)
         for (begin, end), (first, past) in zip(run.ranges, packed_ranges(run.ranges), strict=True):
@@ -345,7 +360,8 @@ class Sparse(Crossing):
             asked: Report = {"density_asked": self.density}
             pairs = [(run, exchanges[run.number]) for run in self.runs.values() if run.number in exchanges]
             for run, exchange in pairs if self.residual.numel() else ():
-                self._residual_of(run).copy_(self._left(run, exchange))
+                residual = self._residual_of(run)
+                residual.copy_(self._settle(run, exchange, residual.to(self.context.device)))
             self._reports = [(run.width / self._columns, asked | exchange.report) for run, exchange in pairs]
             self._state = self.decided([exchange for _, exchange in pairs])
             self.steps += 1
@@ -360,15 +376,23 @@ class Sparse(Crossing):
     def residual_table(self) -> Tensor:
         """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other columns."""
         table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
-        if self.residual.numel():
+        rows = self.residual_rows()
+        if rows is not None:
             for parameter, (first, past) in zip(self._included, self._places, strict=True):
                 begin, end = parameter.span
-                table[:, begin:end] = self.residual.view(self.peers.size, -1)[:, first:past]
+                table[:, begin:end] = rows[:, first:past]
         return table
 
     def residual_rows(self) -> Tensor | None:
-        """Return a view of the residual ``[P, C]``; None without error feedback."""
-        return self.residual.view(self.peers.size, -1) if self.residual.numel() else None
+        """Return a copy of the residual ``[P, C]`` in the host's memory; None without error feedback."""
+        if not self.residual.numel():
+            return None
+        return torch.cat([self._residual_of(run).cpu() for run in self.runs.values()], dim=1)
+
+    def store_residual(self, rows: Tensor) -> None:
+        """Invert :meth:`residual_rows`."""
+        for run in self.runs.values():
+            self._residual_of(run).copy_(rows[:, run.low : run.low + run.width])
 
     def residual_owners(self) -> ResidualOwners | None:
         """Return owners and columns of the residual; None without error feedback."""
@@ -399,7 +423,9 @@ class Sparse(Crossing):
         """Return the residual, the step count, and the mode's other state."""
         if not self.active:
             return {}
-        return {"residual": self.residual, "step": torch.tensor(self.steps), **self.save(self._state)}
+        rows = self.residual_rows()
+        residual = self.residual if rows is None else rows.view(-1)
+        return {"residual": residual, "step": torch.tensor(self.steps), **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict`; raise ValueError for other entries or shapes."""
@@ -409,7 +435,8 @@ class Sparse(Crossing):
             self._state = self.fresh()
             return
         self.check_shapes(state)
-        self.residual.copy_(state["residual"])
+        if self.residual.numel():
+            self.store_residual(state["residual"].view(self.peers.size, -1))
         self.steps = int(state["step"])
         self._state = self.restored(state)
 
