@@ -126,7 +126,8 @@ def gather(
     messages, sizes = _messages(copies, slots)
 
     def finish(buffers: Tensor) -> list[Tensor]:
-        parts = buffers.split(sizes, dim=-1) if len(sizes) > 1 else (buffers,)
+        table = buffers[None]  # of one source: here once for all messages
+        parts = table.split(sizes, dim=-1) if len(sizes) > 1 else (table,)
         for message, part in zip(messages, parts, strict=True):
             decode(message, part)
         if capture is not None:

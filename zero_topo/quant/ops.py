@@ -59,7 +59,8 @@ def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -
     nbytes = spec.nbytes(numel)
     if out is None:
         out = torch.empty([nbytes] if members == 1 else [members, nbytes], dtype=torch.uint8, device=flats[0].device)
-    table = out[(None,) * (4 - out.dim())]
+    # a view takes half as long as indexing
+    table = out.view(1, 1, 1, -1) if out.dim() == 1 else out[(None,) * (4 - out.dim())]
     _check(table, spec, numel, nbytes, members)
     _check_devices(table, *flats)
     if numel and members:
@@ -83,7 +84,8 @@ def dequantize(
     Raises:
         ValueError: if a message does not hold as many values of this format as there is room for.
     """
-    return _reduced(messages[(None,) * (4 - messages.dim())], (-1, without), spec, out, factor, accumulate)
+    table = messages if messages.dim() == 4 else messages[(None,) * (4 - messages.dim())]
+    return _reduced(table, (-1, without), spec, out, factor, accumulate)
 
 
 def dequantize_reduce(
