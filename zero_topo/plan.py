@@ -25,7 +25,8 @@ Note [Hierarchical collectives]
     has the same result and uses two groups, ``(lo, L)`` inside the node and ``(L, hi)`` across nodes. A reduce-scatter
     sums inside the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
     inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
-    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group.
+    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group. With the ranks of a GPU in place of ``L``,
+    collectives inside a node go through the GPU in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from zero_topo.topology.model import Topology
@@ -62,6 +63,7 @@ class Plan:
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
         inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical collectives]); None
             makes every collective use a single process group.
+        gpu: ranks of a GPU, if collectives inside a node are hierarchical too.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
@@ -74,6 +76,7 @@ class Plan:
     optimizer: int
     order: tuple[int, ...] | None = None
     inner: int | None = None
+    gpu: int | None = None
 
     def __post_init__(self) -> None:
         self._check_degrees()
@@ -115,7 +118,7 @@ class Plan:
         cls,
         topology: Topology,
         degrees: Sequence[Degree | None],
-        two_hop: bool = True,
+        two_hop: bool | Literal["gpu"] = True,
     ) -> Plan:
         """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain name, a degree or None.
 
@@ -128,7 +131,9 @@ class Plan:
             for role, value in zip(roles, degrees, strict=True)
         )
         assert w is not None and g is not None and o is not None
-        return cls(topology.world_size, w, s, g, o, topology.order, topology.degree("node") if two_hop else None)
+        inner = topology.degree("node") if two_hop else None
+        gpu = topology.degree("gpu") if two_hop == "gpu" else None
+        return cls(topology.world_size, w, s, g, o, topology.order, inner, gpu)
 
     def degrees(self) -> dict[str, int | None]:
         """Return role -> degree."""
@@ -208,7 +213,7 @@ class Plan:
 
     def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical collectives])."""
-        middle = self.inner
+        middle = self.gpu if self.inner is not None and hi <= self.inner else self.inner
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]
         return [(lo, middle), (middle, hi)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_threads
-from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, either_placement, mean, shards, world
+from tests.ranks.worlds import BLOCKS, PLAIN, SCHEMES, SLOTS, World, either_placement, mean, shards, world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -41,13 +41,13 @@ def backward(
         engine.gradients.scatter(slots, [grads[i] for i in slots], last)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "by GPU"])
 @either_placement
 @pytest.mark.parametrize("chunk", [1 << 20, 37], ids=["whole", "chunked"])
 def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
     scheme: str, machine: Topology, chunk: int
 ) -> None:
-    w = world({"scheme": scheme, "quantize": PLAIN}, machine)
+    w = world(BLOCKS[scheme], machine)
     wanted = mean_gradient(w, 2)
 
     def rank_main(rank: int) -> float:
@@ -59,10 +59,10 @@ def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
     assert max(run_threads(w.size, rank_main)) < 1e-6
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize(("scheme", "two_hop"), [("topo", True), ("topo", "gpu"), ("zero++", True)])
 @pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
-def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> None:
-    w = world({"scheme": scheme, "quantize": {"gradients": bits, "block_size": 64}})
+def test_quantized_scatter_stays_within_its_steps(scheme: str, two_hop: bool | str, bits: str) -> None:
+    w = world({"scheme": scheme, "two_hop": two_hop, "quantize": {"gradients": bits, "block_size": 64}})
     wanted = mean_gradient(w, 1)
 
     def rank_main(rank: int) -> float:

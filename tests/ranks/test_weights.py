@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.harness import run_threads
 from tests.ranks.worlds import (
+    BLOCKS,
     PLAIN,
     SCHEMES,
     SLOTS,
@@ -41,11 +42,12 @@ TREES = [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)]
     [
         *(pytest.param(scheme, emulated(2, 2, 2), torch.float32, id=f"{scheme} block") for scheme in SCHEMES),
         *(pytest.param(scheme, shuffled(emulated(2, 2, 2)), torch.float32, id=f"{scheme} mixed") for scheme in SCHEMES),
+        pytest.param("by GPU", shuffled(emulated(2, 2, 2)), torch.float32, id="by GPU mixed"),
         *(pytest.param("topo", emulated(*tree), torch.bfloat16, id=f"any tree {tree}") for tree in TREES),
     ],
 )
 def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine: Topology, dtype: torch.dtype) -> None:
-    w = world({"scheme": scheme, "quantize": PLAIN}, machine)
+    w = world(BLOCKS[scheme], machine)
 
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w, dtype)
@@ -78,7 +80,8 @@ def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: Blo
 @pytest.mark.parametrize("secondary", ["gpu", "node"])
 def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, secondary: str) -> None:
     quantize = {"weights": "int8", "secondary": "int8", "resident": None, "block_size": 64}
-    w = world({"scheme": scheme, "secondary": secondary, "quantize": quantize}, shuffled(emulated(2, 2, 2)))
+    block: dict[str, object] = {"scheme": scheme, "secondary": secondary, "quantize": quantize, "two_hop": "gpu"}
+    w = world(block, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w, torch.bfloat16)

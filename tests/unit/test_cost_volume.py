@@ -60,10 +60,11 @@ class Walk:
                 sent[phase, widest(self.config.topology, group)] += message if peer != rank else 0
 
     def hops(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """(lo, hi), or its part inside a node and that across, if going through the node makes two hops of it."""
-        node = self.config.topology.degree("node")
-        nests = self.plan.inner is not None and lo < node < hi and node % lo == 0 and hi % node == 0
-        return [(lo, node), (node, hi)] if nests else [(lo, hi)]
+        """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes two hops of it."""
+        node, gpu = map(self.config.topology.degree, ("node", "gpu"))
+        through = (node if hi > node else gpu if self.plan.gpu else 0) if self.plan.inner else 0
+        nests = lo < through < hi and through % lo == 0 and hi % through == 0
+        return [(lo, through), (through, hi)] if nests else [(lo, hi)]
 
     def to_all(self, phase: str, lo: int, hi: int, message: int) -> None:
         """Every member of (lo, hi) gets every member's message; across nodes one rank of each takes it in."""
@@ -217,7 +218,7 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
             )
         ),
         publish=publish,
-        two_hop=draw(st.booleans()),
+        two_hop=draw(st.sampled_from([True, False, "gpu"])),
     )
 
 

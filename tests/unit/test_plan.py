@@ -91,6 +91,9 @@ def test_two_hops_go_through_the_node() -> None:
     assert [plan.route(lo, 16) for lo in (1, 2, 4, 8)] == [[(1, 4), (4, 16)], [(2, 4), (4, 16)], [(4, 16)], [(8, 16)]]
     assert Plan.build(machine, ("gpu", "node", "node", "world")).route(1, 4) == [(1, 4)]
     assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).route(1, 16) == [(1, 16)]
+    by_gpu = Plan.build(machine, ("gpu", "node", "node", "world"), two_hop="gpu")
+    routes = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
+    assert [by_gpu.route(*hop) for hop in ((1, 4), (1, 16), (2, 4), (4, 16))] == routes
     through = Plan(24, 1, None, 1, 24, inner=6)
     assert [through.route(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
 

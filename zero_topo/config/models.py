@@ -86,10 +86,11 @@ class ZeroTopoConfig(StrictModel):
     debug_checks: StrictBool = Field(
         False, description="After each step check that all holders of a weight shard agree bit for bit."
     )
-    two_hop: StrictBool = Field(
+    two_hop: StrictBool | Literal["gpu"] = Field(
         True,
-        description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; false "
-        "sends every message straight.",
+        description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; "
+        '"gpu": those inside a node also go through the GPU, if it has several ranks; false sends every message '
+        "straight.",
     )
     overlap: StrictBool = Field(
         True,

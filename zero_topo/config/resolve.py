@@ -217,8 +217,10 @@ def _notes(
         what = what if resident is None else "as the INT8 values that changed, lossless"
         yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
     if len(plan.route(1, plan.gradients)) > 1:
-        steps = [hi // lo for lo, hi in plan.route(1, plan.gradients)]
-        yield f"reduce-scatter of gradients in two steps: {steps[0]} ranks inside a node, then {steps[1]} nodes"
+        (_, middle), (_, outer) = plan.route(1, plan.gradients)
+        unit = "GPU" if middle == plan.gpu else "node"
+        units = outer // middle
+        yield f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then {units} {unit}s"
 
 
 def _placement(resolved: ResolvedConfig, block: ZeroTopoConfig) -> str:
