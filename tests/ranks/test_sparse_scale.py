@@ -45,7 +45,8 @@ def pretended(name: str, peers: int, sharded: bool, runs: int = 1, **sync: Any) 
     setting: dict[str, Any] = dict(HIERARCHY["topo"] if sharded else DATA_PARALLEL)
     block = {**setting, "overlap": False, "quantize": PLAIN, "sync": {"mode": mode, **MODES[name], **sync}}
     topology = emulated(peers, 2, 2) if sharded else emulated(peers, 1, 1)
-    numel = ROW * peers * (4 if sharded else 1)
+    row = ROW if mode == "tagc" else ROW // 8  # a sketch needs as many
+    numel = row * peers * (4 if sharded else 1)
     return replace(world(block, topology, (numel,) * runs), chunk=numel)
 
 

@@ -141,7 +141,7 @@ def test_broken_captures_are_one_clear_line(name: str, old: str, new: str, compl
         read_captures([(name, broken)])
 
 
-@given(st.text(max_size=200))
+@given(st.text(max_size=60))
 def test_no_text_makes_a_parser_fail_otherwise_than_by_value_error(noise: str) -> None:
     for start in (
         "",
