@@ -16,7 +16,7 @@ from tests.harness import run_threads
 from tests.marks import often
 from tests.ranks.test_sparse_modes import DATA_PARALLEL
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, owned, world
 from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
@@ -226,35 +226,6 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             torch.testing.assert_close(now, b1 * before[rank] + (1 - b1) * w.own_mean(rank, step), atol=1e-5, rtol=1e-5)
             # The momentum decays at the next step, the residual does not.
             before[rank] = results[rank][step][0] + residuals[rank] / b1
-
-
-@pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 6)])
-@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
-def test_skipped_steps_and_resuming_change_nothing(setting: str, what: str, steps: int) -> None:
-    """Mask, residual, density schedule and momentum go on, while the next mask is on its way, in the warm-up."""
-    w = scape_world(setting, density=0.05, warmup=steps - 1)
-
-    def rank_main(rank: int, changed: bool) -> Tensor:
-        trainer = Run(w, rank)
-        for step in range(steps):
-            if changed and step == steps // 2:
-                trainer.skipped(77) if what == "skip" else trainer.resume()
-            seen = trainer.step(step)
-        return torch.cat([seen.weights, seen.momentum])
-
-    assert_changes_nothing(w, rank_main)
-
-
-def test_not_a_number_reaches_the_optimizer() -> None:
-    """Also where no mask holds it, and the state stays as it was."""
-    w = scape_world("hierarchy", density=0.05)
-
-    def rank_main(rank: int) -> bool:
-        trainer = Run(w, rank)
-        trainer.step(0)
-        return overflowed(trainer.engine, w.grads(rank, 1))
-
-    assert any(run_threads(w.size, rank_main))
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])

@@ -17,7 +17,6 @@ from tests.plans import resolve
 from tests.ranks.test_launch_budget import PARAMS, PER_PARAMETER, numels
 from tests.ranks.test_sparse_modes import (
     PLACES,
-    check_changes_nothing,
     check_nothing_is_lost,
     mode_of,
     observed,
@@ -25,7 +24,7 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.test_streams import ONE_GROUP, job
-from tests.ranks.worlds import BLOCKS, NUMELS, World, overflowed
+from tests.ranks.worlds import BLOCKS, NUMELS, World
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.gradients import Gradients
 from zero_topo.topology.presets import emulated
@@ -59,21 +58,6 @@ def test_nothing_is_lost(name: str, setting: str, value_dtype: str) -> None:
     check_nothing_is_lost(w, results)
     for found in results if setting == "data parallel" else ():
         assert all(torch.equal(mine.rows, first.rows) for mine, first in zip(found, results[0], strict=True))
-
-
-@pytest.mark.parametrize("what", ["skip", "stop", "scale"])
-@pytest.mark.parametrize("name", SYNC)
-def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(name: str, what: str) -> None:
-    """Bit for bit: a step that is skipped leaves no trace, though its residual is computed twice."""
-    check_changes_nothing(world_of(name), what, 4)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", SYNC)
-def test_a_gradient_that_is_not_finite_reaches_the_optimizer(name: str, bad: float) -> None:
-    """Though the other runs are finite; the state stays as it was."""
-    w = world_of(name)
-    assert any(run_threads(w.size, lambda rank: overflowed(w.engine(), w.grads(rank), bad)))
 
 
 @pytest.mark.parametrize("name", SYNC)

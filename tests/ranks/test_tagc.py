@@ -13,18 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import (
     DATA_PARALLEL,
     HIERARCHY,
     PLACES,
     Step,
-    check_changes_nothing,
     check_nothing_is_lost,
     run,
     sparse_world,
 )
-from tests.ranks.worlds import NUMELS, World, overflowed
+from tests.ranks.worlds import NUMELS, World
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD, TagcSync
 from zero_topo.cost import Workload, step_bytes
@@ -214,20 +212,6 @@ def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(pe
     for found, own in zip(results, beside, strict=True):
         extra = 4 * own * (peers - 1) + 4 * (sum(beside) - own)
         assert found[1].sent == formula + counts(peers, True) + extra
-
-
-@pytest.mark.parametrize("numel", [3000, 2 * ROW])
-@pytest.mark.parametrize("what", ["skip", "stop", "scale"])
-def test_state_counts_only_finished_steps_and_can_be_saved(what: str, numel: int) -> None:
-    """A skipped step changes nothing; a new engine goes on from saved state; the loss scale is not in it."""
-    for last in check_changes_nothing(tagc((numel,), 2, ratio=10, theta=0.9), what, 3):
-        assert last[-1] == (3 if numel == 2 * ROW else 0)  # fallbacks
-
-
-def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
-    """NaN is in no comparison the larger."""
-    w = tagc((2 * ROW,), 2)
-    assert all(run_threads(2, lambda rank: overflowed(w.engine(), w.grads(rank))))
 
 
 @pytest.mark.parametrize(
