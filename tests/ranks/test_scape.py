@@ -168,8 +168,9 @@ def check_against_reference(w: World, results: list[list[Seen]], clip: float) ->
             torch.testing.assert_close(found[step].weights[real], expected[real], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "clip"), [*((setting, CLIP) for setting in SETTINGS), *((setting, 0.0) for setting in FEW)]
+)
 def test_every_step_is_the_papers(setting: str, clip: float) -> None:
     """Delay, feedback, rebuild, clipping, decay; the density of the first two steps is higher."""
     w = scape_world(setting, density=0.1, start_density=0.5, warmup=2)
@@ -195,8 +196,10 @@ def test_density_one_is_dense(setting: str, clip: float) -> None:
         torch.testing.assert_close(found[-1].momentum, expected[-1].momentum, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("numel", "density"), [(2, 0.5), (1000, 0.01), (30_000, 0.001), (30_000, 0.3)])
+@pytest.mark.parametrize(
+    ("numel", "density", "value_dtype"),
+    [(2, 0.5, "fp32"), (1000, 0.01, "bf16"), (30_000, 0.001, "fp32"), (30_000, 0.3, "bf16")],
+)
 @pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: str) -> None:
     """``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of values included."""
@@ -228,11 +231,10 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             before[rank] = results[rank][step][0] + residuals[rank] / b1
 
 
-@pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_meter_counts_what_the_formula_says(setting: str, density: float) -> None:
+def test_the_meter_counts_what_the_formula_says(setting: str) -> None:
     """Masked values there and back, and bits."""
-    w = scape_world(setting, (40_000,), density=density)
+    w = scape_world(setting, (40_000,), density=0.01)
     work = Workload.uniform(w.numels, itemsize=4)
     expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
     for found in train(w, 3):
@@ -244,7 +246,7 @@ def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, sh
     """Of what crosses nodes when sync is dense in FP32 and weights are published in 16 bits: 6 bytes an element."""
     w = scape_world("hierarchy", (40_000,), density=density)
     dense = 6 * 40_000 / w.config.plan.gradients / 2
-    assert all(found[-1].sent <= dense / share for found in train(w, 2))
+    assert step_bytes(w.config, Workload.uniform(w.numels, itemsize=4))["sync", "world"] <= dense / share
 
 
 def test_another_optimizer_is_refused() -> None:

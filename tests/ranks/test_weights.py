@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -160,17 +161,21 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
     assert_weights_alike(w, run_threads(w.size, rank_main))
 
 
-def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
-    w = world({"scheme": "topo", "quantize": PLAIN, "debug_checks": True})
+@pytest.mark.parametrize("quantize", [PLAIN, {"resident": "int8", "block_size": 64}], ids=["plain", "codes"])
+def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, Any]) -> None:
+    """By one bit of one copy, of weights as they are and of INT8 weights."""
+    w = world({"scheme": "topo", "quantize": quantize, "debug_checks": True})
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)
-        engine.weights.publish()
-        engine.end_step(skipped=False)
-        engine.weights.publish()
-        engine.weights.finish()
+        for _ in range(2):
+            engine.end_step(skipped=False)
+            engine.weights.publish(masters=engine.weights.own.float() if engine.weights.needs_masters else None)
+            engine.weights.finish()
         if rank == 5:
-            primary(engine)[0, 3] += 1e-6
+            store = engine.weights._store
+            copy: torch.Tensor = engine.weights.primary if store is None else store.codes.held
+            copy.view(-1).view(torch.uint8)[3] ^= 1
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)
         return str(caught.value)
