@@ -19,6 +19,7 @@ from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
 from tests.marks import late, often
 from tests.plans import resolve
+from tests.ranks import worlds
 from zero_topo.config import ResolvedConfig
 from zero_topo.topology.presets import emulated
 
@@ -63,13 +64,8 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 CODES = ("codes", "codes-whole")
 SPARSE: dict[str, dict[str, Any]] = {
-    **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "ternary")},
-    "oktopk": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
-    "oktopk-whole": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": False}},
-    "oktopk-sharded": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": True}},
-    "offloaded": {"sync": {"mode": "topk_a", "offload_residual": True}},
-    "radius": {"sync": {"mode": "radius", "interval": 2, "start": 1}},
-    "tagc": {"sync": {"mode": "tagc"}},
+    **{name: {"sync": sync} for name, sync in worlds.SPARSE.items()},
+    "oktopk-whole": {"sync": {**worlds.OKTOPK, "sharded": False}},
     "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
 }
 CASES = {
