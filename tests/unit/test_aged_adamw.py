@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.counting import Launches
 from zero_topo import AgedAdamW
-from zero_topo.quant import operators, reference
+from zero_topo.quant import reference
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -29,17 +29,12 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
         residual[came] = 0
 
 
-@pytest.fixture(autouse=True)
-def by_the_reference() -> Iterator[None]:
-    """The reference takes the square root by torch, as AdamW does. Kernels round it correctly, torch does not."""
-    before = operators.use("reference", operators.CPU)
-    yield
-    operators.use(before, operators.CPU)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of any size, in any dtype of the weights, cut into chunks or not."""
+    """Gradients of any size, in any dtype of the weights, cut into chunks or not.
+
+    By the reference, which takes the square root by torch, as AdamW does. Kernels round it correctly, torch does not.
+    """
     monkeypatch.setattr(reference, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
     generator = torch.Generator().manual_seed(seed)
     dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
