@@ -162,9 +162,3 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
             w.grad = torch.ones_like(w)
     nothing, second = launches.phases["nothing"], launches.phases["second"]
     assert (second.launches - nothing.launches, second.kernels, second.syncs) == (2, 2, 0)
-
-
-def test_settings_out_of_range_are_refused_in_its_name() -> None:
-    """With the value."""
-    with pytest.raises(ValueError, match=r"AgedAdamW: betas are \(0.9, 1.0\)"):
-        AgedAdamW([torch.ones(1, requires_grad=True)], betas=(0.9, 1.0))

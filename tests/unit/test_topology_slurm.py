@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.steps import deal, named, step, task
+from tests.steps import deal, named, shape, step, task
 from zero_topo.topology import discover
 from zero_topo.topology.probes import slurm
 
@@ -126,12 +126,12 @@ def test_totals_that_do_not_spread_evenly_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_node", "shape", "linked"), [(8, (2, 4, 2), True), (4, (2, 4, 1), False), (16, (2, 16, 1), False)]
+    ("per_node", "expected", "linked"), [(8, (2, 4, 2), True), (4, (2, 4, 1), False), (16, (2, 16, 1), False)]
 )
 def test_a_known_cluster_lends_its_packages_if_its_nodes_are_full(
-    per_node: int, shape: tuple[int, int, int], linked: bool
+    per_node: int, expected: tuple[int, int, int], linked: bool
 ) -> None:
     topology = discover(step(2, per_node, SLURM_CLUSTER_NAME="frontier"))
-    assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == shape
+    assert shape(topology) == expected
     assert bool(topology.links) == linked
     assert "preset frontier" in topology.sources["ranks_per_gpu"]
