@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -159,9 +159,11 @@ def test_density_one_is_dense(mode: str, setting: str) -> None:
         assert all(not part.abs().max() > 1e-6 for _, part in found[0].residuals)
 
 
-def test_patterns_choose_the_parameters() -> None:
+@pytest.mark.parametrize(("exclude", "dense"), [(["p4", "p1*"], (0, 1, 4)), (["*"], range(5))], ids=str)
+def test_patterns_choose_the_parameters(exclude: list[str], dense: Sequence[int]) -> None:
     """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is exact at every step."""
-    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=["p4", "p1*"])
+    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=exclude)
+    widths = [w.config.plan.shard_numel(n) for n in NUMELS]
 
     def rank_main(rank: int) -> tuple[Tensor, int]:
         engine = w.engine()
@@ -169,14 +171,9 @@ def test_patterns_choose_the_parameters() -> None:
         return owned(engine), mode_of(engine).numel
 
     for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
-        due = w.own_mean(rank, 0)
-        plan, begin = w.config.plan, 0
-        for index, n in enumerate(NUMELS):
-            width = plan.shard_numel(n)
-            same = torch.allclose(own[begin : begin + width], due[begin : begin + width], atol=1e-6)
-            assert same == (index in (0, 1, 4)), (rank, index)
-            begin += width
-        assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
+        pairs = zip(own.split(widths), w.own_mean(rank, 0).split(widths), strict=True)
+        assert [torch.allclose(found, due, atol=1e-6) for found, due in pairs] == [i in dense for i in range(5)]
+        assert numel == 2 * sum(width for i, width in enumerate(widths) if i not in dense)
 
 
 def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:

@@ -100,11 +100,16 @@ def test_a_residual_fits_runs_of_another_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"), [*product(("topk_a", "oktopk", "ternary"), ("topo", "data parallel")), ("sharded", "topo")]
+    ("name", "setting", "sync"),
+    [
+        *product(("topk_a", "oktopk", "ternary"), ("topo", "data parallel"), [{"value_dtype": "bf16"}]),
+        ("sharded", "topo", {"value_dtype": "bf16"}),
+        *product(["ternary"], ("topo", "data parallel"), [{"select": "all", "density": 0.3, "value_dtype": "fp32"}]),
+    ],
 )
-def test_the_meter_counts_what_the_formula_says(name: str, setting: str) -> None:
-    """To the byte, for the lengths of all messages are known before the step."""
-    w = replace(world_of(name, setting, value_dtype="bf16"), numels=(3000, 640, 9000))
+def test_the_meter_counts_what_the_formula_says(name: str, setting: str, sync: dict[str, Any]) -> None:
+    """To the byte, for the lengths of all messages are known before the step; in one run of all parameters too."""
+    w = replace(world_of(name, setting, **sync), numels=(3000, 640, 9000))
     work = replace(Workload.uniform(w.numels, itemsize=4), sync_itemsize=4, run_numel=CHUNK)
     formula = sum(sent for (phase, _), sent in step_bytes(w.config, work).items() if phase == "sync")
     assert {found[step].sent for found in run(w, 2) for step in range(2)} == {formula}
