@@ -107,8 +107,8 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
     ("name", "nodes", "together"),
     [
         *((name, MANY, None) if name in OFTEN else late(name, MANY, None) for name in CASES),
-        *((name, ALL, None) for name in ("topo+int4", "codes+dense")),
-        *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense")),
+        ("topo+int4", ALL, None),
+        *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense", "codes+dense")),
         *((name, MANY, 4) for name in ("zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense")),
     ],
 )

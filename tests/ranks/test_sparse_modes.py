@@ -124,6 +124,7 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
     [
         *((setting, None, NUMELS, {"value_dtype": "bf16"}) for setting in HIERARCHY),
         ("topo", None, NUMELS, {"value_dtype": "fp32"}),
+        ("topo", None, NUMELS, {"value_dtype": "bf16", "start": 2}),
         *(("data parallel", peers, NUMELS, {}) for peers in (1, 3)),
         *(("data parallel", 4, (n,), {"density": d}) for d, n in ((1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1))),
         *(late(setting, None, NUMELS, {"value_dtype": "fp32"}) for setting in HIERARCHY if setting != "topo"),
@@ -139,7 +140,7 @@ def test_nothing_is_lost(
 ) -> None:
     """What has not arrived is in the residual, at every step: whatever the shape of the hierarchy, in data parallelism
     (the papers' setting, where all ranks get the same bits), from a single element to a million, at any density.
-    Also of a step whose synced gradient is read before.
+    Also of a step whose synced gradient is read before, and of dense first steps in the mode's type.
     """
     w = sparse_world(PLACES[setting], peers, mode, numels, **{"density": 0.05, **sync})
     results = run(w, 5 if numels == NUMELS else 4, peeks_at=2)

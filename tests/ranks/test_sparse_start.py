@@ -42,13 +42,6 @@ def test_the_first_steps_are_those_of_dense_sync(mode: str, setting: str) -> Non
     check_nothing_is_lost(w, results)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_in_sixteen_bits_what_rounding_takes_is_in_the_residual(mode: str) -> None:
-    """Dense steps too send values in the mode's type."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, start=START, value_dtype="bf16")
-    check_nothing_is_lost(w, run(w, START + 1))
-
-
 def test_the_residual_of_another_run_comes_with_the_first_dense_step() -> None:
     """After a checkpoint of other ranks the steps are counted anew; its residuals do not wait for the last of them."""
     w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, start=START)
