@@ -209,15 +209,8 @@ def test_a_learning_rate_of_zero_chooses_nothing() -> None:
     """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
     rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
     for steps in train(radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]):
-        assert has_residual(steps) == [
-            False,
-            False,
-            False,
-            False,
-            True,
-            True,
-            False,
-        ]  # step 2 has no mask yet, 3 and 6 end intervals
+        # Step 2 has no mask yet, 3 and 6 end intervals.
+        assert has_residual(steps) == [False] * 4 + [True, True, False]
         assert not steps[1].after.any() and steps[2].after.any()
     for steps in train(radius_world("topo"), INTERVAL + 2, rate=lambda step, group: 0.0 if step == INTERVAL else RATE):
         assert torch.equal(steps[0].after, steps[-1].after)

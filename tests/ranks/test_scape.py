@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.marks import often
 from tests.ranks.test_sparse_modes import DATA_PARALLEL
@@ -252,10 +253,5 @@ def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, sh
 def test_another_optimizer_is_refused() -> None:
     """By the mode, whoever built the optimizer."""
     w = scape_world("data parallel")
-
-    def rank_main(rank: int) -> None:
-        mode = w.engine().gradients.mode
-        with pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'):
-            mode.check_optimizer(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
-
-    run_threads(w.size, rank_main)
+    with fake_world(w.size), pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'):
+        w.engine().gradients.mode.check_optimizer(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.marks import late, often
 from tests.ranks.worlds import NUMELS, PLAIN, World, owned, synced, world
@@ -25,12 +26,8 @@ from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
 MODES: dict[str, dict[str, Any]] = {
-    "topk_a": {},
-    "topk_dsa": {},
-    "gtopk": {},
-    "gaussian_k": {},
+    **{mode: {} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "ternary")},
     "oktopk": {"tau": 3, "tau_prime": 2},
-    "ternary": {},
 }
 HIERARCHY: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
@@ -183,14 +180,32 @@ def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
     forgets = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, error_feedback=False)
     dense = replace(w, config=replace(w.config, sync=DenseSync()))
 
-    def rank_main(rank: int) -> None:
-        optimizer = AgedAdamW([torch.ones(1, requires_grad=True)])
+    optimizer = AgedAdamW([torch.ones(1, requires_grad=True)])
+    with fake_world(w.size):
         w.engine().gradients.mode.check_optimizer(optimizer)
         for refusing in (forgets, dense):
             with pytest.raises(ValueError, match=r'AgedAdamW: .*nothing waits; set it to "AdamW"'):
                 refusing.engine().gradients.mode.check_optimizer(optimizer)
 
-    run_threads(w.size, rank_main)
+
+def test_what_does_not_take_part_costs_nothing() -> None:
+    """Without a parameter, a peer or feedback no residual is kept."""
+    excluded = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, exclude=["*"])
+    forgets = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, error_feedback=False)
+    alone = world({**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "topk_a"}}, emulated(1, 1, 2))
+    with fake_world(2):
+        modes = [mode_of(w.engine()) for w in (excluded, forgets, alone)]
+    assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
+
+
+def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
+    """What a mode selects of all is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
+    sparse = [sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, select=select) for select in ("all", "run")]
+    with fake_world(2):
+        dense = world({**DATA_PARALLEL, "quantize": PLAIN}, emulated(2, 1, 1))
+        engines = [w.engine(chunk=640) for w in (*sparse, dense)]
+    assert [engine.run_numel for engine in engines] == [None, 640, 640]
+    assert not any(engine.gradients.mode.wants_updates for engine in engines)
 
 
 # -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.scale import count, total
 from tests.harness import run_threads
@@ -18,14 +17,14 @@ from tests.plans import resolve
 from tests.ranks.test_launch_budget import PARAMS, PER_PARAMETER, numels
 from tests.ranks.test_sparse_modes import (
     PLACES,
+    Step,
     check_nothing_is_lost,
-    mode_of,
     observed,
     run,
     sparse_world,
 )
 from tests.ranks.test_streams import ONE_GROUP, job
-from tests.ranks.worlds import BLOCKS, NUMELS, World
+from tests.ranks.worlds import BLOCKS, NUMELS, World, resumed, synced
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.gradients import Gradients
 from zero_topo.topology.presets import emulated
@@ -66,7 +65,7 @@ def test_a_late_gradient_is_added(name: str) -> None:
     """A run that is scattered again in the step, in part, after its sync has begun: nothing is lost."""
     w = world_of(name)
 
-    def rank_main(rank: int) -> list[Any]:
+    def rank_main(rank: int) -> list[Step]:
         engine, steps = w.engine(), []
         for step in range(3):
             halves = [grad / 2 for grad in w.grads(rank, step)]
@@ -84,15 +83,12 @@ def test_a_residual_fits_runs_of_another_size(name: str) -> None:
     """It has the columns of the parameters, whatever their runs are."""
     w = world_of(name)
 
-    def rank_main(rank: int) -> list[Any]:
+    def rank_main(rank: int) -> list[Step]:
         engine, steps = w.engine(), []
         for step in range(4):
             if step == 2:
-                state = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
-                engine = replace(w, chunk=1 << 20).engine()
-                mode_of(engine).load_state_dict(state)
-            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
-            engine.gradients.sync()
+                engine = resumed(engine, replace(w, chunk=1 << 20).engine())
+            synced(engine, w.grads(rank, step))
             steps.append(observed(engine))
         return steps
 
@@ -157,13 +153,5 @@ def test_a_run_costs_few_launches(name: str) -> None:
 
 def test_reports_are_of_all_runs() -> None:
     """Densities of all elements, not of the last run."""
-
-    def rank_main(rank: int) -> Tensor:
-        engine = world_of("topk_a").engine()
-        engine.gradients.scatter(range(len(NUMELS)), world_of("topk_a").grads(rank), last=True)
-        engine.gradients.sync()
-        report = observed(engine).report
-        return torch.tensor([report["density"], report["density_asked"]])
-
-    for found in run_threads(8, rank_main):
-        assert found[1] == 0.05 and 0.05 <= found[0] < 0.06
+    for (found,) in run(world_of("topk_a"), 1):
+        assert found.report["density_asked"] == pytest.approx(0.05) and 0.0499 < found.report["density"] < 0.06

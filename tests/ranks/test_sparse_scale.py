@@ -25,17 +25,13 @@ from zero_topo.topology.presets import emulated
 
 ROW = LEAST_BLOCKS * 1024
 MODES: dict[str, dict[str, Any]] = {
-    "topk_a": {},
-    "gaussian_k": {},
-    "topk_dsa": {},
-    "gtopk": {},
+    **{mode: {} for mode in ("topk_a", "gaussian_k", "topk_dsa", "gtopk", "ternary")},
     "oktopk": {"tau_prime": 2},
     "sharded oktopk": {"tau_prime": 2, "sharded": True},
     "tagc": {"theta": 0.999},
     "plain tagc": {"theta": 0.7},
     "radius": {"interval": 3, "density": 0.2},
     "scape": {"density": 0.1},
-    "ternary": {},
 }
 
 
