@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -22,12 +23,12 @@ from tests.ranks.worlds import (
     primary,
     shards,
     shuffled,
-    whole_weights,
     world,
 )
 from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
+from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
 from zero_topo.quant import ops
 from zero_topo.quant.spec import BlockSpec
@@ -136,15 +137,35 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
     assert all(run_threads(w.size, rank_main))
 
 
-def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> None:
+def unrefreshed(weights: Weights) -> None:
+    weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+    weights.publish()
+
+
+def unfinished(weights: Weights) -> None:
+    weights.publish()
+    weights.begin()
+    weights._pending.clear()
+
+
+@pytest.mark.parametrize(
+    ("forget", "phase", "said"),
+    [
+        (unrefreshed, "gather_backward", "was not refreshed"),
+        (unfinished, "gather_forward", "before publish updated them"),
+    ],
+)
+def test_weights_of_another_version_are_an_error_not_a_stale_read(
+    forget: Callable[[Weights], None], phase: str, said: str
+) -> None:
+    """If the engine forgot to refresh a secondary or to finish a publish before a gather, the version stamp says so."""
     w = world({"scheme": "topo", "secondary": "node"})
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)
-        whole_weights(engine).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
-        engine.weights.publish()
-        with pytest.raises(RuntimeError, match="was not refreshed") as caught:
-            engine.weights.gather(SLOTS, "gather_backward").wait()
+        forget(engine.weights)
+        with pytest.raises(RuntimeError, match=said) as caught:
+            engine.weights.gather(SLOTS, phase).wait()
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1
