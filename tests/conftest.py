@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -15,6 +17,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 hypothesis.settings.register_profile("zero_topo", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=150, deadline=None)
 hypothesis.settings.load_profile("zero_topo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reference_again() -> Iterator[None]:
+    """An engine selects the best kernels for its whole process: tests of another file start with the reference."""
+    yield
+    if operators := sys.modules.get("zero_topo.quant.operators"):
+        operators.use("reference", operators.CPU)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

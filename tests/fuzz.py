@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hostile input for the commands: `python -m tests.fuzz TARGET EXAMPLES`, in a folder of its own, under limits.
+"""Hostile input for the commands: `python -m tests.fuzz EXAMPLES [TARGET ...]`, in a folder of its own, under limits.
 
 Whatever a config, a machine, a capture, a launcher's variables or an option hold, a command works, or ends with status
 2 and short lines on stderr: no traceback, at most 10 s of a processor and 1 GB. The process writes below its folder
@@ -258,8 +258,9 @@ def confine(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    target, examples = TARGETS[sys.argv[1]], int(sys.argv[2])
+    examples, *targets = sys.argv[1:]
     confine(Path.cwd())
     patch("zero_topo.doctor.refusals.installed", return_value=None).start()  # DeepSpeed answers in another process
-    limits = settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    limits(given(st.data())(target))()
+    limits = settings(max_examples=int(examples), database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    for target in targets or TARGETS:
+        limits(given(st.data())(TARGETS[target]))()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_topo.topology import Topology
+
 
 def step(nodes: int, per_node: int, distribution: str = "block", **more: str) -> dict[str, str]:
     """The variables of an srun step on hosts n0, n1 and so on, without those of a single task."""
@@ -17,6 +19,11 @@ def step(nodes: int, per_node: int, distribution: str = "block", **more: str) ->
         "SLURM_DISTRIBUTION": distribution,
         **more,
     }
+
+
+def shape(topology: Topology) -> tuple[int, int, int]:
+    """Of the tree: nodes, GPUs in each, ranks in each of those."""
+    return topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu
 
 
 def named(nodes: Sequence[int]) -> str:

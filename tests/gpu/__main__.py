@@ -114,7 +114,7 @@ def _ranks(gpu: bool, folder: Path) -> list[Command]:
     threads = ("tests/ranks/test_weights.py", "tests/ranks/test_gradients.py")
     if not gpu:
         return [Command((*PYTEST, *threads, "-k", "topo or zero3"))]
-    sparse = ("tests/ranks/test_sparse_modes.py", "tests/ranks/test_quantized_sync.py")
+    sparse = tuple(f"tests/ranks/test_{name}.py" for name in ("sparse_modes", "sparse_steps", "quantized_sync"))
     # Eight processes with one GPU take turns on it: a collective of theirs takes tens of milliseconds.
     launch = ("tests/e2e/test_launcher_suite.py", "--launcher-ranks=8", "--launcher-timeout=150")
     nccl = Command((*PYTEST, *launch, "--launcher-k=test_bf16_losses_equal_stock_zero3 and topo"))

@@ -21,7 +21,6 @@ from tests.harness import fake_world
 from tests.ranks.test_sparse_modes import mode_of
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World
-from zero_topo import AdamS
 from zero_topo.collectives import transport
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
@@ -119,8 +118,7 @@ class Queued(TorchDispatchMode):
 
 def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
     """Steps of rank 0; ``around(step)`` gives what is entered while the mode reduces, and again while it commits."""
-    scape = w.config.sync.MODE == "scape"
-    trainer = Trainer(w, 0, lambda m: AdamS(m, 0.02) if scape else torch.optim.AdamW(m, 0.02), 1.0)
+    trainer = Trainer(w, 0)
     mode = mode_of(trainer.engine)
     entered: list[Any] = []
 

@@ -17,8 +17,9 @@ import torch
 from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
-from tests.marks import often
+from tests.marks import late, often
 from tests.plans import resolve
+from tests.ranks import worlds
 from zero_topo.config import ResolvedConfig
 from zero_topo.topology.presets import emulated
 
@@ -63,13 +64,8 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 CODES = ("codes", "codes-whole")
 SPARSE: dict[str, dict[str, Any]] = {
-    **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "ternary")},
-    "oktopk": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
-    "oktopk-whole": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": False}},
-    "oktopk-sharded": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": True}},
-    "offloaded": {"sync": {"mode": "topk_a", "offload_residual": True}},
-    "radius": {"sync": {"mode": "radius", "interval": 2, "start": 1}},
-    "tagc": {"sync": {"mode": "tagc"}},
+    **{name: {"sync": sync} for name, sync in worlds.SPARSE.items()},
+    "oktopk-whole": {"sync": {**worlds.OKTOPK, "sharded": False}},
     "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
 }
 CASES = {
@@ -107,32 +103,25 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
     return total(counted(name, nodes, together)) / PARAMS
 
 
-@pytest.mark.parametrize("name", often(OFTEN, CASES))
-def test_a_step_launches_no_more_on_many_nodes(name: str) -> None:
-    """At most 12 launches for each parameter in a step, and as many on 384 ranks as on 16.
+@pytest.mark.parametrize(
+    ("name", "nodes", "together"),
+    [
+        *((name, MANY, None) if name in OFTEN else late(name, MANY, None) for name in CASES),
+        ("topo+int4", ALL, None),
+        *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense", "codes+dense")),
+        *((name, MANY, 4) for name in ("zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense")),
+    ],
+)
+def test_a_step_launches_no_more_on_many_nodes(name: str, nodes: int, together: int | None) -> None:
+    """At most 12 launches for each parameter in a step, and as many on 384 ranks, or on Frontier's 75,264, as on 16.
 
-    But gTopk's peers meet in a tree, which has a level more for twice as many.
+    But gTopk's peers meet in a tree, which has a level more for twice as many; and each run costs three launches, where
+    collectives are of a few parameters each.
     """
-    few, many = launched(name, FEW), launched(name, MANY)
-    assert max(few, many) <= PER_PARAMETER, (few, many)
-    levels = log2(MANY) - log2(FEW) if name.endswith("gtopk") else 0
+    few, many = launched(name, FEW, together), launched(name, nodes, together)
+    assert max(few, many) <= PER_PARAMETER + (PER_RUN / together if together else 0), (few, many)
+    levels = log2(nodes) - log2(FEW) if name.endswith("gtopk") else 0
     assert many <= GROWTH * few + levels * PER_LEVEL / PARAMS
-
-
-@pytest.mark.parametrize("name", ["zero3+dense", "topo+dense", "topo+int4", "codes+dense"])
-def test_not_even_on_all_of_frontier(name: str) -> None:
-    """The same with 75,264 ranks."""
-    few, all_of_them = launched(name, FEW), launched(name, ALL)
-    assert all_of_them <= min(GROWTH * few, PER_PARAMETER), (few, all_of_them)
-
-
-@pytest.mark.parametrize("name", ["zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense"])
-def test_a_run_costs_three_launches(name: str) -> None:
-    """Collectives of a few parameters each: every one of them costs a little, and no more on more nodes."""
-    together = 4
-    few, many = (launched(name, nodes, together) for nodes in (FEW, MANY))
-    assert max(few, many) <= PER_PARAMETER + PER_RUN / together, (few, many)
-    assert many <= GROWTH * few
 
 
 @pytest.mark.parametrize("name", ["zero3", "zero++", "topo", "codes"])

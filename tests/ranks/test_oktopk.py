@@ -124,13 +124,7 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     w = sparse_world(DATA_PARALLEL, 2, "oktopk", (5000,), density=DENSITY, tau_prime=4)
     grads = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
 
-    def rank_main(rank: int) -> None:
-        engine = w.engine()
-        for size in (1.0,) * 6 + (100.0,):
-            synced(engine, [size * grads[rank]])
-            engine.end_step(skipped=False)
-
-    run_threads(2, rank_main)
+    run(w, 7, lambda rank, step: [(100.0 if step == 6 else 1.0) * grads[rank]])
     assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5
 
 
@@ -164,15 +158,7 @@ def test_what_is_not_finite_is_said_before_sums_are_cut(bad: float) -> None:
             grad[3_500] = bad if rank == 0 else 0
         return [grad]
 
-    def rank_main(rank: int) -> bool:
-        engine = w.engine()
-        for step in range(6):
-            rows = synced(engine, grads(rank, step))
-            seen = bool(rows.isnan().all())
-            engine.end_step(skipped=False)
-        return seen
-
-    assert all(run_threads(4, rank_main))
+    assert all(bool(found[5].rows.isnan().all()) for found in run(w, 6, grads))
 
 
 def test_regions_fit_the_picks_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.marks import often
 from tests.ranks.test_sparse_modes import (
     PLACES,
     Step,
     check_nothing_is_lost,
-    dense_rows,
     mode_of,
     observed,
     sparse_world,
 )
-from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import NUMELS, World, overflowed
+from tests.ranks.trainer import Trainer, computed, usual_rate
+from tests.ranks.worlds import NUMELS, World
 from zero_topo.config import DenseSync
 from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.cost import Workload, step_bytes
@@ -33,14 +31,7 @@ from zero_topo.sync.radius import Radius
 
 INTERVAL = 3
 RATE = 0.01
-
-
 Rate = Callable[[int, int], float]  # of step and sub-group
-
-
-def usual_rate(step: int, group: int) -> float:
-    """The same always."""
-    return RATE
 
 
 class Seen(NamedTuple):
@@ -162,10 +153,9 @@ def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
     assert not torch.equal(results[0][0].after, results[0][INTERVAL].after)
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4])
-def test_replicas_agree_bit_for_bit(peers: int) -> None:
+def test_replicas_agree_bit_for_bit() -> None:
     """Gradients, masks and masters of all ranks are alike in data parallelism."""
-    results = train(radius_world("data parallel", peers), INTERVAL + 2)
+    _, results = trained("data parallel")
     for steps in results[1:]:
         for mine, theirs in zip(steps, results[0], strict=True):
             assert torch.equal(mine.step.rows, theirs.step.rows) and torch.equal(mine.masters, theirs.masters)
@@ -176,61 +166,19 @@ def test_replicas_agree_bit_for_bit(peers: int) -> None:
 def test_density_one_is_dense(setting: str) -> None:
     """A mask of everything: the mean gradient at every step, and no residual."""
     w = radius_world(setting, density=1.0)
-    for steps, expected in zip(train(w, INTERVAL + 2), dense_rows(w, INTERVAL + 2), strict=True):
-        for seen, rows in zip(steps, expected, strict=True):
-            torch.testing.assert_close(seen.step.rows, rows, atol=1e-6, rtol=1e-6)
+    for rank, steps in enumerate(train(w, INTERVAL + 2)):
+        for step, seen in enumerate(steps):
+            torch.testing.assert_close(seen.step.own, w.own_mean(rank, step), atol=1e-6, rtol=1e-6)
             assert all(not part.any() for _, part in seen.step.residuals)
-
-
-Disturbance = Callable[[Run, int], None]
-
-
-@lru_cache(maxsize=4)
-def computed(setting: str, disturb: Disturbance | None = None, rate: Rate = usual_rate) -> list[list[Tensor]]:
-    """All that ranks compute in two intervals and a step, each of which may be disturbed before it."""
-    w = radius_world(setting)
-
-    def rank_main(rank: int) -> list[Tensor]:
-        trainer, found = Run(w, rank, rate), []
-        for step in range(2 * INTERVAL + 1):
-            if disturb is not None:
-                disturb(trainer, step)
-            seen = trainer.step(step)
-            masks = [seen.before, seen.after]
-            found += [seen.step.rows, seen.masters, *masks, mode_of(trainer.engine).residual.clone()]
-        return found
-
-    return run_threads(w.size, rank_main)
-
-
-def assert_undisturbed(setting: str, disturb: Disturbance, rate: Rate = usual_rate) -> None:
-    """A run that is disturbed before each step ends as an undisturbed one does, bit for bit."""
-    for found, expected in zip(computed(setting, disturb, rate), computed(setting, None, rate), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("how", "when"),
-    [*(("skip", when) for when in (0, 1, INTERVAL)), *(("stop", when) for when in (1, 2, INTERVAL, INTERVAL + 1))],
-)
-@pytest.mark.parametrize("setting", often(("topo", "data parallel"), PLACES))
-def test_skipped_steps_and_resuming_change_nothing(setting: str, how: str, when: int) -> None:
-    """An overflow leaves mask, counter and residual as they were, at first, between resamplings or at one.
-
-    State saved in the middle of an interval, or at its end, goes on in a new engine bit for bit.
-    """
-
-    def disturb(trainer: Run, step: int) -> None:
-        if step == when:
-            trainer.skipped(77) if how == "skip" else trainer.resume()
-
-    assert_undisturbed(setting, disturb)
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     """What an update said is forgotten with a step that is skipped after all, though the next one says nothing."""
 
-    def disturb(trainer: Run, step: int) -> None:
+    def without_rate(step: int, group: int) -> float:
+        return 0.0 if step == INTERVAL else RATE
+
+    def disturb(trainer: Trainer, step: int) -> None:
         if step == INTERVAL:
             trainer.sync(77)
             begin, _ = trainer.columns[1]
@@ -238,7 +186,9 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
                 pass
             trainer.engine.end_step(skipped=True)
 
-    assert_undisturbed("topo", disturb, lambda step, group: 0.0 if step == INTERVAL else RATE)
+    w, steps = radius_world("topo"), 2 * INTERVAL + 1
+    found, expected = computed(w, steps, disturb, without_rate), computed(w, steps, rate=without_rate)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def has_residual(steps: Sequence[Seen]) -> list[bool]:
@@ -259,15 +209,8 @@ def test_a_learning_rate_of_zero_chooses_nothing() -> None:
     """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
     rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
     for steps in train(radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]):
-        assert has_residual(steps) == [
-            False,
-            False,
-            False,
-            False,
-            True,
-            True,
-            False,
-        ]  # step 2 has no mask yet, 3 and 6 end intervals
+        # Step 2 has no mask yet, 3 and 6 end intervals.
+        assert has_residual(steps) == [False] * 4 + [True, True, False]
         assert not steps[1].after.any() and steps[2].after.any()
     for steps in train(radius_world("topo"), INTERVAL + 2, rate=lambda step, group: 0.0 if step == INTERVAL else RATE):
         assert torch.equal(steps[0].after, steps[-1].after)
@@ -281,20 +224,6 @@ def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> No
         last = steps[-1]
         assert torch.equal(last.after[:, -group:], last.before[:, -group:])
         assert not torch.equal(last.after[:, :-group], last.before[:, :-group])
-
-
-@pytest.mark.parametrize("steps", [0, 1], ids=["dense", "masked"])
-def test_a_gradient_that_is_not_finite_reaches_the_optimizer(steps: int) -> None:
-    """The peers see it, also where no mask holds it, and nobody's state changes."""
-    w = radius_world("topo")
-
-    def rank_main(rank: int) -> bool:
-        trainer = Run(w, rank)
-        for step in range(steps):
-            trainer.step(step)
-        return overflowed(trainer.engine, w.grads(rank, steps))
-
-    assert any(run_threads(w.size, rank_main))
 
 
 def test_updates_are_asked_for_at_resamplings_only() -> None:

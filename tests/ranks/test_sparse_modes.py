@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
-from tests.marks import late
-from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, resumed, synced, world
+from tests.marks import late, often
+from tests.ranks.worlds import NUMELS, PLAIN, World, owned, synced, world
 from zero_topo import AgedAdamW
 from zero_topo.config.sparse_config import share
 from zero_topo.config.sync_config import DenseSync
@@ -25,12 +26,8 @@ from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
 MODES: dict[str, dict[str, Any]] = {
-    "topk_a": {},
-    "topk_dsa": {},
-    "gtopk": {},
-    "gaussian_k": {},
+    **{mode: {} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "ternary")},
     "oktopk": {"tau": 3, "tau_prime": 2},
-    "ternary": {},
 }
 HIERARCHY: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
@@ -122,10 +119,13 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
 @pytest.mark.parametrize(
     ("setting", "peers", "numels", "sync"),
     [
-        *((setting, None, NUMELS, {"value_dtype": dtype}) for setting in HIERARCHY for dtype in ("fp32", "bf16")),
-        *(("data parallel", peers, NUMELS, {}) for peers in (1, 3, 8)),
+        *((setting, None, NUMELS, {"value_dtype": "bf16"}) for setting in HIERARCHY),
+        ("topo", None, NUMELS, {"value_dtype": "fp32"}),
+        ("topo", None, NUMELS, {"value_dtype": "bf16", "start": 2}),
+        *(("data parallel", peers, NUMELS, {}) for peers in (1, 3)),
         *(("data parallel", 4, (n,), {"density": d}) for d, n in ((1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1))),
-        *(late("data parallel", peers, NUMELS, {}) for peers in (2, 4)),
+        *(late(setting, None, NUMELS, {"value_dtype": "fp32"}) for setting in HIERARCHY if setting != "topo"),
+        *(late("data parallel", peers, NUMELS, {}) for peers in (2, 4, 8)),
         *(late("data parallel", 4, (n,), {"density": d}) for d in (1.0, 0.1, 0.001) for n in (1, 2, 1000, 30_000)),
         late("data parallel", 4, (1_000_000,), {"density": 0.001}),
     ],
@@ -137,7 +137,7 @@ def test_nothing_is_lost(
 ) -> None:
     """What has not arrived is in the residual, at every step: whatever the shape of the hierarchy, in data parallelism
     (the papers' setting, where all ranks get the same bits), from a single element to a million, at any density.
-    Also of a step whose synced gradient is read before.
+    Also of a step whose synced gradient is read before, and of dense first steps in the mode's type.
     """
     w = sparse_world(PLACES[setting], peers, mode, numels, **{"density": 0.05, **sync})
     results = run(w, 5 if numels == NUMELS else 4, peeks_at=2)
@@ -147,75 +147,21 @@ def test_nothing_is_lost(
             assert torch.equal(found[step].rows, results[0][step].rows)
 
 
-def dense_rows(w: World, steps: int) -> list[list[Tensor]]:
-    """By rank and step: the optimizer's rows where the same world syncs everything."""
-    dense = replace(w, config=replace(w.config, sync=DenseSync()))
-
-    def rank_main(rank: int) -> list[Tensor]:
-        engine, found = dense.engine(), []
-        for step in range(steps):
-            found.append(synced(engine, w.grads(rank, step)))
-            engine.end_step(skipped=False)
-        return found
-
-    return run_threads(w.size, rank_main)
-
-
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "ternary"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(mode: str, setting: str) -> None:
     """All elements picked: the mean gradient, and no residual."""
     w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
-    for found, expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
-        torch.testing.assert_close(found[0].rows, expected[0], atol=1e-6, rtol=1e-6)
+    for rank, found in enumerate(run(w, 1)):
+        torch.testing.assert_close(found[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
         assert all(not part.abs().max() > 1e-6 for _, part in found[0].residuals)
 
 
-def check_changes_nothing(w: World, what: str, steps: int) -> list[Tensor]:
-    """Runs with and without a change give the same bits of rows and state at the end; those of each rank.
-
-    Changes: "skip": a step overflows before the last but one; "stop": state is saved then and loaded into a new engine;
-    "scale": the loss scale changes at each step.
-    """
-
-    def rank_main(rank: int, changed: bool) -> Tensor:
-        scale = [1.0]
-        engine = w.engine(loss_scale=lambda: scale[0])
-        for step in range(steps):
-            if changed and step == steps - 2 and what == "skip":
-                synced(engine, w.grads(rank, 77))
-                engine.end_step(skipped=True)
-            if changed and step == steps - 2 and what == "stop":
-                engine = resumed(engine, w.engine(loss_scale=lambda: scale[0]))
-            scale[0] = 2.0 ** (5 - step) if changed and what == "scale" else 1.0
-            rows = synced(engine, [scale[0] * grad for grad in w.grads(rank, step)]) / scale[0]
-            engine.end_step(skipped=False)
-        counted = torch.tensor([mode_of(engine).report().get("fallbacks", 0.0)])
-        return torch.cat([rows.view(-1), mode_of(engine).residual, counted])
-
-    return assert_changes_nothing(w, rank_main)
-
-
-@pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 7), ("scale", 3)])
-@pytest.mark.parametrize("mode", MODES)
-def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(mode: str, what: str, steps: int) -> None:
-    """Residual, thresholds and counters are as after finished steps, kept without the scale, and can be saved."""
-    interval = {"tau": 4} if (mode, what) == ("oktopk", "stop") else {}  # in the middle of which it stops
-    check_changes_nothing(sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, **interval), what, steps)
-
-
-@pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_gradient_that_is_not_finite_reaches_the_optimizer(mode: str, bad: float, start: int) -> None:
-    """NaN is in no comparison the larger: it would never be picked, and training would go on without a word."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, start=start)
-    assert any(run_threads(w.size, lambda rank: overflowed(w.engine(), w.grads(rank), bad)))
-
-
-def test_patterns_choose_the_parameters() -> None:
+@pytest.mark.parametrize(("exclude", "dense"), [(["p4", "p1*"], (0, 1, 4)), (["*"], range(5))], ids=str)
+def test_patterns_choose_the_parameters(exclude: list[str], dense: Sequence[int]) -> None:
     """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is exact at every step."""
-    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=["p4", "p1*"])
+    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=exclude)
+    widths = [w.config.plan.shard_numel(n) for n in NUMELS]
 
     def rank_main(rank: int) -> tuple[Tensor, int]:
         engine = w.engine()
@@ -223,14 +169,9 @@ def test_patterns_choose_the_parameters() -> None:
         return owned(engine), mode_of(engine).numel
 
     for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
-        due = w.own_mean(rank, 0)
-        plan, begin = w.config.plan, 0
-        for index, n in enumerate(NUMELS):
-            width = plan.shard_numel(n)
-            same = torch.allclose(own[begin : begin + width], due[begin : begin + width], atol=1e-6)
-            assert same == (index in (0, 1, 4)), (rank, index)
-            begin += width
-        assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
+        pairs = zip(own.split(widths), w.own_mean(rank, 0).split(widths), strict=True)
+        assert [torch.allclose(found, due, atol=1e-6) for found, due in pairs] == [i in dense for i in range(5)]
+        assert numel == 2 * sum(width for i, width in enumerate(widths) if i not in dense)
 
 
 def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
@@ -239,14 +180,32 @@ def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
     forgets = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, error_feedback=False)
     dense = replace(w, config=replace(w.config, sync=DenseSync()))
 
-    def rank_main(rank: int) -> None:
-        optimizer = AgedAdamW([torch.ones(1, requires_grad=True)])
+    optimizer = AgedAdamW([torch.ones(1, requires_grad=True)])
+    with fake_world(w.size):
         w.engine().gradients.mode.check_optimizer(optimizer)
         for refusing in (forgets, dense):
             with pytest.raises(ValueError, match=r'AgedAdamW: .*nothing waits; set it to "AdamW"'):
                 refusing.engine().gradients.mode.check_optimizer(optimizer)
 
-    run_threads(w.size, rank_main)
+
+def test_what_does_not_take_part_costs_nothing() -> None:
+    """Without a parameter, a peer or feedback no residual is kept."""
+    excluded = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, exclude=["*"])
+    forgets = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, error_feedback=False)
+    alone = world({**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "topk_a"}}, emulated(1, 1, 2))
+    with fake_world(2):
+        modes = [mode_of(w.engine()) for w in (excluded, forgets, alone)]
+    assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
+
+
+def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
+    """What a mode selects of all is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
+    sparse = [sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, select=select) for select in ("all", "run")]
+    with fake_world(2):
+        dense = world({**DATA_PARALLEL, "quantize": PLAIN}, emulated(2, 1, 1))
+        engines = [w.engine(chunk=640) for w in (*sparse, dense)]
+    assert [engine.run_numel for engine in engines] == [None, 640, 640]
+    assert not any(engine.gradients.mode.wants_updates for engine in engines)
 
 
 # -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------
@@ -260,7 +219,7 @@ def counts(peers: int) -> int:
     return (peers - 1) * 8
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("peers", often((2, 3, 8), (2, 3, 4, 8, 16)))
 def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
     """At most 6 k (P - 1) / P words from the busiest rank on the steps that reuse thresholds, and 9 on the others.
 

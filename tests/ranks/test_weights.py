@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +24,12 @@ from tests.ranks.worlds import (
     primary,
     shards,
     shuffled,
-    whole_weights,
     world,
 )
 from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
+from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
 from zero_topo.quant import ops
 from zero_topo.quant.spec import BlockSpec
@@ -102,16 +104,19 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
     assert all(run_threads(w.size, rank_main))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> None:
-    w = world({"scheme": scheme, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
+@pytest.mark.parametrize(("scheme", "dtype"), [*((scheme, None) for scheme in SCHEMES), ("topo", "bf16")])
+def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str, dtype: str | None) -> None:
+    """Also in a type narrower than the weights'."""
+    publish = {} if dtype is None else {"dtype": dtype}
+    w = world({"scheme": scheme, "publish": publish, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> tuple[bool, int]:
-        engine, params = loaded(w)
-        engine.weights.own.add_(1.0)
+        engine, params = loaded(w, chunk=100)
+        engine.weights.own.copy_((engine.weights.own + 1.0).to(engine.publish_dtype))
         engine.weights.publish()
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
-        same = all(torch.equal(a, b + 1.0) for a, b in zip(found, params, strict=True))
+        expected = [(param + 1.0).to(engine.publish_dtype).float() for param in params]
+        same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         return same, int(checksum(primary(engine)))
 
     results = run_threads(w.size, rank_main)
@@ -135,45 +140,55 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
     assert all(run_threads(w.size, rank_main))
 
 
-def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> None:
+def unrefreshed(weights: Weights) -> None:
+    weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+    weights.publish()
+
+
+def unfinished(weights: Weights) -> None:
+    weights.publish()
+    weights.begin()
+    weights._pending.clear()
+
+
+@pytest.mark.parametrize(
+    ("forget", "phase", "said"),
+    [
+        (unrefreshed, "gather_backward", "was not refreshed"),
+        (unfinished, "gather_forward", "before publish updated them"),
+    ],
+)
+def test_weights_of_another_version_are_an_error_not_a_stale_read(
+    forget: Callable[[Weights], None], phase: str, said: str
+) -> None:
+    """If the engine forgot to refresh a secondary or to finish a publish before a gather, the version stamp says so."""
     w = world({"scheme": "topo", "secondary": "node"})
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)
-        whole_weights(engine).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
-        engine.weights.publish()
-        with pytest.raises(RuntimeError, match="was not refreshed") as caught:
-            engine.weights.gather(SLOTS, "gather_backward").wait()
+        forget(engine.weights)
+        with pytest.raises(RuntimeError, match=said) as caught:
+            engine.weights.gather(SLOTS, phase).wait()
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1
 
 
-def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
-    w = world({"scheme": "topo", "publish": {"dtype": "bf16"}, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
-
-    def rank_main(rank: int) -> int:
-        engine, _ = loaded(w, chunk=100)
-        rows = engine.weights.own
-        rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
-        engine.weights.publish()
-        engine.weights.finish()
-        return int(checksum(primary(engine)))
-
-    assert_weights_alike(w, run_threads(w.size, rank_main))
-
-
-def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
-    w = world({"scheme": "topo", "quantize": PLAIN, "debug_checks": True})
+@pytest.mark.parametrize("quantize", [PLAIN, {"resident": "int8", "block_size": 64}], ids=["plain", "codes"])
+def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, Any]) -> None:
+    """By one bit of one copy, of weights as they are and of INT8 weights."""
+    w = world({"scheme": "topo", "quantize": quantize, "debug_checks": True})
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)
-        engine.weights.publish()
-        engine.end_step(skipped=False)
-        engine.weights.publish()
-        engine.weights.finish()
+        for _ in range(2):
+            engine.end_step(skipped=False)
+            engine.weights.publish(masters=engine.weights.own.float() if engine.weights.needs_masters else None)
+            engine.weights.finish()
         if rank == 5:
-            primary(engine)[0, 3] += 1e-6
+            store = engine.weights._store
+            copy: torch.Tensor = engine.weights.primary if store is None else store.codes.held
+            copy.view(-1).view(torch.uint8)[3] ^= 1
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)
         return str(caught.value)

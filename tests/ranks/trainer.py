@@ -9,23 +9,30 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tests.harness import run_threads
 from tests.ranks.worlds import World, resumed, synced
+from zero_topo import AdamS
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync import Moment
 
 
 class Trainer:
-    """An optimizer on masters in two sub-groups, all of one value at first, stepped as the hook steps them."""
+    """An optimizer on masters in two sub-groups, all of one value at first, stepped as the hook steps them.
+
+    Attributes:
+        scale: of the loss, and so of the gradients.
+    """
 
     def __init__(
         self,
         w: World,
         rank: int,
-        optimizer: Callable[[list[Tensor]], Optimizer],
-        start: float,
+        optimizer: Callable[[list[Tensor]], Optimizer] = AdamS,
+        start: float = 1.0,
         persistent: Sequence[int] = (),
     ) -> None:
-        self.w, self.rank = w, rank
-        self.engine = w.engine(moments=self.moments, persistent=persistent)
+        self.w, self.rank, self.persistent, self.scale = w, rank, persistent, 1.0
+        self.engine = self._built()
         self.height, columns = self.engine.gradients.optimizer_rows().shape
         cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
         self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
@@ -39,13 +46,17 @@ class Trainer:
         groups = self.optimizer.param_groups * len(begins)
         return self.engine.masters.moments(self.optimizer.state, self.masters, begins, groups)
 
+    def _built(self) -> Stage3:
+        return self.w.engine(moments=self.moments, loss_scale=lambda: self.scale, persistent=self.persistent)
+
     def resume(self) -> None:
         """Save, and load into a new engine."""
-        self.engine = resumed(self.engine, self.w.engine(moments=self.moments))
+        self.engine = resumed(self.engine, self._built())
 
     def sync(self, step: int, peeks: bool = False) -> Tensor:
-        """One micro-batch and sync; the optimizer's rows."""
-        return synced(self.engine, self.w.grads(self.rank, step), peeks)
+        """One micro-batch and sync; the optimizer's rows, without the loss scale."""
+        grads = [self.scale * grad for grad in self.w.grads(self.rank, step)]
+        return synced(self.engine, grads, peeks) / self.scale
 
     def skipped(self, step: int) -> None:
         """A step that overflows."""
@@ -63,3 +74,31 @@ class Trainer:
     def table(self, flats: Sequence[Tensor]) -> Tensor:
         """What is kept for each sub-group flat, as optimizer rows ``[R, F]``."""
         return torch.cat([flat.detach().reshape(self.height, -1) for flat in flats], dim=1)
+
+
+def usual_rate(step: int, group: int) -> float:
+    """The learning rate of a sub-group in a step: always the same."""
+    return 0.01
+
+
+def computed(
+    w: World,
+    steps: int,
+    disturb: Callable[[Trainer, int], None] = lambda trainer, step: None,
+    rate: Callable[[int, int], float] = usual_rate,
+) -> list[Tensor]:
+    """All that each rank computes in some steps, each of which may be disturbed before it: rows, masters and state."""
+
+    def rank_main(rank: int) -> Tensor:
+        trainer, rows = Trainer(w, rank), list[Tensor]()
+        for step in range(steps):
+            disturb(trainer, step)
+            rows.append(trainer.sync(step))
+            trainer.update(rows[-1], lambda group, step=step: rate(step, group))  # type: ignore[misc]
+            trainer.engine.end_step(skipped=False)
+        mode = trainer.engine.gradients.mode
+        fallbacks = torch.tensor(mode.report().get("fallbacks", 0.0))
+        found = (*rows, *trainer.masters, *mode.state_dict().values(), fallbacks)
+        return torch.cat([tensor.detach().flatten().double() for tensor in found])
+
+    return run_threads(w.size, rank_main)

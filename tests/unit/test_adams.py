@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_topo import AdamS
+from zero_topo import AdamS, AgedAdamW
 
 
 def stepped(count: int, **settings: Any) -> tuple[list[Tensor], AdamS]:
@@ -113,6 +113,7 @@ def test_a_closure_is_called_with_gradients_on() -> None:
     ],
 )
 def test_settings_out_of_range_are_refused(setting: dict[str, Any], words: str) -> None:
-    """With the value."""
-    with pytest.raises(ValueError, match=words):
-        AdamS([torch.ones(1, requires_grad=True)], **setting)
+    """With the value, in the optimizer's name."""
+    for optimizer in (AdamS, AgedAdamW):
+        with pytest.raises(ValueError, match=f"{optimizer.__name__}: .*{words}"):
+            optimizer([torch.ones(1, requires_grad=True)], **setting)

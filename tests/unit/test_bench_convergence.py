@@ -76,7 +76,7 @@ def test_in_one_process_a_mode_that_sends_everything_trains_like_dense_sync() ->
     )
     exact = BenchScheme("adams", data_parallel({"mode": "dense"}), optimizer="AdamS")
     setup = replace(SETUP, bf16=False, lr=1e-3)
-    bench = Convergence((exact, *schemes), setup, 12, (0,), shape=(2, 1, 1), one_process=True)
+    bench = Convergence((exact, *schemes), setup, 10, (0,), shape=(2, 1, 1), one_process=True)
     ticks: list[int] = []
     *_, content = run(bench, lambda _, steps: ticks.append(steps))
     rows = {row["scheme"]: row for row in content["results"]}

@@ -185,14 +185,6 @@ def test_what_tells_no_ring_is_refused(
     assert status == 2 and complaint in error and error.count("\n") == 1, error
 
 
-def test_a_file_of_rows_out_of_place_is_read(tmp_path: Path) -> None:
-    """The first time of a row is the one out of place."""
-    path = tmp_path / "all_gather.out"
-    path.write_text(GOOD.replace("all_gather_perf", "x"))
-    rows: list[Any] = read_tests(path)
-    assert len(rows) == 11 and rows[0].ranks == 8 and rows[0].nodes == 1 and rows[0].nbytes == 2**20
-
-
 @pytest.mark.parametrize("name", ["all_gather_old_columns.log", "all_gather_srun_labels.log"])
 @pytest.mark.parametrize("change", [str, lambda text: text.replace("\n", "\r\n")])
 def test_older_and_labelled_outputs_are_read(name: str, change: Callable[[str], str], tmp_path: Path) -> None:

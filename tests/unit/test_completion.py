@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -14,35 +13,29 @@ import pytest
 
 from tests.commands import Run
 from zero_topo import __version__
+from zero_topo.cli import main
 
 
-def completed(line: str, folder: Path) -> set[str]:
-    """What bash offers at the end of a line, with the script that we print."""
-    command = folder / "zero-topo"
+def test_bash_completes_options(tmp_path: Path) -> None:
+    """As a user's shell does, whose Python this is not, with the script that we print."""
+    command = tmp_path / "zero-topo"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from zero_topo.cli import main; main()" "$@"\n')
     command.chmod(0o755)
-    words = line.split(" ")
-    program = f"""
+    program = """
         eval "$(zero-topo --show-completion)"
-        COMP_WORDS=({" ".join(words)} {'""' if line.endswith(" ") else ""}) COMP_CWORD={len(words) - 1}
+        COMP_WORDS=(zero-topo launch slurm --part) COMP_CWORD=3
         _zero_topo_completion zero-topo
-        printf '%s\\n' "${{COMPREPLY[@]}}"
+        echo "${COMPREPLY[@]}"
     """
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    return set(done.stdout.split())
-
-
-def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
-    """As a user's shell does, whose Python this is not."""
-    assert {"migrate", "measure"} & completed("zero-topo m", tmp_path) == {"migrate"}
-    assert completed("zero-topo launch slurm --part", tmp_path) == {"--partition"}
+    assert (done.stdout, done.stderr) == ("--partition\n", "")
 
 
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
+        ("mig", {"migrate"}),
         ("plan --machine dgx-", {"dgx-a100", "dgx-h100"}),
         ("simulate --model gpt-neox-2", {"gpt-neox-2.7b", "gpt-neox-20b"}),
         ("simulate --schemes topo,zero", {"topo,zero3", "topo,zero++"}),
@@ -51,12 +44,16 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("plan --set trai", {"trainable="}),
     ],
 )
-def test_values_complete(line: str, offered: set[str]) -> None:
-    """Machines, models, schemes, modes and settings, also after a comma; as zsh asks."""
-    env = {**os.environ, "_ZERO_TOPO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": f"zero-topo {line}"}
-    program = [sys.executable, "-c", "from zero_topo.cli import main; main()"]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert set(re.findall(r'"([^"]*)"', done.stdout)) == offered, done.stderr
+def test_commands_and_values_complete(
+    line: str, offered: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Machines, models, schemes, modes and settings, also after a comma."""
+    asked = {"_ZERO_TOPO_COMPLETE": "complete_bash", "COMP_WORDS": f"zero-topo {line}"}
+    for name, value in {**asked, "COMP_CWORD": str(len(line.split()))}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert set(capsys.readouterr().out.split()) == offered
 
 
 def test_version_names_what_it_runs_on(run: Run) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
@@ -44,18 +45,11 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     (changed(zero_optimization__overlap_com=True), None, "overlap_com: unknown key; did you mean 'overlap_comm'?"),
     (changed(zero_optimization__offload_optimizer={"devise": "cpu"}), None, "did you mean 'device'?"),
     (changed(zero_optimization__reduce_bucket_size="many"), None, "reduce_bucket_size"),
-    (
-        changed(zero_optimization__stage3_max_live_parameters=1, zero_optimization__max_live_parameters=2),
-        8,
-        "two names",
-    ),
     (changed(fp16={"enabled": True}), None, "cannot be simultaneously enabled"),
     (changed(fp16={"fp16": True, "enabled": False}), None, "DeepSpeed would refuse fp16.fp16: unknown key; remove it"),
     (optimizer("OneBitAdam"), None, 'optimizer.type = "OneBitAdam"'),
     (optimizer("ZeroOneAdam"), None, 'optimizer.type = "ZeroOneAdam"'),
-    (optimizer("FusedLamb"), None, "neither DeepSpeed nor torch.optim has it"),
     (optimizer("lr_scheduler"), None, "neither DeepSpeed nor torch.optim has it"),
-    (optimizer("RMSprop"), None, "zero_allow_untested_optimizer"),
     (optimizer("AdamW", weight_decai=0.1), None, "AdamW does not take it; did you mean 'weight_decay'?"),
     (optimizer("Adam", max_grad_norm=1.0), None, "gradient_clipping"),
     (scheduler("Warmup"), None, 'scheduler.type = "Warmup"'),
@@ -129,8 +123,8 @@ WORDS = {
     "offload_param_no_optimizer_key.json": 'has no "zero_topo" block',
     "predivide.json": "gradient_predivide_factor = 4.0",
     "removed_key.json": "fp16.opt_level: unknown key",
-    "sgd.json": 'optimizer.type = "SGD"',
-    "unknownopt.json": 'optimizer.type = "Adam8bit"',
+    "sgd.json": 'optimizer.type = "SGD": DeepSpeed has not tested it with ZeRO; set "zero_allow_untested_optimizer"',
+    "unknownopt.json": 'optimizer.type = "Adam8bit": neither DeepSpeed nor torch.optim has it',
     "zdup.json": "two names",
 }
 
@@ -162,20 +156,16 @@ def test_a_deepspeed_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPat
     """With the last line of its traceback."""
     (tmp_path / "deepspeed.py").write_text("raise ImportError('libcudart.so.99 is missing')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    refusals._program.cache_clear()
-    try:
-        said = refusals.unasked()
-        assert said and "libcudart.so.99 is missing" in said and "zero-topo doctor" in said
-        assert setting_refusals({**GOOD, **optimizer("Adam8bit")}) == [] and refusals.unasked() == said
-    finally:
-        refusals._program.cache_clear()
+    monkeypatch.setattr(refusals, "_program", cache(refusals._program.__wrapped__))  # the one that runs goes on
+    said = refusals.unasked()
+    assert said and "libcudart.so.99 is missing" in said and "zero-topo doctor" in said
+    assert setting_refusals({**GOOD, **optimizer("Adam8bit")}) == [] and refusals.unasked() == said
 
 
 COUNTS: st.SearchStrategy[Any] = st.sampled_from([None, None, 0, 1, 2, 3, 8, 16, 48, -1, 2.0, "4", []])
 
 
 @given(batch=st.fixed_dictionaries({key: COUNTS for key in BATCHES}), ranks=st.sampled_from([1, 4, 8]))
-@settings(max_examples=60)
 def test_deepspeed_agrees_about_batch_sizes(batch: dict[str, Any], ranks: int) -> None:
     """DeepSpeed's own reading of them ends well exactly if nothing is refused here."""
     ds = pytest.importorskip("deepspeed.runtime.config")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.steps import shape
 from zero_topo.topology.fitting import Pair, cluster, fit, meeting, with_links
 from zero_topo.topology.model import Link, Topology
 from zero_topo.topology.schedule import ALL_PAIRS, neighbours, pair_rounds, shared_domains, tournament, turns
@@ -80,7 +81,7 @@ def test_random_trees_are_recovered_on_one_host(tree: Tree, seed: int) -> None:
     found = cluster(tree.pairs(NOISE, seed), ["here"] * len(tree.places))
     a, b, c = (*tree.sizes, 1, 1)[:3]
     expected = {1: (1, a, 1), 2: (1, b, a), 3: (c, b, a)}[len(tree.sizes)]
-    assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == expected
+    assert shape(found) == expected
     if len(tree.sizes) > 1:
         assert same_units(found, tree, "gpu", 0)
     if len(tree.sizes) > 2:
@@ -109,7 +110,7 @@ def test_hosts_are_the_nodes_where_there_are_several(tree: Tree, seed: int) -> N
 def test_hosts_of_one_rank_are_nodes() -> None:
     """Without faster groups every rank is a node; a single one is a machine too."""
     found = cluster({pair: Link(1e9, 1e-5) for pair in combinations(range(4), 2)}, list("abcd"))
-    assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == (4, 1, 1)
+    assert shape(found) == (4, 1, 1)
     assert found.hosts == tuple("abcd") and shared_domains(found) == ["world"]
     assert cluster({}, ["here"]).world_size == 1
 
@@ -119,17 +120,17 @@ def test_latency_tells_levels_that_bandwidth_does_not() -> None:
     tree = Tree((2, 2), (1e9, 1e9), (5e-6, 20e-6), (0, 2, 1, 3))
     pairs = tree.pairs(NOISE, 0)
     found = cluster(pairs, ["here"] * 4)
-    assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == (1, 2, 2)
+    assert shape(found) == (1, 2, 2)
     assert found.order == (0, 2, 1, 3)
     flat = cluster({**pairs, (0, 1): Link(1e9, 5e-6)}, ["here"] * 4)
-    assert (flat.nodes, flat.gpus_per_node, flat.ranks_per_gpu) == (1, 4, 1)
+    assert shape(flat) == (1, 4, 1)
 
 
 def test_four_levels_keep_the_widest_gaps() -> None:
     """Packages joined at 200, quads at 100, eights at 20, world at 10: gpu is what is below the gap of 5."""
     tree = Tree((2, 2, 2, 2), (200e9, 100e9, 20e9, 4e9), (1e-6,) * 4, tuple(range(16)))
     found = cluster(tree.pairs(0, 0), ["here"] * 16)
-    assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == (2, 2, 4)
+    assert shape(found) == (2, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -207,21 +207,13 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
         ({"name": " "}, "must be one line of text"),
         ({"modules": "rocm"}, "must be a list of objects"),
         ({"preset": "nowhere"}, "unknown machine 'nowhere'"),
+        *(({"variables": [{"use": use, "reason": "y", "source": "z"}]}, "as NAME=value") for use in ("A", "a-b=1")),
     ],
 )
 def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     good = json.loads((DATA / "half-frontier.json").read_text())
     (tmp_path / "m.json").write_text(json.dumps(good | changes))
     with pytest.raises(ValueError, match=re.escape(said)):
-        load_launch_machine(str(tmp_path / "m.json"))
-
-
-@pytest.mark.parametrize("use", ["A", "a-b=1"])
-def test_a_variable_of_a_machine_has_a_name_and_a_value(tmp_path: Path, use: str) -> None:
-    machine = json.loads((DATA / "half-frontier.json").read_text())
-    machine["variables"] = [{"use": use, "reason": "y", "source": "z"}]
-    (tmp_path / "m.json").write_text(json.dumps(machine))
-    with pytest.raises(ValueError, match="write it as NAME=value"):
         script(SlurmJob([*TRAIN], 1, str(tmp_path / "m.json")))
 
 

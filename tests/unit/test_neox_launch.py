@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
+from tests.steps import deal, step, task
 from zero_topo.neox.__main__ import main, parser
 from zero_topo.neox.adapt import use_the_only_device, with_ours
 from zero_topo.neox.check import require
@@ -110,21 +111,15 @@ def test_train_wants_one_source_of_arguments(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.distributed wants names of its own; those of a launcher are left alone, and a batch script is refused."""
-    environ: dict[str, str] = {}
+    """As `launch`'s worker reads them (test_launch_env.py); not without a launcher, nor where RANK is set."""
+    dealt, environ = deal(2, 8, 8), dict[str, str]()
     monkeypatch.setattr(os, "environ", environ)
     adopt_launcher()
     assert environ == {}
-    numbers = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"}
-    environ |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "nid[1-2]"}
-    with pytest.raises(ValueError, match="start it with srun or mpirun"):
+    for rank in (11, 12):
+        environ |= step(2, 8) | task(dealt, rank)
         adopt_launcher()
-    environ |= numbers | {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
-    adopt_launcher()
-    assert [environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["11", "3", "16", "nid1"]
-    environ["SLURM_PROCID"] = "12"
-    adopt_launcher()
-    assert environ["RANK"] == "11"
+        assert [environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == ["11", "3", "n0"]
 
 
 @pytest.mark.parametrize(("devices", "seat", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])

@@ -45,17 +45,17 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
-def recipe(source: Path, compiles: list[Path], flags: tuple[str, ...] = ()) -> jit.Recipe:
-    """Compiles the toy, noting each time it does."""
+def recipe(source: Path, compiles: list[Path], seconds: float = 0.0) -> jit.Recipe:
+    """Compiles the toy, noting each time it does; takes so long at least."""
 
     def build(directory: Path) -> None:
         compiles.append(directory)
         include = sysconfig.get_path("include")
         command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(directory / "zt_toy.so")]
         subprocess.run(command, check=True)
-        time.sleep(0.3)
+        time.sleep(seconds)
 
-    return jit.Recipe("zt_toy", (source,), flags, build)
+    return jit.Recipe("zt_toy", (source,), (), build)
 
 
 def leave(library: Path) -> None:
@@ -69,7 +69,7 @@ def test_many_compile_once(toy: Path) -> None:
     """Ranks that come while one compiles wait for it and load what it made."""
     compiles: list[Path] = []
     with ThreadPoolExecutor(5) as ranks:
-        loads = [ranks.submit(jit.load, recipe(toy, compiles)) for _ in range(5)]
+        loads = [ranks.submit(jit.load, recipe(toy, compiles, seconds=0.3)) for _ in range(5)]
     assert [load.result().answer for load in loads] == [42] * 5 and len(compiles) == 1
     assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 1
 
@@ -118,7 +118,7 @@ def test_when_the_builder_dies_another_rank_goes_on(toy: Path, monkeypatch: pyte
     assert builder.stdout and builder.stdout.readline()
     with ThreadPoolExecutor(1) as rank:
         waiting = rank.submit(jit.load, wanted, 30.0)
-        time.sleep(1.5)
+        time.sleep(0.7)
         assert not compiles and not waiting.done()
         builder.kill()
         assert waiting.result().answer == 42 and len(compiles) == 1
@@ -131,7 +131,7 @@ def test_ranks_that_wait_hear_why_a_compile_failed(toy: Path, monkeypatch: pytes
 
     def fail(directory: Path) -> None:
         compiling.set()
-        time.sleep(1.0)
+        time.sleep(0.3)
         raise jit.BuildError("zt_toy does not compile: no such luck")
 
     wanted = jit.Recipe("zt_toy", (toy,), (), fail)

@@ -140,20 +140,27 @@ def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
     assert float(GaussianK.threshold(mode, x, 100)) == torch.inf
 
 
-def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those of the vectors from which torch selects, on what is taken for a GPU."""
+    topk, found = torch.topk, list[int]()
+
+    def counted(x: Tensor, *rest: Any, **more: Any) -> Any:
+        found.append(len(x))
+        return topk(x, *rest, **more)
+
+    monkeypatch.setattr(picks, "_on_cpu", lambda _: False)
+    monkeypatch.setattr(torch, "topk", counted)
+    return found
+
+
+def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
     """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
     whole, bound = largest(x, 120), kth_largest(x, 120)
     monkeypatch.setattr(picks, "LONGEST", 200)
-    monkeypatch.setattr(picks, "_on_cpu", lambda _: False)
-    topk, lengths = torch.topk, list[int]()
-
-    def counted(y: Tensor, *rest: Any, **more: Any) -> Any:
-        lengths.append(len(y))
-        return topk(y, *rest, **more)
-
-    monkeypatch.setattr(torch, "topk", counted)
+    lengths.clear()
     few = largest(x, 20)
     assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
     cut = largest(x, 120)
@@ -230,23 +237,18 @@ def test_sketches_are_of_vectors() -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "nan"])
-def test_on_rocm_only_likely_elements_are_sorted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_rocm_only_likely_elements_are_sorted(
+    kind: str, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
     """A threshold leaves few of a long vector, and the same are selected; where it tells nothing, all are sorted."""
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    monkeypatch.setattr(picks, "_on_cpu", lambda x: False)
     x = torch.randn(1 << 22, generator=torch.Generator().manual_seed(3))
     if kind != "normal":
         x[torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < 0.999] = {"equal": 9.0, "zeros": 0.0}.get(
             kind, torch.nan
         )
-    k, topk, sizes = 40_000, torch.topk, list[int]()
-
-    def seen(values: Tensor, *others: Any, **more: Any) -> Any:
-        sizes.append(values.numel())
-        return topk(values, *others, **more)
-
-    monkeypatch.setattr(torch, "topk", seen)
+    k = 40_000
     found = largest(x, k)
-    expected = topk(x.abs(), k).values
-    assert torch.equal(x[found.indices].abs().sort().values, expected.sort().values) or kind == "nan"
-    assert len(found.indices.unique()) == k and (sizes[-1] < x.numel() // 50) == (kind == "normal")
+    assert len(found.indices.unique()) == k and (lengths[-1] < x.numel() // 50) == (kind == "normal")
+    expected = x.abs().sort(descending=True).values[:k].flip(0)
+    assert torch.equal(x[found.indices].abs().sort().values, expected) or kind == "nan"

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.commands import Run
+from tests.steps import shape
+from tests.unit.test_topology_devices import SAMPLES, sample
 from zero_topo.cli.topology import this_machine
 from zero_topo.topology import Topology, load_preset
-from zero_topo.topology.captures import Asked, read_captures
+from zero_topo.topology.captures import Asked
 from zero_topo.topology.render import recommended_order, render_tree
-
-SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 
 
 @pytest.fixture
@@ -58,14 +57,14 @@ def test_the_order_of_sources_does_not_matter_but_their_trust_does(run: Run) -> 
 def test_captures_fill_as_many_nodes_as_there_are_ranks(run: Run) -> None:
     _, out, _ = run(path("frontier_matrix.txt"), "--world-size", "24", "--json")
     topology = Topology.from_json(json.loads(out))
-    assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == (3, 4, 2)
+    assert shape(topology) == (3, 4, 2)
     assert set(json.loads(out)["links"]) == {"gpu", "node"}
     status, _, err = run(path("frontier_matrix.txt"), "--world-size", "12")
     assert status == 2 and "12 ranks do not fill nodes of 8 devices" in err
 
 
 def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
-    tree = read_captures([("f", (SAMPLES / "frontier_rocm_smi.txt").read_text())])
+    tree = sample("frontier_rocm_smi.txt")
     calls: list[int] = []
 
     def ask() -> Asked:
@@ -84,5 +83,5 @@ def test_a_machine_without_tools_is_drawn_as_before(run: Run) -> None:
 
 
 def test_the_order_without_numa_nodes_keeps_packages_together() -> None:
-    matrix = read_captures([("f", (SAMPLES / "frontier_matrix.txt").read_text())])
+    matrix = sample("frontier_matrix.txt")
     assert recommended_order(matrix.select([0, 2, 4, 6, 1, 3, 5, 7])) == (0, 4, 1, 5, 2, 6, 3, 7)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from zero_topo.topology import Topology, discover, emulated, load_preset, resolve_topology
+from tests.steps import shape
+from zero_topo.topology import discover, emulated, load_preset, resolve_topology
 
 SAMPLES = Path(__file__).parents[1] / "data" / "launchers"
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
@@ -23,10 +24,6 @@ def sample(name: str, **changes: str) -> dict[str, str]:
 
 
 DEEPSPEED = sample("deepspeed")
-
-
-def shape(topology: Topology) -> tuple[int, int, int]:
-    return topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu
 
 
 @pytest.mark.parametrize(

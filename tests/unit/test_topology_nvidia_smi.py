@@ -9,40 +9,57 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_topology_devices import BOX, SAMPLES, sample, text
-from zero_topo.topology import load_preset
 from zero_topo.topology.captures import read_captures, recognise
 from zero_topo.topology.devices import DeviceLink
 from zero_topo.units import GB
 
-PASTES = Path(__file__).parents[1] / "data" / "pastes"
+DATA = Path(__file__).parents[1] / "data"
+PASTES = DATA / "pastes"
 DGX = "dgx_h100_nvidia_smi.txt"
 
 
+FOUR = (0, 0, 0, 0)
+PLAIN, HALF = "25 GB/s a link", "25 GB/s a link, half of B200's"
+
+
 @pytest.mark.parametrize(
-    ("name", "count", "rate", "numa"),
+    ("name", "shape", "numa", "rates", "said"),
     [
-        ("dgx_a100_nvidia_smi.txt", 12, 300, (3, 3, 1, 1, 7, 7, 5, 5)),
-        (DGX, 18, 450, (0, 0, 0, 0, 1, 1, 1, 1)),
-        ("ansi_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1)),
-        ("h20_no_blank_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1)),
+        ("devices/dgx_a100_nvidia_smi.txt", (8, 1), (3, 3, 1, 1, 7, 7, 5, 5), {"node": 300}, PLAIN),
+        *(
+            (f"devices/{name}_nvidia_smi.txt", (8, 1), (0, 0, 0, 0, 1, 1, 1, 1), {"node": 450}, HALF)
+            for name in ("dgx_h100", "ansi", "h20_no_blank")
+        ),
+        ("devices/gb200_nvidia_smi.txt", (4, 1), (0, 0, 1, 1), {"node": 900}, "50 GB/s a link"),
+        ("devices/old_nvidia_smi.txt", (4, 1), None, {"node": 25}, PLAIN),
+        ("devices/pcie_box_nvidia_smi.txt", (4, 1), (0, 0, 1, 1), {}, "nvidia-smi"),
+        ("pastes/h100_4_of_8.txt", (4, 1), FOUR, {"node": 450}, HALF),
+        ("pastes/juwels_commented.txt", (4, 1), (3, 1, 7, 5), {}, "nvidia-smi"),
+        ("pastes/pdsh_prefix.txt", (4, 1), FOUR, {"node": 100}, PLAIN),
+        ("pastes/rtx3090_pair.txt", (2, 1), (0, 0), {"node": 100}, PLAIN),
+        ("pastes/amd_smi_prompt.txt", (1, 2), None, {"gpu": 200}, "amd-smi"),
     ],
 )
-def test_a_dgx_is_eight_gpus_behind_switches(name: str, count: int, rate: int, numa: tuple[int, ...]) -> None:
-    tree = sample(name)
-    assert set(tree.links.values()) == {DeviceLink("NVLINK", count, float(rate * GB))} and len(tree.links) == 28
-    assert tree.shape() == (8, 1) and tree.numa == numa
-    assert tree.node_links()["node"].bandwidth == rate * GB
+def test_tables_are_read_as_people_publish_them(
+    name: str, shape: tuple[int, int], numa: tuple[int, ...] | None, rates: dict[str, int], said: str
+) -> None:
+    """GPUs behind switches, on PCIe, in old tables without NUMA columns, in pastes of forums.
+
+    The generation of NVLink is not guessed from the number of GPUs: half of a node in a container has the table of a
+    tray of GB200, except for the CPU.
+    """
+    tree = read_captures([(name, (DATA / name).read_text())])
+    assert (tree.shape(), tree.numa, len(tree.links)) == (shape, numa, tree.count * (tree.count - 1) // 2)
+    assert {domain: link.bandwidth / GB for domain, link in tree.node_links().items()} == rates
+    assert tree.sources["links"].endswith(said)
 
 
-def test_a_pcie_box_keeps_its_ways_and_has_no_bandwidths() -> None:
-    tree = sample(BOX)
-    assert tree.link(0, 1) == DeviceLink("PIX") and tree.link(3, 2) == DeviceLink("PHB")
-    assert tree.link(0, 3) == DeviceLink("SYS") and tree.node_links() == {}
-
-
-def test_an_old_table_without_numa_columns_or_legend_is_read() -> None:
-    tree = sample("old_nvidia_smi.txt")
-    assert tree.numa is None and tree.link(0, 2) == DeviceLink("NVLINK", 2, 50.0 * GB)
+def test_a_link_has_its_kind_and_number() -> None:
+    """Of a switched node, of PCIe paths, and of NVLink from GPU to GPU."""
+    assert set(sample(DGX).links.values()) == {DeviceLink("NVLINK", 18, 450.0 * GB)}
+    box, old = sample(BOX), sample("old_nvidia_smi.txt")
+    assert [box.link(0, 1), box.link(3, 2), box.link(0, 3)] == [DeviceLink(kind) for kind in ("PIX", "PHB", "SYS")]
+    assert old.link(0, 2) == DeviceLink("NVLINK", 2, 50.0 * GB)
 
 
 def test_cells_of_adapters_and_affinities_are_read_leniently() -> None:
@@ -73,16 +90,6 @@ def test_cells_and_labels_that_run_together_are_refused(damaged: str) -> None:
         read_captures([("paste", damaged)])
 
 
-def test_a_tray_of_gb200_has_nvlink_of_the_fifth_generation() -> None:
-    """Four GPUs with 18 links of 50 GB/s: 900 GB/s in each direction, and the rack of 72 is a level of its preset."""
-    tree = sample("gb200_nvidia_smi.txt")
-    assert tree.shape() == (4, 1) and tree.node_links()["node"].bandwidth == 900 * GB
-    assert "50 GB/s a link" in tree.sources["links"]
-    rack = load_preset("gb200-nvl72", 144)
-    assert (rack.nodes, rack.degree("node")) == (2, 72)
-    assert rack.links["node"].bandwidth == 900 * GB > rack.links["world"].bandwidth
-
-
 TABLES = [
     path.name for path in sorted(SAMPLES.glob("*nvidia*")) if path.stem.split("_")[0] not in ("malformed", "b200")
 ]
@@ -99,21 +106,6 @@ def test_what_terminals_and_shells_add_changes_nothing(name: str) -> None:
     ]
     for paste in (*pasted, lost):
         assert recognise(paste) is not None and read_captures([(name, paste)]) == sample(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("amd_smi_prompt.txt", None),
-        ("juwels_commented.txt", (4, 1)),
-        ("pdsh_prefix.txt", (4, 1)),
-        ("rtx3090_pair.txt", (2, 1)),
-    ],
-)
-def test_pastes_of_forums_are_read(name: str, shape: tuple[int, int] | None) -> None:
-    """In the shape in which people publish them."""
-    tree = read_captures([(name, (PASTES / name).read_text())])
-    assert tree.count >= 2 and (shape is None or tree.shape() == shape)
 
 
 @pytest.mark.parametrize(
@@ -136,21 +128,6 @@ def test_pastes_that_are_no_such_table_are_one_line(text: str, words: str) -> No
     """What they are nearest to is said."""
     with pytest.raises(ValueError, match=rf"^paste[^\n]*{words}[^\n]*$"):
         read_captures([("paste", text)])
-
-
-@pytest.mark.parametrize(
-    ("name", "rate", "said"),
-    [
-        ("pastes/h100_4_of_8.txt", 450, "25 GB/s a link, half of B200's"),
-        ("devices/gb200_nvidia_smi.txt", 900, "50 GB/s a link"),
-        ("devices/dgx_h100_nvidia_smi.txt", 450, "25 GB/s a link, half of B200's"),
-        ("devices/dgx_a100_nvidia_smi.txt", 300, "25 GB/s a link"),
-    ],
-)
-def test_a_generation_is_not_guessed_from_the_number_of_gpus(name: str, rate: int, said: str) -> None:
-    """Half of a node in a container has the table of a tray of GB200, except for the CPU."""
-    tree = read_captures([(name, (PASTES.parent / name).read_text())])
-    assert tree.node_links()["node"].bandwidth == rate * GB and tree.sources["links"].endswith(said)
 
 
 def test_memory_with_a_numa_number_is_beside_a_grace() -> None:

@@ -6,32 +6,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.steps import deal, named, step
+from tests.steps import deal, named, shape, step
+from tests.unit.test_topology_devices import sample, text
 from zero_topo.plan import Plan
 from zero_topo.topology import Topology, discover, load_preset, resolve_topology
-from zero_topo.topology.captures import Asked, ask_tools, read_captures
+from zero_topo.topology.captures import Asked, ask_tools
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.placement import local_devices, reorder
 from zero_topo.topology.probes import slurm
 from zero_topo.topology.tools import Tool, run_tool
 
-SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
 Asker = Callable[[], Asked]
 
 
-def read(name: str) -> str:
-    return (SAMPLES / name).read_text(encoding="utf-8")
-
-
 def tree(name: str = "frontier_rocm_smi.txt") -> DeviceTree:
-    return read_captures([(name, read(name))])
+    return sample(name)
 
 
 def says(devices: DeviceTree | None, *notes: str) -> Asker:
@@ -46,10 +41,6 @@ def visible(devices: str) -> dict[str, str]:
     """The variables of a job of one node, whose local ranks see these devices."""
     ranks = str(devices.count(",") + 1)
     return {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "ROCR_VISIBLE_DEVICES": devices}
-
-
-def shape(topology: Topology) -> tuple[int, int, int]:
-    return topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu
 
 
 @given(
@@ -199,7 +190,7 @@ class Runner:
 
 
 def test_the_first_tool_that_knows_packages_ends_the_questions() -> None:
-    run = Runner(amd_smi=read("frontier_amd_smi.json"))
+    run = Runner(amd_smi=text("frontier_amd_smi.json"))
     devices, notes = ask_tools(run, completing=())
     assert devices is not None and devices.tool == "amd-smi" and run.asked == ["amd_smi"] and not notes
 
@@ -208,7 +199,7 @@ def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
     run = Runner(
         amd_smi=ValueError("`amd-smi` did not answer within 10 s"),
         rocm_smi="GPU0 GPU1\nGPU0 N/A\n",
-        nvidia_smi=read("old_nvidia_smi.txt"),
+        nvidia_smi=text("old_nvidia_smi.txt"),
     )
     devices, notes = ask_tools(run, completing=())
     assert devices is not None and devices.count == 4
@@ -219,8 +210,8 @@ def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
 
 
 def test_a_tool_without_packages_is_completed_by_the_next() -> None:
-    old = read("frontier_amd_smi_old.json").replace("50000-", "0-").replace("-200000", "-0").replace("-100000", "-0")
-    run = Runner(amd_smi=old.replace("-50000", "-0"), rocm_smi=read("frontier_rocm_smi.txt"))
+    old = text("frontier_amd_smi_old.json").replace("50000-", "0-").replace("-200000", "-0").replace("-100000", "-0")
+    run = Runner(amd_smi=old.replace("-50000", "-0"), rocm_smi=text("frontier_rocm_smi.txt"))
     devices, _ = ask_tools(run, completing=())
     assert devices is not None and devices.shape() == (4, 2) and devices.tool == "amd-smi"
 
@@ -233,7 +224,7 @@ def test_no_tool_is_no_tree_and_no_note() -> None:
 def test_what_completes_is_asked_only_about_devices_that_a_tool_found() -> None:
     extra = Tool("extra", lambda run: replace(tree("frontier_rocm_smi.txt"), tool="extra"))
     assert ask_tools(Runner(), completing=(extra,))[0] is None
-    found = ask_tools(Runner(amd_smi=read("frontier_amd_smi.json")), completing=(extra,))[0]
+    found = ask_tools(Runner(amd_smi=text("frontier_amd_smi.json")), completing=(extra,))[0]
     assert found is not None and found.numa == (3, 3, 1, 1, 0, 0, 2, 2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.steps import shape
 from zero_topo.topology import load_preset, preset_names
 from zero_topo.topology.presets import emulated_from_json, load_machine, machine_of_cluster
 from zero_topo.units import GB, MIB
@@ -38,7 +39,7 @@ def test_a_machine_has_its_published_shape_and_rates(
     name: str, gpus: int, dies: int, memory: int, links: dict[str, float]
 ) -> None:
     topology = load_preset(name, 2 * gpus * dies)
-    assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == (2, gpus, dies)
+    assert shape(topology) == (2, gpus, dies)
     assert topology.memory_per_rank == memory
     assert {domain: link.bandwidth for domain, link in topology.links.items()} == links
 
@@ -54,7 +55,7 @@ def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
 
 def test_a_single_node_takes_any_number_of_ranks() -> None:
     topology = load_preset("single-node", 7)
-    assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == (1, 7, 1)
+    assert shape(topology) == (1, 7, 1)
     assert "memory_per_rank" not in topology.sources
 
 

@@ -12,10 +12,11 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from tests.documents import DOCUMENTS
-from tests.house import sources
+from tests.house import Source, sources
 from tests.launching import ROOT
 
 WORDS = {
@@ -57,21 +58,26 @@ NAMES = (r"``?[^`]+``?", r"\{\w+\}", r"^[^\n]*\bTensor(\(\w!\))? \w+,[^\n]*", r"
 """Names in a text of Python: code font, fields of a format, an operator's schema, the parameter of an Args line."""
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield ``(line number, text)`` of what people read in a page or a Python file, without names in code font."""
+Line = tuple[Path, int, str]
+
+
+def prose_of_page(path: Path) -> Iterator[Line]:
+    """Yield ``(file, line number, text)`` of what people read in a page, without names in code font."""
     text = path.read_text()
-    if path.suffix == ".md":
-        for code in (r"^```.*?^```", r"<!--.*?-->", r"`[^`]*`", r"(?<=\])\([^)]*\)"):
-            text = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.M | re.S)
-        yield from enumerate(text.splitlines(), 1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for code in (r"^```.*?^```", r"<!--.*?-->", r"`[^`]*`", r"(?<=\])\([^)]*\)"):
+        text = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.M | re.S)
+    yield from ((path, number, line) for number, line in enumerate(text.splitlines(), 1))
+
+
+def prose_of_source(source: Source) -> Iterator[Line]:
+    """Yield the same of a Python file."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], without_names(token.string)
-    for node in ast.walk(ast.parse(text)):
+            yield source.path, token.start[0], without_names(token.string)
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             lines = without_names(node.value).splitlines()
-            yield from ((node.lineno + number, line) for number, line in enumerate(lines))
+            yield from ((source.path, node.lineno + number, line) for number, line in enumerate(lines))
 
 
 def without_names(text: str) -> str:
@@ -83,10 +89,13 @@ def without_names(text: str) -> str:
 
 def test_words_of_ours_are_gone() -> None:
     """On failure, write the field's term that stands first in the line."""
+    any_word = re.compile("|".join(pattern for pattern, _ in WORDS.values()))
     found = [
         f"{instead}: {path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in (*DOCUMENTS, *(source.path for source in sources("zero_topo", "benchmarks")))
-        for number, line in prose(path)
+        for path, number, line in chain(
+            *map(prose_of_page, DOCUMENTS), *map(prose_of_source, sources("zero_topo", "benchmarks"))
+        )
+        if any_word.search(line)
         for name, (pattern, instead) in WORDS.items()
         if re.search(pattern, line) and not path.as_posix().endswith(FIELDS_OWN.get(name, ("-",)))
     ]

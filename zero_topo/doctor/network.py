@@ -30,36 +30,33 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
 def interfaces(seen: Surroundings) -> Iterator[Finding]:
     """Check that the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
     there = seen.interfaces()
-    up = [name for name, is_up in there.items() if is_up]
     several = False
     with suppress(ValueError):  # reported by launcher()
         view = launcher_view(seen.env)
         several = view is not None and (view.nodes or 1) > 1
     for variable, matches in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", _nccl)):
         value = seen.env.get(variable, "").strip()
-        if not value:
+        if value:
+            yield _judged(f"{variable}={value}", matches(value, there), there, several)
+        else:
+            up = [name for name, is_up in there.items() if is_up]
             yield Finding(OK, variable, f"not set, the backend chooses; up are {', '.join(up)}")
-            continue
-        named = matches(value, there)
-        if several and {name for names in named.values() for name in names} == {LOOPBACK}:
-            text = "ranks are on several nodes, and the loopback interface reaches none but its own"
-            other = next((name for name in up if name != LOOPBACK), "")
-            yield Finding(FAIL, f"{variable}={value}", text, f"export {variable}={other}" if other else "unset it")
-            continue
-        yield _judged(variable, value, named, there)
 
 
-def _judged(variable: str, value: str, named: Mapping[str, list[str]], there: Mapping[str, bool]) -> Finding:
-    """Return the finding for a variable; ``named``: each word of its value -> the interfaces it selects."""
-    subject = f"{variable}={value}"
-    up = [name for name, is_up in there.items() if is_up]
-    best = next((name for name in up if name != LOOPBACK), LOOPBACK)
+def _judged(subject: str, named: Mapping[str, list[str]], there: Mapping[str, bool], several: bool) -> Finding:
+    """Return the finding for a variable with its value; ``named``: each word of that -> the interfaces it selects."""
+    variable = subject.partition("=")[0]
+    best = next((name for name, is_up in there.items() if is_up and name != LOOPBACK), LOOPBACK)
     absent = [word for word, names in named.items() if not names]
-    down = [name for names in named.values() for name in names if not there[name]]
+    chosen = [name for names in named.values() for name in names]
+    down = [name for name in chosen if not there[name]]
+    if several and set(chosen) == {LOOPBACK}:
+        text = "ranks are on several nodes, and the loopback interface reaches none but its own"
+        return Finding(FAIL, subject, text, "unset it" if best == LOOPBACK else f"export {variable}={best}")
     if absent:
         text = f"there is no interface {', '.join(absent)}, there are {', '.join(there)}"
         return Finding(FAIL, subject, text, f"export {variable}={best}")
-    if down and len(down) == sum(map(len, named.values())):
+    if down and len(down) == len(chosen):
         return Finding(FAIL, subject, f"{', '.join(down)} is down", f"export {variable}={best}, or bring it up")
     if down:
         return Finding(WARN, subject, f"{', '.join(down)} is down", f"leave it out of {variable}, or bring it up")

@@ -63,8 +63,7 @@ class Surroundings:
         """Return the name of this machine if it is a known one, or None."""
         if self.machine is not None:
             return self.machine
-        cluster = slurm.cluster(self.env)
-        known = machine_of_cluster(cluster) if cluster else None
+        known = machine_of_cluster(slurm.cluster(self.env))
         if known is not None:
             return known.name
         system = self.env.get("LMOD_SYSTEM_NAME", "").lower()  # set by the modules of OLCF's machines

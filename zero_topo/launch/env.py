@@ -58,10 +58,8 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
 def _numbers(view: LauncherView) -> dict[str, str]:
     """Numbers of this rank, as far as the launchers know them."""
     assert view.rank is not None  # the caller has checked
-    local = view.local_rank
-    if local is None and view.ranks_per_node is not None:
-        position = view.rank if view.order is None else view.order[view.rank]
-        local = position % view.ranks_per_node
+    place = view.place(view.rank)
+    local = place[1] if view.local_rank is None and place else view.local_rank
     if local is None:
         raise ValueError(
             f"rank {view.rank} ({view.origin('rank')}) has no number on its node; set LOCAL_RANK, or start "
@@ -109,12 +107,13 @@ def _master(env: Mapping[str, str], view: LauncherView) -> str:
         return env["MASTER_ADDR"]
     if view.nodes == 1:
         return "127.0.0.1"
-    if view.hosts is None or view.ranks_per_node is None:
+    first = view.place(0)
+    if view.hosts is None or first is None:
         raise ValueError(
             f"MASTER_ADDR is not set, and {view.source} does not set the host of rank 0; export it before the "
             "ranks start (mpirun -x MASTER_ADDR=HOST)"
         )
-    return view.hosts[(0 if view.order is None else view.order[0]) // view.ranks_per_node]
+    return view.hosts[first[0]]
 
 
 def _port(env: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, r
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.refusals import setting_refusals
-from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
+from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs, part
 from zero_topo.strict import as_json, nearest
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
@@ -83,19 +83,13 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, pla
     return lines or setting_refusals(config)  # DeepSpeed is run last: it would report some of these again
 
 
-def _part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a block, or an empty one if it is absent or not an object."""
-    part = whole.get(key)
-    return part if isinstance(part, Mapping) else {}
-
-
 def _block(merged: Mapping[str, Any]) -> Iterator[str]:
     extra = merged.get(EXTRA)
     if extra is not None and not isinstance(extra, Mapping):
         yield f"{EXTRA} = {as_json(extra)}: must be a mapping; write {{{as_json(ROOT)}: ...}}"
     elif ROOT in merged:
         yield f'{ROOT}: NeoX refuses unknown keys at the top level; move it into "{EXTRA}": {{"{ROOT}": ...}}'
-    elif ROOT not in (extra or {}) and ROOT not in _part(merged, "zero_optimization"):
+    elif ROOT not in (extra or {}) and ROOT not in part(merged, "zero_optimization"):
         yield f'{EXTRA}.{ROOT} is missing: this would be plain ZeRO; add "{EXTRA}": {{"{ROOT}": {{"scheme": "topo"}}}}'
 
 
@@ -111,9 +105,7 @@ def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
-    extra = _part(merged, EXTRA)
-    stated = merged.get("gradient_clipping", 1.0)
-    if stated == 1.0 and "gradient_clipping" not in extra:
+    if merged.get("gradient_clipping", 1.0) == 1.0 and "gradient_clipping" not in part(merged, EXTRA):
         yield (
             "gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed would not clip; repeat it as "
             f'"{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
@@ -121,8 +113,7 @@ def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(merged: Mapping[str, Any]) -> Iterator[str]:
-    extra = merged.get(EXTRA)
-    for key, value in extra.items() if isinstance(extra, Mapping) else ():
+    for key, value in part(merged, EXTRA).items():
         if key != ROOT and key in merged and merged[key] != value:
             yield (
                 f"{key} = {as_json(merged[key])}, but {EXTRA}.{key} = {as_json(value)}: DeepSpeed gets the latter and "
@@ -133,8 +124,7 @@ def _contradictions(merged: Mapping[str, Any]) -> Iterator[str]:
 def _precision(merged: Mapping[str, Any]) -> Iterator[str]:
     precision = merged.get("precision")
     for key, name in (("fp16", "fp16"), ("bf16", "bfloat16")):
-        part = merged.get(key)
-        if isinstance(part, Mapping) and part.get("enabled") and precision not in (None, name):
+        if part(merged, key).get("enabled") and precision not in (None, name):
             yield f'precision = {as_json(precision)}, but {key} is enabled: NeoX refuses both; set it to "{name}"'
     if precision == "fp16" and not merged.get("fp16"):
         yield (
@@ -149,7 +139,7 @@ def _optimizer(merged: Mapping[str, Any]) -> Iterator[str]:
         yield 'optimizer must name a type and params; write {"type": "Adam", "params": {"lr": 0.0006}}'
         return
     kind = str(optimizer.get("type", "Adam")).lower()
-    offload = _part(_part(merged, "zero_optimization"), "offload_optimizer")
+    offload = part(part(merged, "zero_optimization"), "offload_optimizer")
     if kind in ("onebitadam", "sm3", "madgrad_wd", "sgd"):
         yield f'optimizer.type = {as_json(optimizer["type"])}: DeepSpeed has no ZeRO-3 for it; use "Adam" or "AdamS"'
     elif kind == "adam" and offload.get("device") == "cpu":

@@ -101,8 +101,13 @@ def deepspeed_config(merged: Mapping[str, Any]) -> dict[str, Any]:
     elif precision == "bfloat16":
         config.setdefault("bf16", {"enabled": True})
     config.setdefault("optimizer", {"type": "Adam"})
-    extra = merged.get(EXTRA)
-    return config | (dict(extra) if isinstance(extra, Mapping) else {})
+    return {**config, **part(merged, EXTRA)}
+
+
+def part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a block, or an empty one if it is absent or not an object."""
+    found = whole.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def known_keys(neox_path: str | None) -> frozenset[str] | None:

@@ -17,7 +17,7 @@ from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
 from zero_topo.neox.adapt import reach
 from zero_topo.neox.check import require
-from zero_topo.neox.config import EXTRA, config_path, load_configs
+from zero_topo.neox.config import EXTRA, config_path, load_configs, part
 
 MODULE = "zero_topo.neox"
 
@@ -51,7 +51,7 @@ def rank_arguments(options: Namespace) -> list[str]:
     if ranks is not None:
         forced["global_num_gpus"] = ranks
     if options.plain:
-        extra = load_configs(options.configs).get(EXTRA) or {}
+        extra = part(load_configs(options.configs), EXTRA)
         forced[EXTRA] = {key: value for key, value in extra.items() if key != ROOT}
     neox_args = import_module("megatron.neox_arguments").NeoXArgs.from_ymls(
         [str(config_path(path)) for path in options.configs], forced

@@ -14,7 +14,7 @@ TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TO
 COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
 """Queried for fields that are still unknown; they report no packages, so they only complete a tool's tree."""
 
-FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL)
+FORMATS: tuple[Tool, ...] = tuple(tool for tool in TOOLS if tool.parse is not None)
 """Tools whose output can be captured, the most trusted first."""
 
 SIGNS: Mapping[str, tuple[str, str]] = {
@@ -34,11 +34,11 @@ Asked = tuple[DeviceTree | None, tuple[str, ...]]
 Ask = Callable[[], Asked]
 
 
-def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing: Sequence[Tool] = COMPLETING) -> Asked:
+def ask_tools(run: Runner = run_tool, completing: Sequence[Tool] = COMPLETING) -> Asked:
     """Query the device tools of this node, each once for at most 10 s; missing or failing ones are skipped."""
     trees: list[DeviceTree] = []
     notes: list[str] = []
-    for tool in (*tools, *completing):
+    for tool in (*TOOLS, *completing):
         done = trees[0].packages is not None if trees and tool not in completing else not trees and tool in completing
         if done:
             continue

@@ -18,7 +18,7 @@ from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
 from zero_topo.topology.placement import with_devices
-from zero_topo.topology.presets import Machine, emulated_from_json, load_preset, machine_of_cluster, preset_names
+from zero_topo.topology.presets import emulated_from_json, load_preset, machine_of_cluster, preset_names
 from zero_topo.topology.probes import LauncherView, slurm
 
 MEASURED = "measured"
@@ -46,8 +46,7 @@ def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
     if view is None:
         why = "no launcher started this process: it is a rank by itself"
         return Topology(ALONE, 1, 1, 1, sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), why))
-    cluster = slurm.cluster(env)
-    found = _from_view(view, cluster, machine_of_cluster(cluster) if cluster else None)
+    found = _from_view(view, slurm.cluster(env))
     return found if found.links or found.world_size == 1 else with_devices(found, ask(), env)
 
 
@@ -102,7 +101,7 @@ def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) ->
     view = launcher_view(env)
     if view is None and world_size is not None and world_size > 1:
         caller = LauncherView("this job", world_size, origins={"world_size": "the process group"})
-        return with_devices(_from_view(caller, None, None), ask(), env)
+        return with_devices(_from_view(caller, None), ask(), env)
     topology = discover(env, ask)
     if world_size is not None and world_size != topology.world_size:
         said = "no launcher" if view is None else view.origin("world_size")
@@ -162,8 +161,9 @@ def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int 
     return replace(topology, order=view.order, hosts=view.hosts, sources={**topology.sources, **placed})
 
 
-def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None) -> Topology:
-    """Build the tree of a launcher's view, with GPUs and links of the machine if its nodes have as many ranks."""
+def _from_view(view: LauncherView, cluster: str | None) -> Topology:
+    """Build the tree of a launcher's view, with GPUs and links of the cluster's if its nodes have as many ranks."""
+    machine = machine_of_cluster(cluster)
     per_node = view.ranks_per_node or view.world_size
     sources = {"nodes": f"ranks ({view.origin('world_size')}) / ranks per node"}
     sources["gpus_per_node"] = view.origin("ranks_per_node")
@@ -177,8 +177,7 @@ def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None)
             f"{view.origin('world_size')} gives {view.world_size} ranks but not their placement on nodes; "
             f"they are taken for one flat node. For shards that follow the machine, describe it: {INLINE_HINT}"
         )
-    fits = machine is not None and machine.ranks_per_node == per_node
-    if machine is None or not fits:
+    if machine is None or machine.ranks_per_node != per_node:
         if machine is not None:
             sources["ranks_per_gpu"] += (
                 f"; cluster {cluster} is preset {machine.name}, but its nodes have {machine.ranks_per_node} ranks, not "

@@ -86,13 +86,10 @@ def _check_placement(view: LauncherView) -> None:
             f"rank {view.rank} ({view.origin('rank')}) is out of range: there are {view.world_size} ranks "
             f"({view.origin('world_size')}), counted from 0; {WAY_OUT}"
         )
-    if view.ranks_per_node is None:
-        return
-    position = view.rank if view.order is None else view.order[view.rank]
-    node, local_rank = divmod(position, view.ranks_per_node)
-    for key, what, expected in (("node", "node", node), ("local_rank", "local rank", local_rank)):
+    place = view.place(view.rank) or (None, None)
+    for key, what, expected in zip(("node", "local_rank"), ("node", "local rank"), place, strict=True):
         actual = getattr(view, key)
-        if actual is not None and actual != expected:
+        if None not in (actual, expected) and actual != expected:
             raise ValueError(
                 f"rank {view.rank} has {what} {actual} ({view.origin(key)}), but with {view.ranks_per_node} ranks per "
                 f"node ({view.origin('ranks_per_node')}) in {'block' if view.order is None else 'the stated'} order it "

@@ -79,8 +79,10 @@ def load_machine(name: str) -> Machine:
     return read(Machine, f"preset {name!r}", packaged(__package__, f"presets/{name}.json"))
 
 
-def machine_of_cluster(cluster: str) -> Machine | None:
-    """Return the machine whose Slurm cluster has this name, or None."""
+def machine_of_cluster(cluster: str | None) -> Machine | None:
+    """Return the machine whose Slurm cluster has this name, or None; outside of Slurm there is no name."""
+    if not cluster:
+        return None
     machines = (load_machine(name) for name in preset_names())
     return next((machine for machine in machines if cluster.lower() in machine.clusters), None)
 

@@ -29,13 +29,10 @@ def render_tree(topology: Topology) -> str:
     lines = [f"{topology.name}: {_count(topology.world_size, 'rank')}{' (emulated)' if topology.emulated else ''}"]
     lines += _levels(topology)
     lines += _nodes(topology)
-    lines += [f"{key}: {source}" if key == "warning" else f"  {key} <- {source}" for key, source in _sources(topology)]
+    lines += [f"  {key} <- {source}" for key, source in topology.sources.items() if key != "warning"]
+    if "warning" in topology.sources:  # last, where it is noticed
+        lines.append(f"warning: {topology.sources['warning']}")
     return "\n".join(lines)
-
-
-def _sources(topology: Topology) -> list[tuple[str, str]]:
-    """Return the sources with the warning last, where it is noticed."""
-    return sorted(topology.sources.items(), key=lambda item: item[0] == "warning")
 
 
 def _levels(topology: Topology) -> list[str]:

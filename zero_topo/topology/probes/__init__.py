@@ -47,6 +47,12 @@ class LauncherView:
         """Return the number of nodes, or None if unknown."""
         return None if self.ranks_per_node is None else self.world_size // self.ranks_per_node
 
+    def place(self, rank: int) -> tuple[int, int] | None:
+        """Return the node of a rank and its number there, or None if the ranks on each node are unknown."""
+        if self.ranks_per_node is None:
+            return None
+        return divmod(rank if self.order is None else self.order[rank], self.ranks_per_node)
+
     def origin(self, name: str) -> str:
         """Return where a field was read, or the launcher's name if the origin is unknown."""
         return self.origins.get(name, self.source)

@@ -70,34 +70,30 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     Raises:
         ValueError: if a variable is not a number, or the ranks are not distributed evenly over the nodes.
     """
-    world_size, world_name = first_int(env, names.world_size, least=1)
-    if world_size is None:
+    name: dict[str, str] = {}
+
+    def number(key: str, least: int = 0) -> int | None:
+        value, name[key] = first_int(env, getattr(names, key), least)
+        return value
+
+    if (world_size := number("world_size", least=1)) is None:
         return None
-    per_node, per_node_name = first_int(env, names.ranks_per_node, least=1)
-    rank, rank_name = first_int(env, names.rank)
-    local_rank, local_name = first_int(env, names.local_rank)
-    node, node_name = first_int(env, names.node)
-    nodes, nodes_name = first_int(env, names.nodes, least=1)
+    per_node, nodes = number("ranks_per_node", least=1), number("nodes", least=1)
+    rank, local_rank, node = number("rank"), number("local_rank"), number("node")
     alone = None
     if world_size == 1:  # other processes on this node, and the device of this process, are no property of the job
         if per_node is not None and per_node > 1:
-            alone = f"{world_name} is 1 but {per_node_name} {per_node} on this node: a rank of its own"
-        per_node, per_node_name, nodes = 1, per_node_name or world_name, None
+            alone = f"{name['world_size']} is 1 but {name['ranks_per_node']} {per_node} on this node: a rank of its own"
+        per_node, nodes, name["ranks_per_node"] = 1, None, name["ranks_per_node"] or name["world_size"]
         node, local_rank = node and 0, local_rank and 0
     if per_node is not None and (world_size % per_node or (nodes is not None and nodes * per_node != world_size)):
-        total = f"{world_size} ranks ({world_name})" + ("" if nodes is None else f" on {nodes} nodes ({nodes_name})")
-        here = "this node" if node is None else f"this node, number {node} ({node_name}),"
+        spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
+        here = "this node" if node is None else f"this node, number {node} ({name['node']}),"
         raise ValueError(
-            f"{names.source}: of {total}, {here} has {per_node} ({per_node_name}): nodes with unequal numbers of ranks "
-            "have no regular tree; start equally many ranks on every node"
+            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, {here} has {per_node} "
+            f"({name['ranks_per_node']}): nodes with unequal numbers of ranks have no regular tree; start equally many "
+            "ranks on every node"
         )
-    names_read = {
-        "world_size": world_name,
-        "ranks_per_node": per_node_name,
-        "rank": rank_name,
-        "local_rank": local_name,
-        "node": node_name,
-    }
     return LauncherView(
         source=names.source,
         world_size=world_size,
@@ -105,6 +101,6 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         local_rank=local_rank,
         node=node,
         ranks_per_node=per_node,
-        origins={key: f"{names.source}: {name}" for key, name in names_read.items() if name},
+        origins={key: f"{names.source}: {variable}" for key, variable in name.items() if variable},
         doubt=alone,
     )
