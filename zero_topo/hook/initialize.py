@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
@@ -21,6 +20,7 @@ from zero_topo.cost.explain import module_request, planned
 from zero_topo.cost.planner import Request
 from zero_topo.cost.step import method_of
 from zero_topo.hook.log import refusals
+from zero_topo.hook.seam import wrapping
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -48,26 +48,21 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return with_environment_block(loaded)
 
 
-def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``function`` to validate its config argument first, before it can create a process group."""
-    signature = inspect.signature(function)
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        config = deepspeed_config_of(call.arguments)
-        if config is None:
-            return function(*args, **kwargs)
-        builds_engine = "optimizer" in signature.parameters
-        with refusals():
-            check_call(call.arguments, config)
-            translation = translate(config, call.arguments.get("optimizer") is not None)
-            call.arguments |= own_config(call.arguments, translation, say=builds_engine)
-        if builds_engine:
-            call.arguments |= own_optimizer(call.arguments, translation.config)
-        return function(*call.args, **call.kwargs)
-
-    return checked
+    call = inspect.signature(function).bind(*args, **kwargs)
+    config = deepspeed_config_of(call.arguments)
+    if config is None:
+        return function(*args, **kwargs)
+    builds_engine = "optimizer" in call.signature.parameters
+    with refusals():
+        check_call(call.arguments, config)
+        translation = translate(config, call.arguments.get("optimizer") is not None)
+        call.arguments |= own_config(call.arguments, translation, say=builds_engine)
+    if builds_engine:
+        call.arguments |= own_optimizer(call.arguments, translation.config)
+    return function(*call.args, **call.kwargs)
 
 
 def own_config(arguments: Mapping[str, Any], translation: Translation, say: bool) -> dict[str, Any]:

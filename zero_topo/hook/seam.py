@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -40,6 +41,7 @@ SINCE: Mapping[str, str] = MappingProxyType(
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+MODEL_FILES, RECOVERY_SCRIPT = "_get_all_ckpt_names", "_copy_recovery_script"
 LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
 LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
@@ -53,8 +55,8 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (ds_engine, "DeepSpeedZeRoOffload", None),
     (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
-    (DeepSpeedEngine, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
-    (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
+    (DeepSpeedEngine, MODEL_FILES, ("self", "checkpoints_path", "tag")),
+    (DeepSpeedEngine, RECOVERY_SCRIPT, ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
     (CheckpointEngine, "save", ("self", "state_dict", "path")),
     (CheckpointEngine, "commit", ("self", "info")),
@@ -108,6 +110,20 @@ def deepspeed_json(engine: Any) -> dict[str, Any]:
 def has(name: str) -> bool:
     """Return whether the installed release has an entry of :data:`SINCE`."""
     return release(deepspeed.__version__) >= release(SINCE[name])
+
+
+def wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for functions of DeepSpeed: ``call`` gets the decorated function, then its arguments."""
+
+    @wraps(call)
+    def decorate(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return call(stock, *args, **kwargs)
+
+        return wrapper
+
+    return decorate
 
 
 @contextmanager
