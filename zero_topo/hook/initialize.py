@@ -143,20 +143,15 @@ def _model_parallel(mpu: Any) -> None:
     if hasattr(mpu, "initialize_sequence_parallel"):
         return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are aliases of the sequence-parallel ones
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        size = _ask(mpu, name)
+        try:
+            size = int(getattr(mpu, name)())
+        except (AttributeError, AssertionError, RuntimeError, ValueError):
+            continue  # no mpu, or it is not initialized: DeepSpeed's sizes are checked later
         if size > 1:
             raise ValueError(
                 f"mpu = {type(mpu).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
                 "ranks of the launch, which this would divide; set the tensor-parallel size to 1"
             )
-
-
-def _ask(mpu: Any, name: str) -> int:
-    """Return a size from an mpu; 1 without an mpu or if it is not initialized (DeepSpeed's sizes are checked later)."""
-    try:
-        return int(getattr(mpu, name)())
-    except (AttributeError, AssertionError, RuntimeError, ValueError):
-        return 1
 
 
 def _mesh(mesh: Sequence[int] | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from zero_topo.engine.residual_transfer import carried, first_line
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, mapped, named
 from zero_topo.hook.seam import MODEL_FILES, replaced, wrapping
+from zero_topo.sync import Parameter
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -117,8 +118,9 @@ def _agreed(
             folder = load_dir / str(tag)
             if universal:
                 facts |= _model(_read(engine, folder / file_name(0, "model"), contents))
-                groups = _universal(engine.optimizer.topo, folder, states)
-                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
+                parameters = engine.optimizer.topo.parameters
+                groups = _universal(parameters, folder, states)
+                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder, parameters)])}
             else:
                 facts |= _own_files(engine, contents, folder, states)
     except Exception as error:  # a damaged file has any content
@@ -186,14 +188,14 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
     return _kind_of(saved)
 
 
-def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
+def _universal(parameters: Sequence[Parameter], folder: Path, states: bool) -> list[Group]:
     """Check every file of a universal checkpoint without reading its tensors; return the saved parameter groups.
 
     Raises:
         ValueError: for a file that is missing, damaged, or of another size, which would shift all later parameters.
     """
     zero = folder / "zero"
-    for name, numel in ((p.name, p.numel) for p in topo.parameters):
+    for name, numel in ((p.name, p.numel) for p in parameters):
         for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
             path = zero / name / f"{key}.pt"
             found = mapped(path)

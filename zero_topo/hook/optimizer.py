@@ -8,7 +8,7 @@ handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -439,8 +439,18 @@ class TopoStage3(Stock):
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self.topo.settle()
         self.empty_partition_cache()  # while the shards still exist
-        held = self._offloadable()
-        tensors = [tensor for kind in kinds if kind in held for tensor in held[kind]()]
+        held: dict[OffloadStateTypeEnum, list[Tensor]] = {
+            OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
+            OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
+            LP_PARAMS: [
+                *self.topo.weights.tensors(),
+                self.lp_param_buffer,
+                *self.fp16_partitioned_groups_flat,
+                *(param.ds_tensor for param in self.module.parameters()),
+            ],
+            LP_GRADS: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
+        }
+        tensors = [tensor for kind in kinds for tensor in held.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
         super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
         self.offloaded_states.update(kinds)
@@ -467,20 +477,6 @@ class TopoStage3(Stock):
         self.require_states()
         self.topo.weights.finish()
         super().checkpoint_event_prologue()
-
-    def _offloadable(self) -> dict[OffloadStateTypeEnum, Callable[[], Iterable[Tensor]]]:
-        """Return by kind a function that returns its tensors."""
-        return {
-            OffloadStateTypeEnum.optim_states: self.optimizer_tensors,
-            OffloadStateTypeEnum.hp_params: lambda: self.fp32_partitioned_groups_flat,
-            LP_PARAMS: lambda: [
-                *self.topo.weights.tensors(),
-                self.lp_param_buffer,
-                *self.fp16_partitioned_groups_flat,
-                *(param.ds_tensor for param in self.module.parameters()),
-            ],
-            LP_GRADS: lambda: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
-        }
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the optimizer's state tensors, without scalars."""
