@@ -125,10 +125,8 @@ def _agreed(
                 facts |= _own_files(engine, contents, folder, states)
     except Exception as error:  # a damaged file has any content
         problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
-    try:
-        all_can(problem, facts, engine.device, WAY_OUT)
-    except ValueError as error:
-        raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
+    if refused := all_can(problem, facts, engine.device, WAY_OUT):
+        raise ValueError(f"zero_topo: the checkpoint is not loaded: {refused}")
     if facts.get(DROPS) and dist.get_rank() == 0:
         logger.warning(
             "zero_topo: other ranks or another order of parameters saved this checkpoint: the residual of sync is "

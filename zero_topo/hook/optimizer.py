@@ -336,11 +336,9 @@ class TopoStage3(Stock):
         momentum.lerp_(blended.to(momentum.device), 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
         slots = {self.slots[param.ds_id]: param for param in params}
-        layout, first = self.topo.layout, self.topo.layout.begins[min(slots)]
-        parts = {
-            slot: blended[:, layout.begins[slot] - first : layout.begins[slot] - first + layout.widths[slot]]
-            for slot in slots
-        }
+        spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
+        first = min(spans.values())[0]
+        parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]

@@ -191,13 +191,8 @@ class ParameterGathers:
                 groups.setdefault((slot in self._engine.weights.frozen, bool(param.ds_persist)), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
-    def _gather_coalesced(
-        self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
-    ) -> Any:
-        def of_others(others: list[Any]) -> list[Any]:
-            return [stock(others, safe_mode=safe_mode, quantize=quantize)]
-
-        handles = self._start_all(params, _phase_of_pass(), of_others)
+    def _gather_coalesced(self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any) -> Any:
+        handles = self._start_all(params, _phase_of_pass(), lambda others: [stock(others, *args, **options)])
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def _start_all(self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]) -> list[Any]:

@@ -150,10 +150,8 @@ class Beside:
             os.fsync(file.fileno())
 
     def _agree(self, way_out: str) -> None:
-        try:
-            all_can(self._problem, {}, self._device, way_out)
-        except ValueError as error:
-            raise OSError(f"zero_topo: the checkpoint is not saved: {error}") from None
+        if refused := all_can(self._problem, {}, self._device, way_out):
+            raise OSError(f"zero_topo: the checkpoint is not saved: {refused}")
 
 
 def _remove_parts(folder: Path) -> None:
