@@ -15,11 +15,12 @@ import pytest
 
 from tests.commands import Run
 from tests.plans import resolve
-from tests.unit.test_report import EXACT, HELD, RESULT, RUN, SENT, folder, printed
+from tests.unit.test_report import EXACT, HELD, RESULT, RUN, SENT, folder
 from zero_topo.config import ResolvedConfig
 from zero_topo.observe.page import HOST
 from zero_topo.observe.plots import ROLE_COLOURS
 from zero_topo.observe.report import build_report
+from zero_topo.observe.tables import render
 from zero_topo.observe.tree import tree_svg
 from zero_topo.topology.presets import emulated, load_preset
 
@@ -56,7 +57,7 @@ def test_every_number_is_the_runs(folder: Path) -> None:
     """What is written on the page stands in the tables, which come from report.json, or in report.json itself."""
     report = build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": "A model of 7 layers"}))
     page = Page(folder / "report.html")
-    known = set(NUMBER.findall(printed(folder) + json.dumps(report) + " step 3 "))
+    known = set(NUMBER.findall(render(folder) + json.dumps(report) + " step 3 "))
     written = NUMBER.findall(page.text.replace(HOST, ""))
     assert len(written) > 90 and not set(written) - known
     for words in (
