@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from traceback import walk_stack
 
 import torch
 import torch.distributed as dist
@@ -290,11 +291,10 @@ def main_thread_position(meter: Meter) -> Position:
     """Return the position of the main thread: the engine's method, our phase, and the line of the user's script."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
-    while frame is not None:
-        if frame.f_code.co_name in METHODS and frame.f_globals.get("__name__") == "deepspeed.runtime.engine":
-            method = frame.f_code.co_name
-        line = line or users_line(frame, frame.f_lineno)
-        frame = frame.f_back
+    for caller, lineno in walk_stack(frame) if frame else ():
+        if caller.f_code.co_name in METHODS and caller.f_globals.get("__name__") == "deepspeed.runtime.engine":
+            method = caller.f_code.co_name
+        line = line or users_line(caller, lineno)
     phase = meter.phase()
     words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
     return words, (words, *innermost, sum(list(meter.calls.values())))
