@@ -109,7 +109,7 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` whose config carries a block.
+    """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` if its config carries a block.
 
     Args:
         arguments: the call's bound arguments.
@@ -118,12 +118,14 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     Raises:
         ValueError: as :func:`resolve_block`, and for arguments that zero_topo cannot work with.
     """
+    if ROOT not in config:
+        return
     world = os.environ.get("WORLD_SIZE")
-    if resolve_block(config, int(world) if world else None, None) is not None:
-        _model_parallel(arguments.get("mpu"))
-        _mesh(arguments.get("mesh_param"))
-        # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
-        _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
+    resolve_block(config, int(world) if world else None, None)
+    _model_parallel(arguments.get("mpu"))
+    _mesh(arguments.get("mesh_param"))
+    # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
+    _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
 
 
 def sharding_ranks(mpu: Any, world: int) -> int:
@@ -177,11 +179,11 @@ def resolve_block(
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
     memory: int | None = None,
-) -> ResolvedConfig | None:
-    """Resolve the ``zero_topo`` block of a DeepSpeed config; return None if there is none.
+) -> ResolvedConfig:
+    """Resolve the ``zero_topo`` block of a DeepSpeed config.
 
     Args:
-        config: the DeepSpeed JSON as a dict.
+        config: the DeepSpeed JSON as a dict, with a block.
         world_size: ranks of the launch, if known.
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
@@ -192,8 +194,7 @@ def resolve_block(
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
     """
     block = ZeroTopoConfig.from_ds_config(config)
-    if block is None:
-        return None
+    assert block is not None
     if problems := deepspeed_problems(config):
         raise ValueError(problems[0])
     if data_parallel_size is not None and data_parallel_size != world_size:

@@ -157,20 +157,20 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
         engine: DeepSpeed's engine.
         optimizer: torch's optimizer, or None; its groups and their order are checked too (:func:`_in_one_order`).
     """
-    config = engine._config._param_dict
-    memory = least_memory(engine.device) if ROOT in config else None
+    config, names = engine._config._param_dict, engine.param_names
+    if ROOT not in config:
+        return None
+    memory = least_memory(engine.device)
     try:
         found = resolve_block(config, dist.get_world_size(), engine.seq_dp_world_size, engine=engine, memory=memory)
-        if found is not None and optimizer:
-            _refuse_types(optimizer, engine.param_names)
+        if optimizer:
+            _refuse_types(optimizer, names)
     except ValueError as error:
         agree({"refused": str(error)}, engine.device)
         raise
-    if found is not None:
-        names = engine.param_names
-        check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
-        if optimizer:
-            _in_one_order(optimizer, names, engine.device)
+    check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
+    if optimizer:
+        _in_one_order(optimizer, names, engine.device)
     return found
 
 
