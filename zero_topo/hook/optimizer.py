@@ -506,8 +506,8 @@ class TopoStage3(Stock):
         if ages is not None and isinstance(self.optimizer, AgedAdamW):
             for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
                 self.optimizer.state[master]["age"] = ages[:, begin:end].reshape(-1).to(master.device)
-        masters = [self.topo.masters.table(m.detach()) for m in self.fp32_partitioned_groups_flat]
-        own_row = torch.cat([table[self.topo.masters.own_row] for table in masters])
+        masters = self.topo.masters
+        own_row = torch.cat([masters.table(m.detach())[masters.own_row] for m in self.fp32_partitioned_groups_flat])
         self.topo.restart(own_row.to(self.lp_param_buffer.device, torch.float32))
 
     def _restore_from_bit16_weights(self) -> None:

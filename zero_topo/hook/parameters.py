@@ -9,7 +9,7 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -34,25 +34,21 @@ def by_owner(convert: Callable[[Any, Any], None], init: Any, param: Any) -> None
     """
     convert(init, param)
     for name in METHODS:
-        setattr(param, name, _split_by_owner(name, getattr(param, name)))
+        setattr(param, name, wrapping(partial(_split_by_owner, name))(getattr(param, name)))
 
 
-def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def call(params: Any = None, **options: Any) -> Any:
-        params = options.pop("param_list", params)
-        if params is None:
-            return stock(**options)
-        parts: dict[ParameterGathers | None, list[Any]] = {}
-        for param in params:
-            owner = getattr(getattr(param, name), "func", None)
-            parts.setdefault(getattr(owner, "__self__", None), []).append(param)
-        found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
-        if name == "all_gather_coalesced":
-            return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
-        return [handle for handles in found for handle in handles or ()]
-
-    return call
+def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **options: Any) -> Any:
+    params = options.pop("param_list", params)
+    if params is None:
+        return stock(**options)
+    parts: dict[ParameterGathers | None, list[Any]] = {}
+    for param in params:
+        owner = getattr(getattr(param, name), "func", None)
+        parts.setdefault(getattr(owner, "__self__", None), []).append(param)
+    found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
+    if name == "all_gather_coalesced":
+        return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
+    return [handle for handles in found for handle in handles or ()]
 
 
 class ParameterHandle(Handle[None]):
