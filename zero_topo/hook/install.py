@@ -92,8 +92,7 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
     rank = dist.get_rank()
     unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
     show_log(rank)
-    newer = untried("deepspeed", deepspeed.__version__)
-    tell(rank, [newer] if newer else [])
+    tell(rank, filter(None, [untried("deepspeed", deepspeed.__version__)]))
     if optimizer is None and not follows_plan(engine):
         tell(rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"])
         seed_everything(resolved.seed, rank)

@@ -12,6 +12,7 @@ Note [A save that fails]
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -39,23 +40,18 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @wrapping
-def saving_beside(
-    save: Callable[..., bool],
-    engine: Any,
-    save_dir: str,
-    tag: str | None = None,
-    client_state: dict[str, Any] | None = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-) -> bool:
+def saving_beside(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
     """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`."""
     if isinstance(engine.optimizer, TopoInference):
         raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
     stock = engine.checkpoint_engine
     ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
     if not ours:  # other checkpoint engines have their own commit
-        return save(engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-    beside = Beside(stock, engine.device, save_latest and engine.global_rank == 0)
+        return save(engine, *args, **kwargs)
+    call = inspect.signature(save).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    beside = Beside(stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0)
+    call.arguments["save_latest"] = False  # `commit` names the latest checkpoint
     copy = getattr(DeepSpeedEngine, RECOVERY_SCRIPT)  # it is to run once all other files have their final names
 
     def copy_last(engine: Any, save_path: str) -> None:
@@ -66,7 +62,7 @@ def saving_beside(
         replaced(engine, "checkpoint_engine", beside),
         replaced(DeepSpeedEngine, RECOVERY_SCRIPT, copy_last),
     ):
-        return save(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
+        return save(*call.args, **call.kwargs)
 
 
 class Beside:

@@ -162,8 +162,7 @@ def check_deepspeed() -> None:
     Raises:
         ImportError: naming everything that is missing or changed, and the version to install.
     """
-    problems = [*_changed_methods(), *_missing_attributes(), *_unlike_its_release()]
-    if problems:
+    if problems := list(_differences()):
         known = SUPPORTED["deepspeed"]
         raise ImportError(
             f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this DeepSpeed "
@@ -172,8 +171,8 @@ def check_deepspeed() -> None:
         )
 
 
-def _changed_methods() -> Iterator[str]:
-    """Yield one phrase for each method that is missing or has other parameters."""
+def _differences() -> Iterator[str]:
+    """Yield one phrase for each name that is missing, has other parameters, or came with another release."""
     for owner, name, expected in REQUIRED:
         found = getattr(owner, name, None)
         if found is None:
@@ -181,23 +180,15 @@ def _changed_methods() -> Iterator[str]:
         elif expected is not None and _parameters(found) != expected:
             actual = ", ".join(_parameters(found))
             yield f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})"
-
-
-def _missing_attributes() -> Iterator[str]:
-    """Yield one phrase for each missing attribute."""
     for owner, names in ATTRIBUTES:
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
-
-
-def _unlike_its_release() -> Iterator[str]:
-    """Yield one phrase for each entry of :data:`SINCE` that the installed release has too early, or lacks."""
     there = attributes(Stock)
     for name, since in SINCE.items():
         plain = name.removesuffix("()")
-        found = callable(getattr(Stock, plain, None)) if name != plain else plain in there
-        if found != has(name):
-            yield f"{Stock.__name__}.{name} is {'there' if found else 'gone'}, which came with {since}"
+        exists = callable(getattr(Stock, plain, None)) if name != plain else plain in there
+        if exists != has(name):
+            yield f"{Stock.__name__}.{name} is {'there' if exists else 'gone'}, which came with {since}"
 
 
 def attributes(owner: type) -> set[str]:
