@@ -18,7 +18,7 @@ from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.cost.volume import Workload
-from zero_topo.engine.agreement import agree, check_replicas
+from zero_topo.engine.agreement import all_can, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.matrices import Matrices
@@ -253,12 +253,10 @@ class Stage3:
         if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
             held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
         residuals, ages = carried(folder, self.parameters)
-        names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
-        facts = {"degrees": state.get("degrees"), "problem": problem, **names}
-        try:
-            agree(facts, self.like.device, "look at their files of this checkpoint")
-        except ValueError as error:
-            problem, held, residuals, ages = str(error), {}, {}, {}
+        facts = {"degrees": state.get("degrees"), "problem": problem, "held": sorted(held)}
+        facts["carried"] = [sorted(residuals), sorted(ages)]
+        if differ := all_can(None, facts, self.like.device, "look at their files of this checkpoint"):
+            problem, held, residuals, ages = differ, {}, {}, {}
         self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
