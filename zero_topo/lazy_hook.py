@@ -18,27 +18,13 @@ HOOKS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class _HookingLoader(Loader):
-    """Runs the module's own loader, then installs the hook."""
-
-    def __init__(self, loader: Loader, hook: str) -> None:
-        self._loader = loader
-        self._hook = hook
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        # If the module is imported by the hook's own import, that goes on to install it.
-        install(self._hook)
-
-
-class _HookingFinder(MetaPathFinder):
-    """Finds a module through the finders after it, and wraps its loader.
+class _HookingFinder(MetaPathFinder, Loader):
+    """Finds a module through the finders after it, loads it by its own loader, and then installs the hook.
 
     It stays installed, because a search for the module does not import it; transformers and accelerate search early.
     """
+
+    _loader: Loader
 
     def __init__(self, awaited: str) -> None:
         self.awaited = awaited
@@ -51,8 +37,16 @@ class _HookingFinder(MetaPathFinder):
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((found for finder in later if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _HookingLoader(spec.loader, HOOKS[fullname])
+            self._loader, spec.loader = spec.loader, self
         return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        # If the module is imported by the hook's own import, that goes on to install it.
+        install(HOOKS[self.awaited])
 
 
 def install(hook: str) -> None:

@@ -19,7 +19,7 @@ from zero_topo.cost import by_domain, memory_bytes, step_bytes
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.copies import Copy
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.frozen import Frozen
+from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -203,13 +203,18 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
         vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), **own)
         return found
 
+    def gathers(*params: Any) -> ParameterGathers:
+        module = torch.nn.Module()
+        for index, param in enumerate([*params, trained]):
+            module.register_parameter(f"p{index}", param)
+        return ParameterGathers(module, [trained], {}, half)
+
     half, single = torch.bfloat16, torch.float32
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
-    strange = [parameter(1, 8, single), parameter(2, 8, half, partial(print))]
-    found = Frozen([*strange, plain, empty, trained], {5}, {}, half)
-    assert [param.ds_id for param in found.params] == [3]
+    found = gathers(parameter(1, 8, single), parameter(2, 8, half, partial(print)), plain, empty)
+    assert [param.ds_id for param in found.frozen] == [3] and found.slots == {5: 0, 3: 1}
     assert (found.note() or "").startswith("2 frozen parameters are not torch.bfloat16, or another engine")
-    assert Frozen([plain, empty, trained], {5}, {}, half).note() is None
+    assert gathers(plain, empty).note() is None
 
 
 @pytest.mark.parametrize("name", ["plain zero3", "zero++"])

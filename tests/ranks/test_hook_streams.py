@@ -52,7 +52,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "offload_optimizer": offload,
         "pace": Pace(0, None),
         "overflow": False,
-        "fp16_groups": [[]],
+        "_gathers": SimpleNamespace(trained=[]),
         "fp16_partitioned_groups_flat_numel": widths,
         "fp32_partitioned_groups_flat": [SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],

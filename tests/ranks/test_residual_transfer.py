@@ -82,12 +82,10 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
 @pytest.mark.parametrize("place", often(("topo", "replicated optimizer"), PLACES))
 def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> None:
     """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at random."""
-    universal = tmp_path / "universal"
-    universal.mkdir()
     before = owed_after(sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path)
-    sums, _ = carry(tmp_path, universal)
+    sums, _ = carry(tmp_path, tmp_path)
     assert any(value.any() for value in sums.values())
-    afters = [owed_after(sparse(to, machine, mode), universal, 0) for to, machine in OTHERS]
+    afters = [owed_after(sparse(to, machine, mode), tmp_path, 0) for to, machine in OTHERS]
     for name, value in before.items():
         torch.testing.assert_close(sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6)
         for after in afters:
@@ -96,16 +94,14 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
 
 def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: Path) -> None:
     """On other ranks, where no mask of the old run fits: what waited off it arrives with the first step's gradients."""
-    universal = tmp_path / "universal"
-    universal.mkdir()
     before = owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     assert any(owed.any() for owed in before.values())
-    carry(tmp_path, universal)
+    carry(tmp_path, tmp_path)
     w = sparse("data parallel", emulated(3, 1, 1), "radius")
 
     def rank_main(rank: int) -> None:
         engine = w.engine()
-        engine.load_state_dict({}, str(universal))
+        engine.load_state_dict({}, str(tmp_path))
         synced(engine, w.grads(rank))
         own = owned(engine)
         engine.end_step(skipped=False)

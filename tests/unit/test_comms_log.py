@@ -40,21 +40,26 @@ def logger() -> Any:
     op=st.sampled_from(["all_gather", "all_to_all"]),
     members=st.integers(2, 64),
     part=st.integers(1, 10**9),
+    even=st.booleans(),
     milliseconds=st.floats(1e-3, 1e5),
 )
 def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
-    op: str, members: int, part: int, milliseconds: float
+    op: str, members: int, part: int, even: bool, milliseconds: float
 ) -> None:
-    """DeepSpeed's own function, told that the group is the world."""
+    """DeepSpeed's own function, told that the group is the world.
+
+    Where messages differ between ranks, the size is one for all: DeepSpeed compares stragglers size by size in
+    collectives, and other sizes on each rank would end in a hang.
+    """
     import deepspeed.comm
     from deepspeed.utils.comms_logging import calc_bw_log
 
-    _, size, ours = record(group("sync", members=members), op, (members - 1) * part, True, milliseconds / 1e3)
+    _, size, ours = record(group("sync", members=members), op, (members - 1) * part, even, milliseconds / 1e3)
     passed = part if op == "all_gather" else members * part
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed.comm, "get_world_size", lambda: members)
         algorithm, bus = calc_bw_log(NAMES[op], passed, milliseconds)
-    assert size == passed
+    assert size == (passed if even else 0)
     assert ours == pytest.approx((milliseconds, algorithm, bus))
 
 
@@ -72,13 +77,6 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
         peers.gather(table[0])
         peers.scatter_known(table, [1, 1], [1, 1])
     assert exchanges == [("all_to_all", True, 12), ("all_gather", True, 12), ("all_to_all", False, 12)]
-
-
-def test_messages_that_differ_between_ranks_share_one_size() -> None:
-    """DeepSpeed compares stragglers size by size in collectives: other sizes on each rank would end in a hang."""
-    records = [record(group("sync"), "all_to_all", sent, False, 1.0) for sent in (0, 10, 999)]
-    assert {(name, size) for name, size, _ in records} == {("all_to_all_single | zero_topo sync | node", 0)}
-    assert [bus for *_, (_, _, bus) in records] == pytest.approx([0.0, 8e-8, 7.992e-6])
 
 
 def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:

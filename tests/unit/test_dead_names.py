@@ -19,7 +19,7 @@ NAME = re.compile(r"([\w.]+:)?[A-Za-z_]\w*")
 CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "TopoStage3": "DeepSpeed, whose methods it overrides",
     "Topology.coordinates": "users of zero_topo.Topology who ask where a rank sits",
-    "_HookingLoader": "importlib, as a loader",
+    "_HookingFinder": "importlib, as a loader",
 }
 """Names whose callers are not in this repository, and who they are. A class stands for all of its methods."""
 

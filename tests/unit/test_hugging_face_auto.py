@@ -36,7 +36,7 @@ def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
     """``zero.Init`` sees the config this early, as long as transformers builds the model."""
     assert not deepspeed_problems(config())
     resolved = resolve_block(config({"topology": "auto"}), 1, None, {"WORLD_SIZE": "1"})
-    assert resolved is not None and resolved.plan.world_size == 1
+    assert resolved.plan.world_size == 1
 
 
 def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:

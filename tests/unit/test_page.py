@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode
-from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +15,12 @@ import pytest
 
 from tests.commands import Run
 from tests.plans import resolve
-from tests.unit.test_report import EXACT, RESULT, RUN, folder, printed
+from tests.unit.test_report import EXACT, HELD, RESULT, RUN, SENT, folder
 from zero_topo.config import ResolvedConfig
 from zero_topo.observe.page import HOST
 from zero_topo.observe.plots import ROLE_COLOURS
 from zero_topo.observe.report import build_report
+from zero_topo.observe.tables import render
 from zero_topo.observe.tree import tree_svg
 from zero_topo.topology.presets import emulated, load_preset
 
@@ -57,7 +57,7 @@ def test_every_number_is_the_runs(folder: Path) -> None:
     """What is written on the page stands in the tables, which come from report.json, or in report.json itself."""
     report = build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": "A model of 7 layers"}))
     page = Page(folder / "report.html")
-    known = set(NUMBER.findall(printed(folder) + json.dumps(report) + " step 3 "))
+    known = set(NUMBER.findall(render(folder) + json.dumps(report) + " step 3 "))
     written = NUMBER.findall(page.text.replace(HOST, ""))
     assert len(written) > 90 and not set(written) - known
     for words in (
@@ -76,12 +76,12 @@ def test_pictures_show_what_the_log_holds(folder: Path) -> None:
     """Other losses, spans, bytes or memory are other pictures, and no other picture changes."""
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     usual, log = pictures(Page(folder / "report.html")), (folder / "metrics.jsonl").read_text()
-    more = {key: 2 * nbytes for key, nbytes in EXACT.sent.items()}
-    held = {role: 2 * nbytes for role, nbytes in EXACT.memory.items()}
+    more = {key: 2 * nbytes for key, nbytes in SENT.items()}
+    held = {role: 2 * nbytes for role, nbytes in HELD.items()}
     cases = {
         0: (log.replace('"loss": 4.0', '"loss": 4.5'), EXACT),
-        1: (log, replace(EXACT, sent=more)),
-        2: (log, replace(EXACT, memory=held)),
+        1: (log, (more, HELD, 0)),
+        2: (log, (SENT, held, 0)),
         4: (log.replace("0.375", "0.3"), EXACT),
     }
     for place, (lines, rank) in cases.items():
@@ -144,7 +144,7 @@ def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
     (folder / bad).mkdir()
     machine = folder / bad / "machine.json"
     machine.write_text(json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1}))
-    build_report(folder, RUN, [replace(EXACT, memory={bad: 1})], **(RESULT | {"title": bad}))
+    build_report(folder, RUN, [(SENT, {bad: 1}, 0)], **(RESULT | {"title": bad}))
     for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
         _, out, err = run(*words)
         said = out + err

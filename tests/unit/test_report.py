@@ -18,7 +18,7 @@ from zero_topo.cli.schema import document
 from zero_topo.config import ROLES
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.plots import ROLE_COLOURS
-from zero_topo.observe.report import RankBytes, Stats, build_report
+from zero_topo.observe.report import Stats, build_report
 from zero_topo.observe.runlog import log_evaluation, log_step, log_timeline, new_run_folder, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.topology.presets import emulated
@@ -54,9 +54,8 @@ RUN = Stats(
     pace={},
 )
 """A run of the scheme topo with parameters that do not divide evenly."""
-EXACT = RankBytes(
-    step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2), 4_250_000
-)
+SENT, HELD = step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2)
+EXACT = SENT, HELD, 4_250_000
 """A rank that sent and holds exactly what the formulas say."""
 
 
@@ -75,11 +74,6 @@ PEAK = "Peak memory: 4.25 MB of the device; predicted for tensors: 3.50 MB."
 SPEED = "speed of each rank: 2,048 tokens/s, 61.2 TFLOP/s, MFU 32.0%"
 
 
-def printed(folder: Path) -> str:
-    """What `zero-topo report` prints."""
-    return render(folder)
-
-
 def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
     """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same machine and model."""
     report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
@@ -91,23 +85,23 @@ def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -
         assert row["min"] == row["max"] == row["formula"] == own.get(key, 0)
         assert row["zero3"] == stock.get(key, 0)
     memory = {row["role"]: row for row in report["zero_topo"]["memory"]}
-    assert {role: row["formula"] for role, row in memory.items()} == dict(EXACT.memory)
+    assert {role: row["formula"] for role, row in memory.items()} == HELD
     assert memory["weights"]["zero3"] * 4 == memory["weights"]["formula"]
 
 
 def test_report_shows_ranks_that_differ(folder: Path) -> None:
     """A rank that sent more than the others is seen in the table, not averaged away."""
     key = ("scatter", "node")
-    bad = replace(EXACT, sent={**EXACT.sent, key: EXACT.sent[key] + 5_000_000})
-    build_report(folder, RUN, [*[EXACT] * 7, bad], **RESULT)
-    assert f"{format_bytes(EXACT.sent[key])} .. {format_bytes(bad.sent[key])}" in printed(folder)
+    most = SENT[key] + 5_000_000
+    build_report(folder, RUN, [*[EXACT] * 7, ({**SENT, key: most}, *EXACT[1:])], **RESULT)
+    assert f"{format_bytes(SENT[key])} .. {format_bytes(most)}" in render(folder)
 
 
 def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
     """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and losses."""
     report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
     (folder / "metrics.jsonl").unlink()
-    text = printed(folder)
+    text = render(folder)
     assert max(len(line) for line in text.splitlines() if "  " in line) <= 80  # of the tables
     for row in report["zero_topo"]["sent"]:
         assert format_bytes(max(row["max"], row["zero3"])) in text
@@ -125,7 +119,7 @@ def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
     assert json.loads(run("report", str(folder), "--json")[1]) == report
     assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
     (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))  # as of a run without steps
-    assert "per step" in out and "per step" not in printed(folder)
+    assert "per step" in out and "per step" not in render(folder)
 
 
 @pytest.mark.parametrize("stats", [RUN, None])
@@ -143,7 +137,7 @@ def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     log_step(None, 1, 1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("read", [read_metrics, read_report, printed])
+@pytest.mark.parametrize("read", [read_metrics, read_report, render])
 def test_folders_that_are_no_runs_are_named(tmp_path: Path, read: Any) -> None:
     """Asking for the report of some other folder is one line with the folder and what to give instead."""
     with pytest.raises(ValueError, match=r"has no (metrics\.jsonl|report\.json): give the folder of a run"):
@@ -170,7 +164,7 @@ def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) ->
 def test_a_report_of_one_rank_says_so(folder: Path) -> None:
     """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the process."""
     build_report(folder, replace(RUN, on_device=False), [EXACT], **RESULT)
-    text = printed(folder)
+    text = render(folder)
     assert "Sent by one rank per" in text and "Memory of one rank" in text and "each rank per" not in text
     assert "Peak memory: 4.25 MB of the process" in text
 
@@ -179,7 +173,7 @@ def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
     """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no losses."""
     report = build_report(tmp_path / "new", RUN, [EXACT] * 8, **RESULT)
     assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (0, None, None, {})
-    assert "loss" not in printed(tmp_path / "new").replace("loss.png", "")
+    assert "loss" not in render(tmp_path / "new").replace("loss.png", "")
     document("report").validate_python(report)
 
 

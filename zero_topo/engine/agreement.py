@@ -143,8 +143,7 @@ def agree(
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     table = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(table, own)
-    data = table.cpu().numpy().tobytes()
-    rows = [data[begin : begin + len(row)] for begin in range(0, len(data), len(row))]
+    rows = [found.tobytes() for found in table.view(-1, len(row)).cpu().numpy()]
     kinds: dict[bytes, list[int]] = {}
     for rank, found in enumerate(rows):
         kinds.setdefault(found[:DIGEST], []).append(rank)
@@ -155,8 +154,8 @@ def agree(
     return [_place(found[DIGEST:]) for found in rows]
 
 
-def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device, way_out: str) -> None:
-    """Check that every rank can continue, and that all report equal values. Collective.
+def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device, way_out: str) -> str | None:
+    """Return why ranks cannot all continue, None if they can and report equal values. Collective.
 
     Args:
         problem: why this rank cannot continue; None if it can.
@@ -164,12 +163,14 @@ def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device,
         device: the device of the world group's tensors.
         way_out: what the user can do if some rank cannot continue.
 
-    Raises:
-        ValueError: on every rank, naming a rank that cannot continue or reports other values.
+    Returns:
+        The same message on every rank, naming a rank that cannot continue or reports other values.
     """
-    agree(facts if problem is None else {"refused": problem}, device, way_out)
-    if problem is not None:  # all ranks report this problem
-        raise ValueError(f"{problem}; {way_out}")
+    try:
+        agree(facts if problem is None else {"refused": problem}, device, way_out)
+    except ValueError as error:
+        return str(error)
+    return problem and f"{problem}; {way_out}"  # all ranks report this problem
 
 
 def _plain(value: Any) -> Any:

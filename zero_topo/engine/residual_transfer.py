@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
-from zero_topo.sync import ResidualOwners, SyncMode
+from zero_topo.sync import Parameter, ResidualOwners, SyncMode
 
 FILE = "zero_topo_owed.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
@@ -33,16 +34,6 @@ Entries = dict[str, Tensor]  # by the name of a parameter
 Carried = tuple[Entries, Entries]
 """State of sparse sync in a universal checkpoint, by parameter, ``[numel]`` each: the residuals summed over all ranks,
 FP32; and the steps since each element arrived, uint8, empty for a run without AgedAdamW."""
-
-
-def check_sizes(entries: Carried, names: Sequence[str], numels: Sequence[int]) -> None:
-    """Raise ValueError if a parameter has another size in this run."""
-    for values in entries:
-        for name, numel in zip(names, numels, strict=True):
-            if name in values and values[name].numel() != numel:
-                raise ValueError(
-                    f"the checkpoint carries {values[name].numel()} elements for {name}, which has {numel}"
-                )
 
 
 def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
@@ -145,11 +136,11 @@ def carry(saved: Path, universal: Path) -> Carried:
     return residuals, ages
 
 
-def carried(folder: str | Path | None) -> Carried:
+def carried(folder: str | Path | None, parameters: Sequence[Parameter] = ()) -> Carried:
     """Read the file that :func:`carry` wrote into a checkpoint's folder; empty if there is none.
 
     Raises:
-        ValueError: if the file is damaged.
+        ValueError: if the file is damaged, or has another size of one of this run's parameters.
     """
     path = None if folder is None else Path(folder) / FILE
     if path is None or not path.is_file():
@@ -162,6 +153,9 @@ def carried(folder: str | Path | None) -> Carried:
         whole = False
     if not whole:
         raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
+    for values, param in product(entries, parameters):
+        if param.name in values and (held := values[param.name].numel()) != param.numel:
+            raise ValueError(f"{path} carries {held} elements for {param.name}, which has {param.numel}: run it again")
     return entries
 
 

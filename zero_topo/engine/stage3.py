@@ -18,11 +18,11 @@ from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.cost.volume import Workload
-from zero_topo.engine.agreement import agree, check_replicas
+from zero_topo.engine.agreement import all_can, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.matrices import Matrices
-from zero_topo.engine.residual_transfer import STATE_KEY, age_rows, carried, check_sizes, restore
+from zero_topo.engine.residual_transfer import STATE_KEY, age_rows, carried, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
@@ -252,24 +252,20 @@ class Stage3:
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
             held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
-        residuals, ages = carried(folder)
-        names = {"held": sorted(held), "carried": [sorted(residuals), sorted(ages)]}
-        facts = {"degrees": state.get("degrees"), "problem": problem, **names}
-        try:
-            agree(facts, self.like.device, "look at their files of this checkpoint")
-        except ValueError as error:
-            problem, held, residuals, ages = str(error), {}, {}, {}
+        residuals, ages = carried(folder, self.parameters)
+        facts = {"degrees": state.get("degrees"), "problem": problem, "held": sorted(held)}
+        facts["carried"] = [sorted(residuals), sorted(ages)]
+        if differ := all_can(None, facts, self.like.device, "look at their files of this checkpoint"):
+            problem, held, residuals, ages = differ, {}, {}, {}
         self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"
         if lost is not None and dist.get_rank() == 0:
             logger.warning("zero_topo: %s", lost)
-        trained = [p.name for p in self.parameters]
-        check_sizes((residuals, ages), trained, self.layout.numels)
         if residuals:
             mode.inherit(residuals)
-        return age_rows(ages, self.layout, trained) if ages else None
+        return age_rows(ages, self.layout, [p.name for p in self.parameters]) if ages else None
 
     def workload(self, micro_batches: int) -> Workload:
         """Describe the model for the cost formulas, with all gradients in one bucket."""

@@ -7,27 +7,21 @@ Accelerate's DeepSpeedPlugin, which the Trainer uses too, replaces every "auto" 
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils.dataclasses import DeepSpeedPlugin
 
+from zero_topo.hook.seam import wrapping
+
 BLOCK = "zero_topo."
 
 
-def install() -> None:
-    """Patch the plugin to skip the ``zero_topo`` block; later calls do nothing."""
-    fill = DeepSpeedPlugin.fill_match
-    if getattr(fill, "skips_zero_topo", False):
-        return
-
-    @wraps(fill)
-    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-        if not ds_key_long.startswith(BLOCK):
-            fill(self, ds_key_long, *args, **kwargs)
-
-    fill_match.skips_zero_topo = True  # type: ignore[attr-defined]
-    DeepSpeedPlugin.fill_match = fill_match
+@wrapping
+def fill_others(fill: Callable[..., None], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
+    """Wrap Accelerate's ``fill``, which replaces one key's "auto", to skip the keys of the ``zero_topo`` block."""
+    if not ds_key_long.startswith(BLOCK):
+        fill(plugin, ds_key_long, *args, **kwargs)
 
 
-install()  # importing this module applies the patch
+DeepSpeedPlugin.fill_match = fill_others(DeepSpeedPlugin.fill_match)  # importing this module applies the patch

@@ -11,8 +11,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.frozen import Frozen, served
-from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.hook.parameters import ParameterGathers, served
 from zero_topo.quant.operands import FLOATS
 
 
@@ -31,8 +30,7 @@ class TopoInference(DeepSpeedZeRoOffload):
     """DeepSpeed's parameter gathers for a model without an optimizer, on nested shards: every parameter is frozen.
 
     Attributes:
-        topo: the shards.
-        frozen: the parameters; those with the dtype of the largest one follow the plan.
+        topo: the shards; parameters with the dtype of the largest one follow the plan.
     """
 
     def __init__(
@@ -42,22 +40,16 @@ class TopoInference(DeepSpeedZeRoOffload):
         params: list[Any] = [*module.parameters()]
         largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
         dtype = largest.ds_tensor.dtype
-        self.frozen = Frozen(params, (), names, dtype)
+        self._gathers = ParameterGathers(module, [], names, dtype)
         self.topo = Stage3(
             resolved,
-            trained=(),
-            frozen=self.frozen.described(),
+            *self._gathers.described(),
             like=torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name()),
             scatter_dtype=dtype,
             accumulation_dtype=dtype,
             bucket_numel=max(p.ds_numel for p in params),
         )
-        self.frozen.move(self.topo.weights)
-        self.topo.restart_frozen()
-        slots = {param.ds_id: slot for slot, param in enumerate(self.frozen.params)}
-        self._gathers = ParameterGathers(
-            self.topo, module, slots, lambda p: self.topo.weights.write_back(slots[p.ds_id], p.data)
-        )
+        self._gathers.serve(self.topo)
         # A step of the meter is one forward pass of the whole model.
         self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
 
@@ -69,7 +61,7 @@ class TopoInference(DeepSpeedZeRoOffload):
             bits = "in their own type" if spec is None else f"as INT{spec.bits}"
             domain = self.topo.config.topology.domain(plan.weights)
             where = f"sharded over {domain} ({plan.weights} ranks), gathered {bits}"
-        return [f"this engine has no optimizer; its weights are {where}", self.frozen.note()]
+        return [f"this engine has no optimizer; its weights are {where}", self._gathers.note()]
 
     def _restore_from_bit16_weights(self) -> None:
         """Do nothing: DeepSpeed calls this after loading weights to refill masters, and there are none."""

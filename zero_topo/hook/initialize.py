@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
@@ -21,6 +20,7 @@ from zero_topo.cost.explain import module_request, planned
 from zero_topo.cost.planner import Request
 from zero_topo.cost.step import method_of
 from zero_topo.hook.log import refusals
+from zero_topo.hook.seam import wrapping
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -48,26 +48,21 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return with_environment_block(loaded)
 
 
-def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``function`` to validate its config argument first, before it can create a process group."""
-    signature = inspect.signature(function)
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        config = deepspeed_config_of(call.arguments)
-        if config is None:
-            return function(*args, **kwargs)
-        builds_engine = "optimizer" in signature.parameters
-        with refusals():
-            check_call(call.arguments, config)
-            translation = translate(config, call.arguments.get("optimizer") is not None)
-            call.arguments |= own_config(call.arguments, translation, say=builds_engine)
-        if builds_engine:
-            call.arguments |= own_optimizer(call.arguments, translation.config)
-        return function(*call.args, **call.kwargs)
-
-    return checked
+    call = inspect.signature(function).bind(*args, **kwargs)
+    config = deepspeed_config_of(call.arguments)
+    if config is None:
+        return function(*args, **kwargs)
+    builds_engine = "optimizer" in call.signature.parameters
+    with refusals():
+        check_call(call.arguments, config)
+        translation = translate(config, call.arguments.get("optimizer") is not None)
+        call.arguments |= own_config(call.arguments, translation, say=builds_engine)
+    if builds_engine:
+        call.arguments |= own_optimizer(call.arguments, translation.config)
+    return function(*call.args, **call.kwargs)
 
 
 def own_config(arguments: Mapping[str, Any], translation: Translation, say: bool) -> dict[str, Any]:
@@ -114,7 +109,7 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` whose config carries a block.
+    """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` if its config carries a block.
 
     Args:
         arguments: the call's bound arguments.
@@ -123,12 +118,14 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     Raises:
         ValueError: as :func:`resolve_block`, and for arguments that zero_topo cannot work with.
     """
+    if ROOT not in config:
+        return
     world = os.environ.get("WORLD_SIZE")
-    if resolve_block(config, int(world) if world else None, None) is not None:
-        _model_parallel(arguments.get("mpu"))
-        _mesh(arguments.get("mesh_param"))
-        # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
-        _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
+    resolve_block(config, int(world) if world else None, None)
+    _model_parallel(arguments.get("mpu"))
+    _mesh(arguments.get("mesh_param"))
+    # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
+    _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
 
 
 def sharding_ranks(mpu: Any, world: int) -> int:
@@ -148,20 +145,15 @@ def _model_parallel(mpu: Any) -> None:
     if hasattr(mpu, "initialize_sequence_parallel"):
         return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are aliases of the sequence-parallel ones
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        size = _ask(mpu, name)
+        try:
+            size = int(getattr(mpu, name)())
+        except (AttributeError, AssertionError, RuntimeError, ValueError):
+            continue  # no mpu, or it is not initialized: DeepSpeed's sizes are checked later
         if size > 1:
             raise ValueError(
                 f"mpu = {type(mpu).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
                 "ranks of the launch, which this would divide; set the tensor-parallel size to 1"
             )
-
-
-def _ask(mpu: Any, name: str) -> int:
-    """Return a size from an mpu; 1 without an mpu or if it is not initialized (DeepSpeed's sizes are checked later)."""
-    try:
-        return int(getattr(mpu, name)())
-    except (AttributeError, AssertionError, RuntimeError, ValueError):
-        return 1
 
 
 def _mesh(mesh: Sequence[int] | None) -> None:
@@ -187,11 +179,11 @@ def resolve_block(
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
     memory: int | None = None,
-) -> ResolvedConfig | None:
-    """Resolve the ``zero_topo`` block of a DeepSpeed config; return None if there is none.
+) -> ResolvedConfig:
+    """Resolve the ``zero_topo`` block of a DeepSpeed config.
 
     Args:
-        config: the DeepSpeed JSON as a dict.
+        config: the DeepSpeed JSON as a dict, with a block.
         world_size: ranks of the launch, if known.
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
@@ -202,8 +194,7 @@ def resolve_block(
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
     """
     block = ZeroTopoConfig.from_ds_config(config)
-    if block is None:
-        return None
+    assert block is not None
     if problems := deepspeed_problems(config):
         raise ValueError(problems[0])
     if data_parallel_size is not None and data_parallel_size != world_size:

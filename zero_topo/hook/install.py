@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -30,13 +30,13 @@ from zero_topo.config import deepspeed_hints
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.leaving import unlink_shared_memory
-from zero_topo.hook.loading import loading_together, model_file
+from zero_topo.hook.loading import loading_together
 from zero_topo.hook.log import one_line, refusals, show_log, tell
 from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
-from zero_topo.hook.saving import copying_beside, saving_beside
-from zero_topo.hook.seam import check_deepspeed, replaced
+from zero_topo.hook.saving import saving_beside
+from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
@@ -59,9 +59,7 @@ def enable() -> None:
     DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
-    DeepSpeedEngine._get_all_ckpt_names = model_file(DeepSpeedEngine._get_all_ckpt_names)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
-    DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     sys.excepthook = one_line(sys.excepthook)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
@@ -85,64 +83,50 @@ def init_context(*args: Any, **kwargs: Any) -> Any:
     return deepspeed.zero.Init(*args, **kwargs)
 
 
-def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(configure)
-    def wrapper(engine: Any, optimizer: Any) -> Any:
-        with refusals():
-            resolved = agreed(engine, optimizer)
-        if resolved is None:
-            return configure(engine, optimizer)
-        rank = dist.get_rank()
-        unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
-        show_log(rank)
-        newer = untried("deepspeed", deepspeed.__version__)
-        tell(rank, [newer] if newer else [])
-        if optimizer is None and not follows_plan(engine):
-            tell(
-                rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"]
-            )
-            seed_everything(resolved.seed, rank)
-            return configure(engine, None)
-        if optimizer is None:
-            kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
-            with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
-                built = configure(engine, None)
-            engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
-        else:
-            on_cpu = get_accelerator().is_synchronized_device()
-            tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
-            kind = partial(TopoStage3, resolved=resolved)
-            with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
-                built = configure(engine, optimizer)
-        tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
-        report(engine, built, log_dist, deepspeed.comm.comms_logger)
+@wrapping
+def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    with refusals():
+        resolved = agreed(engine, optimizer)
+    if resolved is None:
+        return configure(engine, optimizer)
+    rank = dist.get_rank()
+    unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
+    show_log(rank)
+    tell(rank, filter(None, [untried("deepspeed", deepspeed.__version__)]))
+    if optimizer is None and not follows_plan(engine):
+        tell(rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"])
         seed_everything(resolved.seed, rank)
-        return built
+        return configure(engine, None)
+    if optimizer is None:
+        kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
+        with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
+            built = configure(engine, None)
+        engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
+    else:
+        on_cpu = get_accelerator().is_synchronized_device()
+        tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
+        kind = partial(TopoStage3, resolved=resolved)
+        with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
+            built = configure(engine, optimizer)
+    tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+    report(engine, built, log_dist, deepspeed.comm.comms_logger)
+    seed_everything(resolved.seed, rank)
+    return built
 
-    return wrapper
 
-
-def _loading(load: Callable[..., None]) -> Callable[..., None]:
+@wrapping
+def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
-
-    @wraps(load)
-    def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        load(engine, checkpoint, *args, **kwargs)
-        if isinstance(engine.optimizer, TopoStage3):
-            engine.optimizer.topo.restart_frozen()
-
-    return wrapper
+    load(engine, *args, **kwargs)
+    if isinstance(engine.optimizer, TopoStage3):
+        engine.optimizer.topo.restart_frozen()
 
 
-def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@wrapping
+def _cut_out(fragment: Callable[..., Tensor], engine: Any, param: Any) -> Tensor:
     """Wrap DeepSpeed's ``fragment``: clone a frozen shard that is a view, so its whole storage is not saved."""
-
-    @wraps(fragment)
-    def wrapper(engine: Any, param: Any) -> Tensor:
-        found = fragment(engine, param)
-        return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
-
-    return wrapper
+    found = fragment(engine, param)
+    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
 enable()  # importing this module installs the hook, in any order of imports

@@ -13,115 +13,88 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.residual_transfer import carried, first_line
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, mapped, named
-from zero_topo.hook.seam import replaced
+from zero_topo.hook.seam import MODEL_FILES, replaced, wrapping
+from zero_topo.sync import Parameter
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
 WAY_OUT = "nothing has changed; copy that rank's files anew, or name another tag"
+DROPS = "residual is dropped"
 Group = dict[str, Any]
+Contents = dict[Path, Any]
+"""What DeepSpeed gets for a file; some of these files do not exist."""
 
 
-class Files:
-    """Caches a checkpoint's files: reads them once for the checks, then replaces DeepSpeed's checkpoint engine.
-
-    Args:
-        stock: DeepSpeed's checkpoint engine, which reads the files.
-
-    Attributes:
-        model: the file from which DeepSpeed reads the model's states; if empty, DeepSpeed searches for it.
-        lost: whether sync's saved residual does not fit this run.
-    """
-
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
-        self._read: dict[Path, Any] = {}
-        self.model = ""
-        self.lost = False
-
-    def read(self, path: Path) -> Any:
-        """Read a file, and keep its content for DeepSpeed."""
-        with named(path):
-            self._read[path] = self._stock.load(str(path), map_location="cpu")
-        return self._read[path]
-
-    def replace(self, path: Path, content: Any) -> Any:
-        """Set the content that DeepSpeed gets for a file, which need not exist."""
-        self._read[path] = content
-        return content
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Return a file's content to DeepSpeed, from memory if it was read."""
-        found = self._read.get(Path(path))
-        return self._stock.load(path, map_location=map_location) if found is None else found
-
-
-def model_file(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Wrap DeepSpeed's search for this rank's file of model states: fewer ranks may have saved the checkpoint."""
-
-    @wraps(names)
-    def wrapper(engine: Any, *args: Any) -> list[str]:
-        files = engine.checkpoint_engine
-        return [files.model] if isinstance(files, Files) and files.model else names(engine, *args)
-
-    return wrapper
-
-
-def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap DeepSpeed's ``load_checkpoint``: our engines load as in Note [A load that fails].
 
     Weights loaded without optimizer states come from the named tag on every rank. DeepSpeed would load those of the
     latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
     """
+    if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
+        return load(engine, *args, **kwargs)
+    call = inspect.signature(load).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    given["load_module_only"] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+    given["load_optimizer_states"] &= not given["load_module_only"]
+    contents: Contents = {}
+    tag, groups = _agreed(engine, contents, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
+    given["tag"] = tag
+    universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
+    stock, search = engine.checkpoint_engine, getattr(DeepSpeedEngine, MODEL_FILES)
 
-    signature = inspect.signature(load)
+    def weights_alone(folder: str) -> dict[str, Tensor]:
+        return {} if universal else whole(folder, tag)
 
-    @wraps(load)
-    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
-            return load(engine, *args, **kwargs)
-        call = signature.bind(engine, *args, **kwargs)
-        call.apply_defaults()
-        given, files = call.arguments, Files(engine.checkpoint_engine)
-        given["load_module_only"] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
-        given["load_optimizer_states"] &= not given["load_module_only"]
-        tag, groups = _agreed(engine, files, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
-        given["tag"] = tag
-        universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
+    def read_before(path: str, map_location: Any = None) -> Any:
+        return contents[Path(path)] if Path(path) in contents else stock.load(path, map_location=map_location)
 
-        def weights_alone(folder: str) -> dict[str, Tensor]:
-            return {} if universal else whole(folder, tag)
+    def model_file(engine: Any, *place: Any) -> list[str]:
+        """Return the first file that was read: fewer ranks may have saved the checkpoint."""
+        return search(engine, *place) if universal else [*map(str, contents)][:1]
 
-        with (
-            replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
-            replaced(engine, "checkpoint_engine", files),
-        ):
-            loaded = load(*call.args, **call.kwargs)
-        if groups:
-            _restore_groups(engine.optimizer.param_groups, groups)
-        return loaded
-
-    return wrapper
+    with (
+        replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
+        replaced(DeepSpeedEngine, MODEL_FILES, model_file),
+        replaced(engine, "checkpoint_engine", SimpleNamespace(load=read_before)),
+    ):
+        loaded = load(*call.args, **call.kwargs)
+    if groups:
+        _restore_groups(engine.optimizer.param_groups, groups)
+    return loaded
 
 
-def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: bool) -> tuple[str | None, list[Group]]:
+def _read(engine: Any, path: Path, contents: Contents) -> Any:
+    with named(path):
+        contents[path] = engine.checkpoint_engine.load(str(path), map_location="cpu")
+    return contents[path]
+
+
+def _agreed(
+    engine: Any, contents: Contents, load_dir: Path, tag: str | None, states: bool
+) -> tuple[str | None, list[Group]]:
     """Read and check this rank's files, and compare them with the other ranks'. Collective.
 
     Args:
         engine: DeepSpeed's engine.
-        files: the cache to fill.
+        contents: filled with the files that DeepSpeed will read; first, except for a universal checkpoint, the file of
+            this rank's model states.
         load_dir: the folder with the folders of all tags.
         tag: the tag to load; None is the latest.
         states: whether optimizer states are loaded.
@@ -144,18 +117,17 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
         if tag is not None:
             folder = load_dir / str(tag)
             if universal:
-                facts |= _model(files.read(folder / file_name(0, "model")))
-                groups = _universal(engine.optimizer.topo, folder, states)
-                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
+                facts |= _model(_read(engine, folder / file_name(0, "model"), contents))
+                parameters = engine.optimizer.topo.parameters
+                groups = _universal(parameters, folder, states)
+                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder, parameters)])}
             else:
-                facts |= _own_files(engine, files, folder, states)
+                facts |= _own_files(engine, contents, folder, states)
     except Exception as error:  # a damaged file has any content
         problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
-    try:
-        all_can(problem, facts, engine.device, WAY_OUT)
-    except ValueError as error:
-        raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
-    if files.lost and dist.get_rank() == 0:
+    if refused := all_can(problem, facts, engine.device, WAY_OUT):
+        raise ValueError(f"zero_topo: the checkpoint is not loaded: {refused}")
+    if facts.get(DROPS) and dist.get_rank() == 0:
         logger.warning(
             "zero_topo: other ranks or another order of parameters saved this checkpoint: the residual of sync is "
             'dropped; a universal checkpoint and "zero-topo carry" take it along'
@@ -163,31 +135,31 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
     return tag, groups
 
 
-def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[str, Any]:
+def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
     """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     path, first = folder / file_name(rank, "model"), folder / file_name(0, "model")
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
-    found, files.model = files.read(path), str(path)
+    found = _read(engine, path, contents)
     facts = _model(found)
     if not states:  # frozen weights are then loaded by name with the other weights
-        files.replace(path, {**found, FRAGMENTS: None})
+        contents[path] = {**found, FRAGMENTS: None}
         return facts
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
     names = [[*of] for of in found.get("param_shapes") or shapes]
-    if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
-        saved = Saved(folder, prefix, rank, ranks)
-        facts = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
-        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
-        states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
-        files.lost = saved.drops_residual(shapes)
+    if names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks:
+        held = _read(engine, optimizer, contents)
     else:
-        states_found = files.read(optimizer)
-    return {**facts, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
+        saved = Saved(folder, prefix, rank, ranks)
+        contents[path] = saved.model(found, shapes)
+        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
+        held = contents[optimizer] = saved.optimizer(shapes, groups)
+        facts = {"saved by": found["dp_world_size"], **_model(contents[path]), DROPS: saved.drops_residual(shapes)}
+    return {**facts, "optimizer": _optimizer(optimizer, held, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,14 +186,14 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
     return _kind_of(saved)
 
 
-def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
+def _universal(parameters: Sequence[Parameter], folder: Path, states: bool) -> list[Group]:
     """Check every file of a universal checkpoint without reading its tensors; return the saved parameter groups.
 
     Raises:
         ValueError: for a file that is missing, damaged, or of another size, which would shift all later parameters.
     """
     zero = folder / "zero"
-    for name, numel in ((p.name, p.numel) for p in topo.parameters):
+    for name, numel in ((p.name, p.numel) for p in parameters):
         for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
             path = zero / name / f"{key}.pt"
             found = mapped(path)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 LOGGER = logging.getLogger("zero_topo")
@@ -79,10 +80,7 @@ def one_line(show: Show) -> Show:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(OTHERS_WAIT_S)
-        lines = []
-        while trace is not None:
-            lines.append(users_line(trace.tb_frame, trace.tb_lineno))
-            trace = trace.tb_next
+        lines = [users_line(frame, lineno) for frame, lineno in walk_tb(trace)]
         where = next((f" ({line})" for line in reversed(lines) if line), "")
         print(f"zero_topo, rank {rank}: {error}{where}", file=sys.stderr, flush=True)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from zero_topo.collectives.transport import Group
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.hook.seam import wrapping
 from zero_topo.hook.stats import Recorder, peak_memory
 from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
@@ -82,17 +83,15 @@ def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[...
     if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
         return
     optimizer.recorder = Recorder(engine, Path(folder)) if folder else None
-    step = engine.step
 
-    @wraps(step)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def step_reported(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > before:
             _report_step(engine, optimizer)
         return result
 
-    engine.step = wrapper
+    engine.step = wrapping(step_reported)(engine.step)
 
 
 def _report_step(engine: Any, optimizer: TopoStage3) -> None:

@@ -8,7 +8,7 @@ handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,7 +25,6 @@ from zero_topo.cost.step import rates_of
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.frozen import Frozen, described
 from zero_topo.hook.muon import check_muon, orthogonalized
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
@@ -53,7 +52,6 @@ class TopoStage3(Stock):
     Attributes:
         topo: the shards, independent of DeepSpeed.
         slots: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones that follow the plan.
-        frozen: the parameters that are not trained.
         pace: speed of the last optimizer step.
         predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled on first use.
         recorder: writes the run's folder on rank 0, if the block names one.
@@ -62,7 +60,6 @@ class TopoStage3(Stock):
     """
 
     topo: Stage3
-    frozen: Frozen
     lp_param_buffer: Tensor
     inf_or_nan_tracker: Tensor
     fp32_partitioned_groups_flat: list[Any]
@@ -91,7 +88,7 @@ class TopoStage3(Stock):
 
     def notes(self) -> list[str | None]:
         """Return lines for the log: which parameters do not follow the plan."""
-        return [self.frozen.note()]
+        return [self._gathers.note()]
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
@@ -101,14 +98,11 @@ class TopoStage3(Stock):
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
-        trained = {param.ds_id for param in params}
-        self.frozen = Frozen(self.module.parameters(), trained, self.param_names, self.lp_param_buffer.dtype)
-        self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
+        self._gathers = ParameterGathers(self.module, params, self.param_names, self.lp_param_buffer.dtype)
+        self.slots = self._gathers.slots
         self.topo = Stage3(
             self._topo_config,
-            # `ds_id` counts parameters in the order in which modules create them.
-            trained=[described(param, param.ds_id, self.param_names) for param in params],
-            frozen=self.frozen.described(),
+            *self._gathers.described(),
             like=self.lp_param_buffer.new_empty(0),  # not a view: the old buffer must be freed
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
@@ -125,10 +119,7 @@ class TopoStage3(Stock):
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
         self.topo.restart()
-        self.frozen.move(self.topo.weights)
-        self.topo.restart_frozen()
-        require = partial(self.require_states, LP_PARAMS)
-        self._gathers = ParameterGathers(self.topo, self.module, self.slots, self._write_back, require)
+        self._gathers.serve(self.topo, self._write_back, partial(self.require_states, LP_PARAMS))
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
         rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
@@ -143,8 +134,7 @@ class TopoStage3(Stock):
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
-        params = [param for group in self.fp16_groups for param in group]
-        views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in params}
+        views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in self._gathers.trained}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         if self.topo.separate_masters:
             self._replace_masters()
@@ -244,7 +234,7 @@ class TopoStage3(Stock):
     def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
-        self.frozen.refuse_unfrozen()
+        self._gathers.refuse_unfrozen()
         self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
             if dist.get_rank() == 0:
@@ -346,11 +336,9 @@ class TopoStage3(Stock):
         momentum.lerp_(blended.to(momentum.device), 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
         slots = {self.slots[param.ds_id]: param for param in params}
-        layout, first = self.topo.layout, self.topo.layout.begins[min(slots)]
-        parts = {
-            slot: blended[:, layout.begins[slot] - first : layout.begins[slot] - first + layout.widths[slot]]
-            for slot in slots
-        }
+        spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
+        first = min(spans.values())[0]
+        parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
@@ -396,7 +384,7 @@ class TopoStage3(Stock):
     def note_norms(self) -> None:
         """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
         own = self.grad_partitions_flat_buffer
-        for param in (p for group in self.fp16_groups for p in group):
+        for param in self._gathers.trained:
             view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
@@ -449,8 +437,18 @@ class TopoStage3(Stock):
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self.topo.settle()
         self.empty_partition_cache()  # while the shards still exist
-        held = self._offloadable()
-        tensors = [tensor for kind in kinds if kind in held for tensor in held[kind]()]
+        held: dict[OffloadStateTypeEnum, list[Tensor]] = {
+            OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
+            OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
+            LP_PARAMS: [
+                *self.topo.weights.tensors(),
+                self.lp_param_buffer,
+                *self.fp16_partitioned_groups_flat,
+                *(param.ds_tensor for param in self.module.parameters()),
+            ],
+            LP_GRADS: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
+        }
+        tensors = [tensor for kind in kinds for tensor in held.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
         super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
         self.offloaded_states.update(kinds)
@@ -477,20 +475,6 @@ class TopoStage3(Stock):
         self.require_states()
         self.topo.weights.finish()
         super().checkpoint_event_prologue()
-
-    def _offloadable(self) -> dict[OffloadStateTypeEnum, Callable[[], Iterable[Tensor]]]:
-        """Return by kind a function that returns its tensors."""
-        return {
-            OffloadStateTypeEnum.optim_states: self.optimizer_tensors,
-            OffloadStateTypeEnum.hp_params: lambda: self.fp32_partitioned_groups_flat,
-            LP_PARAMS: lambda: [
-                *self.topo.weights.tensors(),
-                self.lp_param_buffer,
-                *self.fp16_partitioned_groups_flat,
-                *(param.ds_tensor for param in self.module.parameters()),
-            ],
-            LP_GRADS: lambda: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
-        }
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the optimizer's state tensors, without scalars."""
@@ -522,8 +506,8 @@ class TopoStage3(Stock):
         if ages is not None and isinstance(self.optimizer, AgedAdamW):
             for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
                 self.optimizer.state[master]["age"] = ages[:, begin:end].reshape(-1).to(master.device)
-        masters = [self.topo.masters.table(m.detach()) for m in self.fp32_partitioned_groups_flat]
-        own_row = torch.cat([table[self.topo.masters.own_row] for table in masters])
+        masters = self.topo.masters
+        own_row = torch.cat([masters.table(m.detach())[masters.own_row] for m in self.fp32_partitioned_groups_flat])
         self.topo.restart(own_row.to(self.lp_param_buffer.device, torch.float32))
 
     def _restore_from_bit16_weights(self) -> None:
@@ -544,8 +528,5 @@ class TopoStage3(Stock):
         self.topo.settle()  # before anything is freed: after an exception collectives may still be in progress
         super().destroy()
         self.topo.destroy()
-        del (
-            self._gathers,
-            self._beginning,
-            self.topo,
-        )  # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards.
+        del self._gathers, self._beginning, self.topo

@@ -9,7 +9,7 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,41 +20,35 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.seam import wrapping
+from zero_topo.sync import Parameter
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
-def by_owner(convert: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+@wrapping
+def by_owner(convert: Callable[[Any, Any], None], init: Any, param: Any) -> None:
     """Wrap DeepSpeed's ``convert``, which sets a parameter's calls, to split a call for a list by engine.
 
     DeepSpeed uses the first parameter's call for the whole list, whose parameters may be of several engines and models.
     """
-
-    @wraps(convert)
-    def wrapper(init: Any, param: Any) -> None:
-        convert(init, param)
-        for name in METHODS:
-            setattr(param, name, _split_by_owner(name, getattr(param, name)))
-
-    return wrapper
+    convert(init, param)
+    for name in METHODS:
+        setattr(param, name, wrapping(partial(_split_by_owner, name))(getattr(param, name)))
 
 
-def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def call(params: Any = None, **options: Any) -> Any:
-        params = options.pop("param_list", params)
-        if params is None:
-            return stock(**options)
-        parts: dict[ParameterGathers | None, list[Any]] = {}
-        for param in params:
-            owner = getattr(getattr(param, name), "func", None)
-            parts.setdefault(getattr(owner, "__self__", None), []).append(param)
-        found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
-        if name == "all_gather_coalesced":
-            return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
-        return [handle for handles in found for handle in handles or ()]
-
-    return call
+def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **options: Any) -> Any:
+    params = options.pop("param_list", params)
+    if params is None:
+        return stock(**options)
+    parts: dict[ParameterGathers | None, list[Any]] = {}
+    for param in params:
+        owner = getattr(getattr(param, name), "func", None)
+        parts.setdefault(getattr(owner, "__self__", None), []).append(param)
+    found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
+    if name == "all_gather_coalesced":
+        return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
+    return [handle for handles in found for handle in handles or ()]
 
 
 class ParameterHandle(Handle[None]):
@@ -65,37 +59,103 @@ class ParameterHandle(Handle[None]):
         super().wait()
 
 
+def served(param: Any) -> bool:
+    """Return whether another zero_topo engine already gathers a parameter."""
+    return isinstance(getattr(param, "partition", None), partial)
+
+
 class ParameterGathers:
-    """Serves the gather and partition calls of a module's parameters from an engine.
+    """Selects a module's parameters that follow the plan, and serves their gather and partition calls from an engine.
 
     Args:
-        engine: the shards.
-        module: the module with the parameters.
-        slots: ``ds_id`` -> parameter index in the shards.
-        write_back: called with a whole parameter, edited equally on every rank, before it is partitioned.
-        require_weights: called before each gather; raises if the shards are not on the accelerator.
+        module: the module.
+        trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
+        names: parameter -> name.
+        dtype: the model's dtype.
+
+    Attributes:
+        trained: the parameters that the optimizer updates.
+        frozen: the other parameters that follow the plan.
+        slots: ``ds_id`` -> parameter index in the shards: the trained parameters, then the frozen ones.
     """
 
     def __init__(
-        self,
-        engine: Stage3,
-        module: torch.nn.Module,
-        slots: Mapping[int, int],
-        write_back: Callable[[Any], None],
-        require_weights: Callable[[], None] = lambda: None,
+        self, module: torch.nn.Module, trained: list[Any], names: Mapping[Any, str], dtype: torch.dtype
     ) -> None:
-        self._engine, self._module = engine, module
-        self._slots = slots
-        self._write_back = write_back
-        self._require_weights = require_weights
+        self._module, self.trained, self._names, self._dtype = module, trained, names, dtype
+        updated = {param.ds_id for param in trained}
+        params: list[Any] = [*module.parameters()]
+        rest = [param for param in params if param.ds_id not in updated and param.ds_numel]
+        self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and not served(p)]
+        self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
+        self._others = len(rest) - len(self.frozen)
+        self.slots = {param.ds_id: slot for slot, param in enumerate([*trained, *self.frozen])}
         # DeepSpeed's own calls of each parameter, which `release` restores.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
         # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
         # Gathers still referenced: `release` waits for those not waited for yet, as every collective must finish.
         self._started: WeakSet[ParameterHandle] = WeakSet()
-        params: list[Any] = [*module.parameters()]
-        for param in (p for p in params if p.ds_id in self._slots):
+
+    def _name(self, param: Any) -> str:
+        return str(self._names.get(param, param.ds_id))
+
+    def described(self) -> tuple[list[Parameter], list[Parameter]]:
+        """Describe the trained and the frozen parameters for the engine."""
+
+        def described(param: Any) -> Parameter:
+            persistent, whole = bool(param.ds_persist), bool(getattr(param, "use_muon", False))
+            name, dims = self._name(param), len(param.ds_shape)
+            # `ds_id` counts parameters in the order in which modules create them.
+            return Parameter(name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole)
+
+        return [described(param) for param in self.trained], [described(param) for param in self.frozen]
+
+    def note(self) -> str | None:
+        """Return a log line about frozen parameters outside the plan: of another dtype, or of another engine."""
+        if not self._others:
+            return None
+        return (
+            f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: "
+            "unmodified ZeRO-3 shards them over all ranks"
+        )
+
+    def refuse_unfrozen(self) -> None:
+        """Raise ValueError before a forward pass if a frozen parameter has ``requires_grad`` now: nothing updates it.
+
+        Stock ZeRO-3 continues, and never trains it.
+        """
+        thawed = [name for name, param in self._never_trained.items() if param.requires_grad]
+        if thawed and torch.is_grad_enabled():
+            raise ValueError(
+                f"{len(thawed)} parameters were frozen when DeepSpeed was initialized and have requires_grad now, such "
+                f"as {thawed[0]}: no optimizer updates them; set requires_grad_(False) again, or save a checkpoint and "
+                "call deepspeed.initialize on the model as it is to be trained"
+            )
+
+    def serve(
+        self,
+        engine: Stage3,
+        write_back: Callable[[Any], None] | None = None,
+        require_weights: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serve the parameters from the engine's shards, of which the frozen ones are filled first. Collective.
+
+        Args:
+            engine: built from :meth:`described`.
+            write_back: called with a whole parameter, edited equally on every rank, before it is partitioned; by
+                default it is stored in the shards.
+            require_weights: called before each gather; raises if the shards are not on the accelerator.
+        """
+        self._engine, self._require_weights = engine, require_weights
+        self._write_back = write_back or (lambda p: engine.weights.write_back(self.slots[p.ds_id], p.data))
+        # DeepSpeed's shards of frozen parameters become views of the engine's row, and their old storage is freed.
+        shards = engine.weights.frozen_row.split([param.ds_tensor.numel() for param in self.frozen])
+        for param, own in zip(self.frozen, shards, strict=True):
+            own.copy_(param.ds_tensor)
+            param.ds_tensor.data = own
+        engine.restart_frozen()
+        for param in (*self.trained, *self.frozen):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
             self._homes[param.ds_id] = param.ds_tensor.data
@@ -120,20 +180,15 @@ class ParameterGathers:
         self._require_weights()
         groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
         for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
-            slot = self._slots.get(ds_id)
+            slot = self.slots.get(ds_id)
             if slot is None:
                 others.append(param)
             else:
                 groups.setdefault((slot in self._engine.weights.frozen, bool(param.ds_persist)), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
-    def _gather_coalesced(
-        self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
-    ) -> Any:
-        def of_others(others: list[Any]) -> list[Any]:
-            return [stock(others, safe_mode=safe_mode, quantize=quantize)]
-
-        handles = self._start_all(params, _phase_of_pass(), of_others)
+    def _gather_coalesced(self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any) -> Any:
+        handles = self._start_all(params, _phase_of_pass(), lambda others: [stock(others, *args, **options)])
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def _start_all(self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]) -> list[Any]:
@@ -158,7 +213,7 @@ class ParameterGathers:
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT
         with self._engine.meter.timing(phase):
-            handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
+            handle = self._engine.weights.gather([self.slots[p.ds_id] for p in params], phase)
         started = ParameterHandle(None, (), partial(self._finish, params, handle, phase))
         self._started.add(started)
         return started
@@ -180,7 +235,7 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         params = [param] if param_list is None else param_list
-        missing = [p for p in params if p.ds_id not in self._slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        missing = [p for p in params if p.ds_id not in self.slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
         # gathers it with the parameters of the module that read it.
         in_forward = getattr(self._module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
@@ -197,10 +252,10 @@ class ParameterGathers:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):
             for p in params:
-                if p.ds_id in self._slots and p.ds_status == ZeroParamStatus.AVAILABLE:
+                if p.ds_id in self.slots and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
-        others = [p for p in params if p.ds_id not in self._slots]
-        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self._slots], **options)
+        others = [p for p in params if p.ds_id not in self.slots]
+        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self.slots], **options)
         if others:
             stock(others, **options)
 

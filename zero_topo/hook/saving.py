@@ -12,23 +12,25 @@ Note [A save that fails]
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.pace import tensors_in
-from zero_topo.hook.seam import replaced
+from zero_topo.hook.seam import RECOVERY_SCRIPT, replaced, wrapping
 from zero_topo.units import format_bytes
 
 PART = ".part"
@@ -37,42 +39,30 @@ OLD_S = 3600.0  # no save takes longer, so older temporary files were left by a 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
+@wrapping
+def saving_beside(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
     """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`."""
+    if isinstance(engine.optimizer, TopoInference):
+        raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
+    stock = engine.checkpoint_engine
+    ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
+    if not ours:  # other checkpoint engines have their own commit
+        return save(engine, *args, **kwargs)
+    call = inspect.signature(save).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    beside = Beside(stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0)
+    call.arguments["save_latest"] = False  # `commit` names the latest checkpoint
+    copy = getattr(DeepSpeedEngine, RECOVERY_SCRIPT)  # it is to run once all other files have their final names
 
-    @wraps(save)
-    def wrapper(
-        engine: Any,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        if isinstance(engine.optimizer, TopoInference):
-            raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
-        stock = engine.checkpoint_engine
-        ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
-        if not ours:  # other checkpoint engines have their own commit
-            return save(engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-        beside = Beside(stock, engine.device, save_latest and engine.global_rank == 0)
-        with closing(beside), replaced(engine, "checkpoint_engine", beside):
-            return save(engine, save_dir, tag, client_state or {}, False, exclude_frozen_parameters)
+    def copy_last(engine: Any, save_path: str) -> None:
+        beside.last.append(partial(copy, engine, save_path))
 
-    return wrapper
-
-
-def copying_beside(copy: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """Wrap DeepSpeed's copy of its recovery script: it runs once all other files have their final names."""
-
-    @wraps(copy)
-    def wrapper(engine: Any, save_path: str) -> None:
-        if isinstance(engine.checkpoint_engine, Beside):
-            engine.checkpoint_engine.last.append(partial(copy, engine, save_path))
-        else:
-            copy(engine, save_path)
-
-    return wrapper
+    with (
+        closing(beside),
+        replaced(engine, "checkpoint_engine", beside),
+        replaced(DeepSpeedEngine, RECOVERY_SCRIPT, copy_last),
+    ):
+        return save(*call.args, **call.kwargs)
 
 
 class Beside:
@@ -156,10 +146,8 @@ class Beside:
             os.fsync(file.fileno())
 
     def _agree(self, way_out: str) -> None:
-        try:
-            all_can(self._problem, {}, self._device, way_out)
-        except ValueError as error:
-            raise OSError(f"zero_topo: the checkpoint is not saved: {error}") from None
+        if refused := all_can(self._problem, {}, self._device, way_out):
+            raise OSError(f"zero_topo: the checkpoint is not saved: {refused}")
 
 
 def _remove_parts(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -40,6 +41,7 @@ SINCE: Mapping[str, str] = MappingProxyType(
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+MODEL_FILES, RECOVERY_SCRIPT = "_get_all_ckpt_names", "_copy_recovery_script"
 LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
 LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
@@ -53,8 +55,8 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (ds_engine, "DeepSpeedZeRoOffload", None),
     (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
-    (DeepSpeedEngine, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
-    (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
+    (DeepSpeedEngine, MODEL_FILES, ("self", "checkpoints_path", "tag")),
+    (DeepSpeedEngine, RECOVERY_SCRIPT, ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
     (CheckpointEngine, "save", ("self", "state_dict", "path")),
     (CheckpointEngine, "commit", ("self", "info")),
@@ -110,6 +112,20 @@ def has(name: str) -> bool:
     return release(deepspeed.__version__) >= release(SINCE[name])
 
 
+def wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for functions of DeepSpeed: ``call`` gets the decorated function, then its arguments."""
+
+    @wraps(call)
+    def decorate(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return call(stock, *args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Bind a name of DeepSpeed to another value within the context."""
@@ -146,8 +162,7 @@ def check_deepspeed() -> None:
     Raises:
         ImportError: naming everything that is missing or changed, and the version to install.
     """
-    problems = [*_changed_methods(), *_missing_attributes(), *_unlike_its_release()]
-    if problems:
+    if problems := list(_differences()):
         known = SUPPORTED["deepspeed"]
         raise ImportError(
             f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this DeepSpeed "
@@ -156,8 +171,8 @@ def check_deepspeed() -> None:
         )
 
 
-def _changed_methods() -> Iterator[str]:
-    """Yield one phrase for each method that is missing or has other parameters."""
+def _differences() -> Iterator[str]:
+    """Yield one phrase for each name that is missing, has other parameters, or came with another release."""
     for owner, name, expected in REQUIRED:
         found = getattr(owner, name, None)
         if found is None:
@@ -165,23 +180,15 @@ def _changed_methods() -> Iterator[str]:
         elif expected is not None and _parameters(found) != expected:
             actual = ", ".join(_parameters(found))
             yield f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})"
-
-
-def _missing_attributes() -> Iterator[str]:
-    """Yield one phrase for each missing attribute."""
     for owner, names in ATTRIBUTES:
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
-
-
-def _unlike_its_release() -> Iterator[str]:
-    """Yield one phrase for each entry of :data:`SINCE` that the installed release has too early, or lacks."""
     there = attributes(Stock)
     for name, since in SINCE.items():
         plain = name.removesuffix("()")
-        found = callable(getattr(Stock, plain, None)) if name != plain else plain in there
-        if found != has(name):
-            yield f"{Stock.__name__}.{name} is {'there' if found else 'gone'}, which came with {since}"
+        exists = callable(getattr(Stock, plain, None)) if name != plain else plain in there
+        if exists != has(name):
+            yield f"{Stock.__name__}.{name} is {'there' if exists else 'gone'}, which came with {since}"
 
 
 def attributes(owner: type) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals
+from zero_topo.hook.seam import wrapping
 from zero_topo.quant.operands import FLOATS
 
 LOCAL: Mapping[str, str] = MappingProxyType(
@@ -41,25 +41,21 @@ LISTS = ("params", "param_names")
 """Entries of an optimizer's group with one item per parameter; all other entries are settings of the group."""
 
 
-def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
     """Wrap DeepSpeed's ``configure(engine, model)`` to check first that all ranks reach it with equal settings.
 
     ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if shapes differ.
     """
-
-    @wraps(configure)
-    def wrapper(engine: Any, model: Any) -> None:
-        has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
-        divided = sharding_ranks(engine.mpu, world) < world
-        store = meeting_place()
-        with refusals():
-            if not divided and store is not None:
-                check_blocks(store, dist.get_rank(), world, has_block)
-            if has_block:
-                agree(_told(engine, model), engine.device)
-        configure(engine, model)
-
-    return wrapper
+    has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
+    divided = sharding_ranks(engine.mpu, world) < world
+    store = meeting_place()
+    with refusals():
+        if not divided and store is not None:
+            check_blocks(store, dist.get_rank(), world, has_block)
+        if has_block:
+            agree(_told(engine, model), engine.device)
+    configure(engine, model)
 
 
 def meeting_place() -> dist.Store | None:
@@ -161,20 +157,20 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
         engine: DeepSpeed's engine.
         optimizer: torch's optimizer, or None; its groups and their order are checked too (:func:`_in_one_order`).
     """
-    config = engine._config._param_dict
-    memory = least_memory(engine.device) if ROOT in config else None
+    config, names = engine._config._param_dict, engine.param_names
+    if ROOT not in config:
+        return None
+    memory = least_memory(engine.device)
     try:
         found = resolve_block(config, dist.get_world_size(), engine.seq_dp_world_size, engine=engine, memory=memory)
-        if found is not None and optimizer:
-            _refuse_types(optimizer, engine.param_names)
+        if optimizer:
+            _refuse_types(optimizer, names)
     except ValueError as error:
         agree({"refused": str(error)}, engine.device)
         raise
-    if found is not None:
-        names = engine.param_names
-        check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
-        if optimizer:
-            _in_one_order(optimizer, names, engine.device)
+    check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
+    if optimizer:
+        _in_one_order(optimizer, names, engine.device)
     return found
 
 

@@ -13,7 +13,6 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +26,7 @@ from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.initialize import request_of
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
-from zero_topo.hook.seam import deepspeed_json
+from zero_topo.hook.seam import deepspeed_json, wrapping
 from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import METRICS, log_step, log_timeline
 from zero_topo.sync import AdamS, AgedAdamW
@@ -157,19 +156,15 @@ class Recorder:
         self._engine, self._began = engine, time.perf_counter()
         self._loss: Tensor | None = None
         self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
-        engine.backward = self._backward(engine.backward)
+        engine.backward = wrapping(self._backward)(engine.backward)
         atexit.register(self.close)
 
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(backward)
-        def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                share = 1 if kwargs.get("scale_wrt_gas") is False else 1 / self._engine.gradient_accumulation_steps()
-                part = loss.detach().float().reshape(()) * share
-                self._loss = part if self._loss is None else self._loss + part
-            return backward(loss, *args, **kwargs)
-
-        return wrapper
+    def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            share = 1 if kwargs.get("scale_wrt_gas") is False else 1 / self._engine.gradient_accumulation_steps()
+            part = loss.detach().float().reshape(()) * share
+            self._loss = part if self._loss is None else self._loss + part
+        return backward(loss, *args, **kwargs)
 
     def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
         """Log an optimizer step: the bytes that this rank sent, and its speed."""

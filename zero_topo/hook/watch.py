@@ -25,9 +25,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from traceback import walk_stack
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ SLACK_S = 10.0
 IN_ORDER = "its script came to its end"
 STORE_ENDS, HEARD = "store ends", "heard"
 """Keys of the store: rank 0 ends normally; how many ranks have read that or ended before."""
+MOST_NAMED = 4
+"""The most ranks, and the most positions, that a message names."""
 MOST_OF_ERROR = 120
 """Characters of an error that are sent to the other ranks."""
 
@@ -247,31 +250,25 @@ def poll_s(ranks: int, still_s: float, most_s: float = 1.0) -> float:
     return max(min(still_s / 6, most_s), ranks / STORE_QUESTIONS_PER_S)
 
 
-def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:
+def standstill(silent: list[str], places: Mapping[str, list[int]]) -> str:
     """Return the message about a run that makes no progress.
 
     Args:
         silent: ranks that did not answer, with their hosts.
         places: where in the step ranks wait, and which ranks, by number.
-        most: the most ranks and positions to name.
     """
-    shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
-    where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
+    shown = sorted(places.items(), key=lambda item: len(item[1]))[:MOST_NAMED]
+    where = "; ".join(f"rank{'s' * (len(ranks) > 1)} {_named(ranks)}: {words}" for words, ranks in shown)
     what = FAILS if any(words.startswith("ended") for words in places) else "the run makes no progress"
     if not silent:
         return f"{what}, and every rank answers; {where}"
-    more = f" and {len(silent) - most} more" if len(silent) > most else ""
-    return (
-        f"{what}: {', '.join(silent[:most])}{more} did not answer: ended, stopped, or cut off from the "
-        f"network; look at it there. {where}"
-    )
+    gone = f"{_named(silent)} did not answer: ended, stopped, or cut off from the network"
+    return f"{what}: {gone}; look at it there. {where}"
 
 
-def _named(ranks: list[int], most: int) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"ranks {', '.join(map(str, ranks[:most]))}{more}"
+def _named(ranks: Sequence[object]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"{', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 def watched(store: dist.Store, meter: Meter) -> Watch | None:
@@ -287,22 +284,17 @@ def watched(store: dist.Store, meter: Meter) -> Watch | None:
     if not still_s or dist.get_world_size() == 1:
         return None
     seat = dist.get_rank(), dist.get_world_size(), socket.gethostname()
-    return Watch(store, seat, partial(main_thread_position, meter), _say, still_s)
-
-
-def _say(found: str) -> None:
-    logger.warning("zero_topo: %s", found)
+    return Watch(store, seat, partial(main_thread_position, meter), partial(logger.warning, "zero_topo: %s"), still_s)
 
 
 def main_thread_position(meter: Meter) -> Position:
     """Return the position of the main thread: the engine's method, our phase, and the line of the user's script."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
-    while frame is not None:
-        if frame.f_code.co_name in METHODS and frame.f_globals.get("__name__") == "deepspeed.runtime.engine":
-            method = frame.f_code.co_name
-        line = line or users_line(frame, frame.f_lineno)
-        frame = frame.f_back
+    for caller, lineno in walk_stack(frame) if frame else ():
+        if caller.f_code.co_name in METHODS and caller.f_globals.get("__name__") == "deepspeed.runtime.engine":
+            method = caller.f_code.co_name
+        line = line or users_line(caller, lineno)
     phase = meter.phase()
     words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
     return words, (words, *innermost, sum(list(meter.calls.values())))

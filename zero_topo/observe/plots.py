@@ -43,7 +43,6 @@ ROLE_COLOURS = {
     "messages": "#d9a3a3",
     "activations": "#bbbbbb",
 }
-OTHER_ROLE = "#777777"
 _LINES = ("#2f6db5", "#d9822b", "#3f9c55", "#b3476b", "#7a5fb0", "#8c6d46")
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 APART = 1.015
@@ -57,7 +56,6 @@ NAMES: Mapping[str, str] = {
 }
 """Phase -> what moves when, and by which collective."""
 _LEVELS = ("gpu: between\nranks of a GPU", "node: between\nGPUs of a node", "world: between\nnodes")
-_ABOVE: Mapping[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -98,21 +96,15 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     rows, batches = measured["sent"], measured["micro_batches"]
     unit, name = decimal_unit(max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0))
     figure, axes = _figure(7, 4.6)
-    for place, key in ((-0.2, "max"), (0.2, "zero3")):
+    for place, key, label in ((-0.2, "max", "this run"), (0.2, "zero3", "ZeRO-3")):
         for index, domain in enumerate(LINKED_DOMAINS):
-            bottom = 0.0
-            for row in (row for row in rows if row["domain"] == domain and row[key]):
-                height = row[key] / unit
-                colour = COLOURS.get(row["phase"], OTHER)
-                axes.bar(index + place, height, 0.36, bottom, color=colour, edgecolor="white", linewidth=0.5)
-                bottom += height
-            axes.annotate("this run" if key == "max" else "ZeRO-3", (index + place, bottom), (0, 3), **_ABOVE)
+            shown = [row for row in rows if row["domain"] == domain and row[key]]
+            parts = [(row[key] / unit, COLOURS.get(row["phase"], OTHER)) for row in shown]
+            _stacked(axes, index + place, 0.36, parts, label)
     axes.set_xticks(range(len(LINKED_DOMAINS)), _LEVELS)
     axes.set(ylabel=f"{name} per optimizer step")
     ranks = measured["config"]["world_size"]
     axes.set_title(f"Sent by each of {ranks:,} ranks in a step of {batches} micro-batch{'es' * (batches > 1)}", size=10)
-    axes.margins(y=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
     phases = [phase for phase in COLOURS if any(row["phase"] == phase for row in rows)]
     handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in phases]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -143,43 +135,39 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, title: str, notes: str) -> Figure:
-    """Draw a rank's memory under each scheme, stacked by role, and its capacity.
+def memory_bars(rows: Mapping[str, Mapping[str, int]]) -> Figure:
+    """Draw a rank's memory, stacked by role.
 
     Args:
-        rows: scheme -> role -> bytes.
-        capacity: bytes that a rank has, drawn as a line; None if not known.
-        title: over the picture.
-        notes: under it: of which job.
+        rows: name of a bar -> role -> bytes.
     """
+    from matplotlib.patches import Patch
+
     unit, name = decimal_unit(max(sum(held.values()) for held in rows.values()))
     figure, axes = _figure(7.5, 4.2)
-    bottoms = dict.fromkeys(rows, 0.0)
     found = {role for held in rows.values() for role in held}
-    for role in (*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))):
-        heights = [held.get(role, 0) / unit for held in rows.values()]
-        axes.bar(
-            list(rows),
-            heights,
-            0.62,
-            list(bottoms.values()),
-            label=role,
-            color=ROLE_COLOURS.get(role, OTHER_ROLE),
-            edgecolor="white",
-            linewidth=0.5,
-        )
-        bottoms = {key: bottom + height for (key, bottom), height in zip(bottoms.items(), heights, strict=True)}
-    for index, bottom in enumerate(bottoms.values()):
-        axes.annotate(f"{bottom:.1f}", (index, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    if capacity is not None:
-        axes.axhline(capacity / unit, color="#b03030", linewidth=1, linestyle="--", label="memory of a rank")
-    axes.set(ylabel=f"{name} on each rank", title=title)
-    axes.title.set_fontsize(10)
-    axes.margins(y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    say_under(figure, notes)
+    roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
+    colours = {role: ROLE_COLOURS.get(role, OTHER) for role in roles}
+    for index, held in enumerate(rows.values()):
+        total = f"{sum(held.values()) / unit:.1f}"
+        _stacked(axes, index, 0.62, [(held.get(role, 0) / unit, colours[role]) for role in roles], total)
+    axes.set_xticks(range(len(rows)), list(rows))
+    axes.set(ylabel=f"{name} on each rank")
+    axes.set_title("Memory per rank", size=10)
+    handles = [Patch(color=colour, label=role) for role, colour in colours.items()]
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
+
+
+def _stacked(axes: Axes, place: float, width: float, parts: Iterable[tuple[float, str]], label: str) -> None:
+    """Draw a bar of stacked parts (height, colour), with a label above it."""
+    bottom = 0.0
+    for height, colour in parts:
+        axes.bar(place, height, width, bottom, color=colour, edgecolor="white", linewidth=0.5)
+        bottom += height
+    axes.annotate(label, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.margins(y=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figure:
@@ -190,7 +178,7 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     Args:
         points: the results of ``simulate --json``.
         title: above the picture.
-        notes: under it: of which job, and what is assumed.
+        notes: under it, small: of which job, and what is assumed.
     """
     from matplotlib.lines import Line2D
 
@@ -215,7 +203,7 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
     handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
     axes.legend(handles=handles, frameon=False, fontsize=8)
-    say_under(figure, notes)
+    figure.supxlabel(notes, fontsize=7, x=0.01, ha="left", parse_math=False)
     return figure
 
 
@@ -227,13 +215,8 @@ def _lines(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Ma
     return found
 
 
-def say_under(figure: Figure, notes: str) -> None:
-    """Write notes under a picture, small, from its left edge."""
-    figure.supxlabel(notes, fontsize=7, x=0.01, ha="left", parse_math=False)
-
-
 def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> str:
-    """Return the notes for :func:`say_under`: the model, the number of ranks, and the size of an optimizer step."""
+    """Return notes for :func:`scaling`: the model, the number of ranks, and the size of an optimizer step."""
     counts, batches = (", ".join(f"{n:,}" for n in sorted(set(numbers))) for numbers in (ranks, micro_batches))
     model, each = job.model, f"{job.micro_batch} x {job.model.sequence:,} tokens"
     of = f"{model.name} ({format_count(model.params)} parameters)"

@@ -27,20 +27,8 @@ from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.versions import used
 
-
-@dataclass(frozen=True)
-class RankBytes:
-    """The bytes that one rank sent and stored.
-
-    Attributes:
-        sent: (phase, domain) -> bytes sent in the last optimizer step.
-        memory: role -> bytes stored.
-        peak: peak memory of the device in bytes; on a CPU, of the process.
-    """
-
-    sent: Mapping[Key, int]
-    memory: Mapping[str, int]
-    peak: int
+RankBytes = tuple[Mapping[Key, int], Mapping[str, int], int]
+"""What one rank sent in the last optimizer step, by (phase, domain); what it stores, by role; and its peak memory."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,7 @@ class Stats:
 
     def of_rank(self) -> RankBytes:
         """Return this rank's part of a report."""
-        return RankBytes(self.step_bytes, self.memory, self.peak_memory)
+        return self.step_bytes, self.memory, self.peak_memory
 
 
 def build_report(
@@ -156,20 +144,19 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """Return the ``zero_topo`` part of a report, of all given ranks."""
     config, work = stats.config, stats.work
     zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
-    peaks = [rank.peak for rank in ranks]
+    sent, stored, peaks = zip(*ranks, strict=True)
     return {
         "ranks": len(ranks),
         "config": config.to_json(),
         "topology": config.topology.to_json(),
         "parameters": sum(work.numels),
         "micro_batches": stats.micro_batches,
-        "sent": _sent_rows([rank.sent for rank in ranks], step_bytes(config, work), step_bytes(zero3, work)),
+        "sent": _sent_rows(sent, step_bytes(config, work), step_bytes(zero3, work)),
         "phase_seconds": dict(stats.phase_seconds),
         "sync": dict(stats.sync_report),
-        "memory": _memory_rows(stats, zero3, [rank.memory for rank in ranks]),
+        "memory": _memory_rows(stats, zero3, stored),
         "peak": {
-            "min": min(peaks),
-            "max": max(peaks),
+            **_spread(peaks),
             "on_device": stats.on_device,
             "predicted": sum(stats.predicted_memory.values()),
         },
@@ -184,8 +171,7 @@ def _sent_rows(
     order = {key: place for place, key in enumerate((phase, domain) for domain in LINKED_DOMAINS for phase in PHASES)}
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
-        values = [rank.get((phase, domain), 0) for rank in measured]
-        row = {"domain": domain, "phase": phase, "min": min(values, default=0), "max": max(values, default=0)}
+        row = {"domain": domain, "phase": phase, **_spread([rank.get((phase, domain), 0) for rank in measured])}
         rows.append(row | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)})
     return rows
 
@@ -198,10 +184,13 @@ def _memory_rows(stats: Stats, zero3: ResolvedConfig, measured: Sequence[Mapping
     stock = memory_bytes(zero3, stats.work, *itemsizes)
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
-        values = [rank.get(role, 0) for rank in measured]
-        row = {"role": role, "min": min(values, default=0), "max": max(values, default=0)}
+        row = {"role": role, **_spread([rank.get(role, 0) for rank in measured])}
         rows.append(row | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)})
     return rows
+
+
+def _spread(values: Sequence[int]) -> dict[str, int]:
+    return {"min": min(values), "max": max(values)}
 
 
 def _median(values: Sequence[float]) -> float | None:

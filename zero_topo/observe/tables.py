@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,25 @@ STOCK = 'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" blo
 GAP = 2  # spaces between columns
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of a report; ``str`` gives it as aligned text.
+Table = Mapping[str, Any]
+"""Of a report: ``title``, the line above; ``rows``, the headings and then one tuple of cells for each line; and
+``words``: how many columns, from the left, hold words and are set left. The others hold figures."""
 
-    Attributes:
-        title: the line above it.
-        words: how many columns, from the left, hold words and are set left; the others hold figures.
-        rows: the headings, then one tuple of cells for each line.
-    """
 
-    title: str
-    words: int
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        lines = [
-            (" " * GAP)
-            .join(
-                cell.ljust(width) if index < self.words else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            .rstrip()
-            for row in self.rows
-        ]
-        rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
-        return "\n".join([self.title, lines[0], rule, *lines[1:], ""])
+def table_text(table: Table) -> str:
+    """Return a table as aligned text."""
+    widths = [max(map(len, column)) for column in zip(*table["rows"], strict=True)]
+    lines = [
+        (" " * GAP)
+        .join(
+            cell.ljust(width) if index < table["words"] else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        .rstrip()
+        for row in table["rows"]
+    ]
+    rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
+    return "\n".join([table["title"], lines[0], rule, *lines[1:], ""])
 
 
 def render(folder: Path) -> str:
@@ -63,7 +54,8 @@ def render(folder: Path) -> str:
 
 def measured_text(measured: Mapping[str, Any]) -> str:
     """Return bytes, memory and times of a report's ``zero_topo`` part as text."""
-    return "\n".join([*map(str, (sent_table(measured), memory_table(measured))), *last_step_lines(measured)])
+    tables = sent_table(measured), memory_table(measured)
+    return "\n".join([*map(table_text, tables), *last_step_lines(measured)])
 
 
 def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
@@ -110,7 +102,7 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
             figures = _range(row), *(bytes_or_dash(row[key]) for key in ("formula", "zero3"))
             rows.append((domain, row["phase"].replace("_", ", "), *figures))
     step = f"optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
-    return Table(f"Sent by {_who(measured)} per {step}", 2, tuple(rows))
+    return {"title": f"Sent by {_who(measured)} per {step}", "words": 2, "rows": rows}
 
 
 def memory_table(measured: Mapping[str, Any]) -> Table:
@@ -119,7 +111,8 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
     total = {key: sum(row[key] or 0 for row in measured["memory"]) for key in ("min", "max", *keys)}
     rows = (*measured["memory"], {"role": "all", **total})
     cells = [(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys)) for row in rows]
-    return Table(f"Memory of {_who(measured)}", 1, (("role", "measured", "formula", "of it padding", "ZeRO-3"), *cells))
+    heads = ("role", "measured", "formula", "of it padding", "ZeRO-3")
+    return {"title": f"Memory of {_who(measured)}", "words": 1, "rows": [heads, *cells]}
 
 
 def _who(measured: Mapping[str, Any]) -> str:

@@ -110,15 +110,11 @@ def _bars(plan: Plan, topology: Topology) -> Iterator[str]:
 def _collectives(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> Iterator[str]:
     """Draw, under the tree, a bracket over the ranks of each collective, with its wire format."""
     y = TOP + ROW * len(ROLES) + 34
+    sync = f"{wire['sync'] or '16 bits'}, once per optimizer step; publish brings the weights back"
     rows = [
         (plan.weights, "gather", f"{_bits(wire['weights'])}, before each forward and backward", "weights"),
         (plan.gradients, "scatter", f"{_bits(wire['gradients'])}, during each backward", "gradients"),
-        (
-            plan.world_size,
-            "sync",
-            f"{wire['sync'] or '16 bits'}, once per optimizer step; publish brings the weights back",
-            "optimizer",
-        ),
+        (plan.world_size, "sync", sync, "optimizer"),
     ]
     for degree, name, what, role in rows:
         for first in range(0, _shown(topology), degree):
