@@ -62,6 +62,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
@@ -229,6 +230,11 @@ class Network:
     topology: Topology
     rates: Rates
 
+    @cached_property
+    def units(self) -> Mapping[str, int]:
+        """Return domain -> its number of ranks."""
+        return {domain: self.topology.degree(domain) for domain in DOMAINS}
+
     def bandwidth(self, domain: str) -> float:
         """Return the bytes/s of a domain's link that collectives reach."""
         return self.topology.links[domain].bandwidth * self.rates.link_efficiency.get(domain, 1.0)
@@ -242,7 +248,7 @@ class Network:
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
         """
         size, busy, latency = hi // lo, dict[str, float](), 0.0
-        members = {domain: self._members(lo, hi, domain) for domain in DOMAINS}
+        members = {domain: _members(lo, hi, unit) for domain, unit in self.units.items()}
         measured = self.rates.rings.get("reduce" if pattern == "reduce ring" else "gather", {})
         for below, domain in pairwise(DOMAINS):
             inner, outer = members[below], members[domain]
@@ -253,7 +259,7 @@ class Network:
                 latency = max(latency, self.topology.links[domain].latency)
             elif (ring := measured.get(domain)) is not None:
                 unit = "gpu" if domain == "gpu" else "node"
-                busy[domain] = sent * self.topology.degree(unit) / (members[unit] * ring.bandwidth)
+                busy[domain] = sent * self.units[unit] / (members[unit] * ring.bandwidth)
                 latency = ring.latency(size, sent / (size - 1))
             else:
                 busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * self.bandwidth(domain))
@@ -261,10 +267,11 @@ class Network:
                 latency += steps * self.topology.links[domain].latency * (size - 1) / size
         return HopTime(latency, busy)
 
-    def _members(self, lo: int, hi: int, domain: str) -> int:
-        """Return the number of members of a process group in one unit of the domain."""
-        unit, size = self.topology.degree(domain), hi // lo
-        return size if unit % hi == 0 else max(1, min(size, unit // lo))
+
+def _members(lo: int, hi: int, unit: int) -> int:
+    """Return the number of members of a process group in one unit of a domain, which has ``unit`` ranks."""
+    size = hi // lo
+    return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
 
 def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
@@ -315,13 +322,13 @@ class Packet:
             yield from ((domain, self.count * seconds) for domain, seconds in hop.busy.items())
 
 
-def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns) -> Packet:
-    """Return the collective of a phase for a module of these parameters."""
+def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1) -> Packet:
+    """Return the collectives of a phase for ``count`` modules of these parameters."""
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
     if not found and not (columns.coded and phase.startswith("gather")):  # INT8 weights are always decoded
-        return Packet(phase, 0.0, ())
+        return Packet(phase, 0.0, (), count)
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
         matrices = _matrices(config, columns.all)
@@ -332,7 +339,7 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces))
+    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces), count)
 
 
 def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> tuple[HopTime, ...]:
@@ -447,7 +454,7 @@ def _passes(
     """
 
     def of(phase: str) -> list[Packet]:
-        return [replace(_packet(config, job, network, phase, of), count=count) for count, of in modules]
+        return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
 
     def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""

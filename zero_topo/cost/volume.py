@@ -121,12 +121,22 @@ class Workload:
         spec = config.resident_spec
         if spec is None:
             return (False,) * len(self.numels)
-        return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
+        return _coded(config.plan.world_size, self.numels, self.dims, self.persistent, spec.block_size)
 
 
-@lru_cache  # every plan on a machine has the same world shards
+# Every plan on a machine has the same world shards, and the same INT8 weights if it has any.
+
+
+@lru_cache
 def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
     return tuple(-(-numel // ranks) for numel in numels)
+
+
+@lru_cache
+def _coded(
+    ranks: int, numels: tuple[int, ...], dims: tuple[int, ...], persistent: tuple[bool, ...], block: int
+) -> tuple[bool, ...]:
+    return coded_slots(Plan(ranks, 1, None, 1, 1), numels, dims, persistent, block)
 
 
 # -- DeepSpeed itself --------------------------------------------------------------------------------------------------
