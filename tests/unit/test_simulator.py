@@ -188,23 +188,13 @@ PAPER = {"zero++ / zero3": 1.405, "paper / zero++": 1.707, "paper / zero3": 2.39
 """ZeRO-topo's own figures, 20 billion parameters: throughput at 384 GCDs, and topo's scaling from 64 to 384."""
 
 
-def in_the_papers_setting(scheme: str, ranks: int, **changed: Any) -> float:
+def in_the_papers_setting(scheme: str, ranks: int, compute_efficiency: float = 0.45, **changed: Any) -> float:
     """TFLOP/s of a GCD. DeepSpeed's messages, nothing overlapped, no recomputation, K = 6, one sequence of 2048, 45%
     of peak: none of these is stated in the paper. The links' rates are the preset's, fitted to RCCL's logs."""
-    rates = load_machine("frontier").rates
-    assert rates is not None
-    settings = {
-        "micro_batches": 6,
-        "compute_efficiency": 0.45,
-        "overlap": 0.0,
-        "checkpointing": False,
-        "stock": True,
-        **changed,
-    }
-    named = {key: settings[key] for key in ("micro_batches", "checkpointing", "stock", "overlap")}
-    config = resolve(load_preset("frontier", ranks), scheme=scheme)
-    machine = replace(rates, compute_efficiency=settings["compute_efficiency"])
-    return predict_step(config, Job(NEOX, 1, **named), machine).tflops_per_gpu
+    stated = {"micro_batches": 6, "overlap": 0.0, "checkpointing": False, "stock": True, **changed}
+    machine = load_preset("frontier", ranks)
+    rates = replace(rates_on(machine), compute_efficiency=compute_efficiency)
+    return predict_step(resolve(machine, scheme=scheme), Job(NEOX, 1, **stated), rates).tflops_per_gpu
 
 
 def ratios(**changed: Any) -> dict[str, float]:
@@ -234,9 +224,8 @@ def test_the_papers_ratios_come_out_within_15_percent_at_the_defaults() -> None:
 
 def test_what_is_left_out_of_stock_would_take_zero_plus_plus_its_gain() -> None:
     """DeepSpeed's ZeRO++ reduces each bias and norm by itself, in a ring of all: 1.26 times ZeRO-3, says the README."""
-    rates = load_machine("frontier").rates
-    assert rates is not None
-    hop = Network(load_preset("frontier", 384), rates).hop(1, 384, 2.0 * NEOX.hidden, "reduce ring")
+    frontier = load_preset("frontier", 384)
+    hop = Network(frontier, rates_on(frontier)).hop(1, 384, 2.0 * NEOX.hidden, "reduce ring")
     vectors = sum(numel < 10**5 for numel in NEOX.numels())
     plus = in_the_papers_setting("zero++", 384)
     flops = Job(NEOX, 1, 6).flops / 1e12
