@@ -121,14 +121,14 @@ def test_keys_that_contradict_the_block_are_refused(block: Any, zero: dict[str, 
 
 @pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
 def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None:
-    """The first try of every user of ZeRO++: each combination of its keys, on 8 to 384 ranks."""
+    """The first try of every user of ZeRO++: each combination of its keys, on one node and on many."""
     values = {"zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True, **LOCO}
     for keys in chain.from_iterable(combinations(values, n) for n in range(len(values) + 1)):
         config = stock({}, **{key: values[key] for key in keys})
         assert deepspeed_problems(config) == []
         block = ZeroTopoConfig.from_ds_config(config)
         assert block is not None
-        for ranks in (8, 16, 64, 384):
+        for ranks in (8, 384):
             found = before_a_model(block, load_preset(machine, ranks))
             if found is not None and "zero_hpz_partition_size" in keys:
                 assert found.plan.secondary == 8 or found.plan.weights == 1 or found.resident_spec is not None
