@@ -82,7 +82,7 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
-    found = [refuse_value(ds_config, **MISPLACED), _misspelt(ds_config)]
+    found = [_misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
         found.append(_optimizer_of_the_mode(ds_config))
@@ -178,6 +178,12 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     return hints if ROOT in ds_config else []
 
 
+def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
+    if lookup(ds_config, f"{ZERO}.{ROOT}") is ABSENT:
+        return None
+    return f'{ZERO}.{ROOT}: DeepSpeed does not know the block here; move "{ROOT}" to the top level of the config'
+
+
 def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
     plain = ROOT.replace("_", "")
     for key in ds_config:
@@ -213,5 +219,5 @@ SEQUENCES = (
     "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
 )
 
-MISPLACED, NO_OVERLAP, *REFUSED_KEYS = packaged(__package__, "refused.json")
-"""The arguments of :func:`refuse_value`: for a misplaced block, for one warning, and for each refused key."""
+NO_OVERLAP, *REFUSED_KEYS = packaged(__package__, "refused.json")
+"""The arguments of :func:`refuse_value`: for one warning, then for each refused key."""
