@@ -72,15 +72,7 @@ from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
 from zero_topo.cost.transformer import Model, Shape
-from zero_topo.cost.volume import (
-    Columns,
-    Workload,
-    count_moves,
-    gather_spec,
-    matrix_moves,
-    phase_moves,
-    sent_as,
-)
+from zero_topo.cost.volume import Columns, Workload, count_moves, gather_spec, matrix_moves, phase_moves, sent_as
 from zero_topo.strict import must_be, read
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
