@@ -62,7 +62,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
@@ -79,6 +79,7 @@ from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
+Modules = Sequence[tuple[int, Columns]]
 Attention = Literal["flash", "eager"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OVERLAP = 0.0
@@ -410,13 +411,14 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         job: what is trained.
         rates: rates of a rank.
     """
-    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
+    network = Network(config.topology, rates)
+    sent_alike = replace(job, micro_batch=1, micro_batches=1, checkpointing=True, overlap=None)
+    modules, packets = _collectives(config, sent_alike, network)
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
-    network = Network(config.topology, rates)
-    for each in _passes(config, job, network, modules, (forward, backward)):
+    for each in _passes(config, job, network, modules, packets, (forward, backward)):
         for phase, seconds in _exposed(*each, job.hidden, rates.host_codec).items():
             found[phase] += seconds
     rows = config.plan.world_size // config.plan.optimizer
@@ -432,11 +434,22 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     return Step(found, job.flops)
 
 
+@lru_cache(maxsize=512)  # of all plans of a machine: other micro-batches, recomputation or overlap ask again
+def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
+    """Return the columns of a job's modules, each with their number, and their collectives by phase."""
+    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
+    return modules, {
+        phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
+        for phase in PHASES[1:-1]
+    }
+
+
 def _passes(
     config: ResolvedConfig,
     job: Job,
     network: Network,
-    modules: Sequence[tuple[int, Columns]],
+    modules: Modules,
+    packets: Mapping[str, list[Packet]],
     seconds: tuple[float, float],
 ) -> Iterable[tuple[int, float, list[Packet], list[Packet]]]:
     """Yield equal passes of a step: their number, computation, and the packets that overlap and that do not.
@@ -445,19 +458,16 @@ def _passes(
         seconds: computation of a forward and of a backward pass.
     """
 
-    def of(phase: str) -> list[Packet]:
-        return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-
     def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
         return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
     whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
-    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or of("sync")
+    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or packets["sync"]
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
-    forward = [split(of("gather_forward"), gathers)]
-    backward = [split(of("gather_backward"), gathers, edge=False), split(of("scatter"), scatters)]
-    published, reduced = split(of("publish"), config.overlap), split(synced, config.overlap and not whole)
+    forward = [split(packets["gather_forward"], gathers)]
+    backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
+    published, reduced = split(packets["publish"], config.overlap), split(synced, config.overlap and not whole)
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
