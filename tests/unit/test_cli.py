@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -15,19 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
+from tests.plans import config_file, printed
 from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
 from zero_topo.config import SCHEMES, json_schema
 from zero_topo.topology import Topology
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
-
-
-def ds_config(folder: Path, **keys: Any) -> str:
-    """The path of a DeepSpeed config with these keys."""
-    path = folder / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 3}, **keys}))
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +65,8 @@ def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) 
 
 
 def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
-    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--set", "scheme=paper", "--json"]
-    report = json.loads(run(*words, "--micro-batches", "3")[1])
+    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--set", "scheme=paper"]
+    report = printed(run, *words, "--micro-batches", "3")
     (paper,) = report["schemes"]
     assert (report["params"], report["micro_batches"], paper["scheme"]) == (8192, 3, "paper")
     assert paper["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
@@ -88,17 +81,17 @@ def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:
 
 
 def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path: Path) -> None:
-    path = ds_config(tmp_path, zero_topo={"topology": EMULATED, "scheme": "topo"})
+    path = config_file(tmp_path, {"topology": EMULATED, "scheme": "topo"})
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
     assert "- scheme topo: weights INT8 over gpu (2 ranks)" in out and out.endswith("ok\n")
-    report = json.loads(run("check", path, "--json")[1])
+    report = printed(run, "check", path)
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
 def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(run: Run, tmp_path: Path) -> None:
-    path = ds_config(tmp_path, zero_topo={"scheme": "topo"})
-    small, large = (run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n) for n in ("1B", "40B"))
+    path = config_file(tmp_path, {"scheme": "topo"})
+    small, large = (run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n) for n in ("1B", "45B"))
     assert small[0] == large[0] == 0 and small[1].endswith("\nok\n")
     assert "- warning: scheme topo needs" in large[1] and large[1].endswith("\nok, with a warning\n")
 
@@ -107,7 +100,7 @@ def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
     """Stock's ways to gather and reduce ask for less than is done; parameters are offloaded for inference alone."""
     zero = {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
     block = {"topology": EMULATED}
-    path = ds_config(tmp_path, zero_topo=block, zero_optimization={**zero, "offload_param": {"device": "cpu"}})
+    path = config_file(tmp_path, block, zero_optimization={**zero, "offload_param": {"device": "cpu"}})
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
     for line in (
@@ -116,11 +109,11 @@ def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
         '- zero_optimization.offload_param = {"device": "cpu"} is left out: in training',
     ):
         assert line in out
-    assert "offload_param" not in run("check", ds_config(tmp_path, zero_topo=block))[1]
+    assert "offload_param" not in run("check", config_file(tmp_path, block))[1]
 
 
 def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) -> None:
-    path = ds_config(tmp_path, zero_topo={}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
+    path = config_file(tmp_path, {}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)
     assert (status, out) == (2, "")
     assert [line.split()[1] for line in err.splitlines()] == ["compile.deepcompile", "torch_autocast.enabled"]

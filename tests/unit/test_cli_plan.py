@@ -5,26 +5,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
+from tests.plans import config_file, printed
 from zero_topo.config import SCHEMES
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48")
 
 
-def as_json(run: Run, *words: str) -> Any:
-    status, out, err = run("plan", *words, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
 def test_machine_and_nodes_are_the_same_as_topology_and_world_size(run: Run) -> None:
     words = ("--params", "20e9", "--set", "scheme=topo")
-    assert as_json(run, *words, *FRONTIER) == as_json(run, *words, "--topology", "frontier", "--world-size", "384")
+    assert printed(run, "plan", *words, *FRONTIER) == printed(
+        run, "plan", *words, "--topology", "frontier", "--world-size", "384"
+    )
 
 
 def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run) -> None:
@@ -39,7 +35,7 @@ def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run)
 def test_models_come_from_names_and_files(run: Run) -> None:
     yaml = str(ROOT / "neox_configs" / "frontier-20b.yml")
     sizes = [
-        as_json(run, *words, *FRONTIER, "--set", "scheme=zero3")["params"]
+        printed(run, "plan", *words, *FRONTIER, "--set", "scheme=zero3")["params"]
         for words in (("--model", "gpt-neox-20b"), ("--model", yaml))
     ]
     assert sizes == [pytest.approx(20_554_567_680, rel=1e-3)] * 2
@@ -48,8 +44,8 @@ def test_models_come_from_names_and_files(run: Run) -> None:
 def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None:
     """Of 7B with adapters: no optimizer state of them, and what is sent over the world is for the adapters alone."""
     words = ("--params", "7B", "--set", "trainable=4.2M", *FRONTIER, "--set", "scheme=topo")
-    (row,), (whole,) = as_json(run, *words)["schemes"], as_json(run, *words[:2], *words[4:])["schemes"]
-    (adapters,) = as_json(run, "--params", "4.2M", *words[4:])["schemes"]
+    (row,), (whole,) = printed(run, "plan", *words)["schemes"], printed(run, "plan", *words[:2], *words[4:])["schemes"]
+    (adapters,) = printed(run, "plan", "--params", "4.2M", *words[4:])["schemes"]
     assert {**row["memory"], "frozen": None} == {**adapters["memory"], "frozen": None}
     codes = 1 + 4 / 256  # of 7B on two dies, and the exact ones over the world
     assert row["memory"]["frozen"] == pytest.approx((7e9 - 4.2e6) * (codes / 2 + 2 / 384), rel=1e-3)
@@ -64,11 +60,11 @@ def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None
 
 
 def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
-    report = as_json(run, "--max-params", *FRONTIER)
+    report = printed(run, "plan", "--max-params", *FRONTIER)
     found = {name: row["max_params"] for name, row in report["schemes"].items()}
     assert set(found) == set(SCHEMES)
     assert found["zero3"] > found["zero++"] > found["topo-zero2"] > found["paper"] > found["mics"] > 20e9
-    shorter = as_json(run, "--max-params", *FRONTIER, "--set", "scheme=topo", "--seq", "512")
+    shorter = printed(run, "plan", "--max-params", *FRONTIER, "--set", "scheme=topo", "--seq", "512")
     assert shorter["schemes"]["topo"]["max_params"] > found["topo"]
     status, out, _ = run("plan", "--max-params", *FRONTIER)
     assert status == 0 and f"{found['topo']:,}" in out
@@ -76,9 +72,8 @@ def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
 
 def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: Path) -> None:
     """The largest model grows when the optimizer's states are in the host's memory."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    path = config_file(tmp_path, {}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     words = ("--max-params", "--machine", "frontier", "--nodes", "2", "--set", "scheme=topo")
-    plain, offloaded = (as_json(run, *words, *more) for more in ((), ("--set", f"deepspeed-config={path}")))
+    plain, offloaded = (printed(run, "plan", *words, *more) for more in ((), ("--set", f"deepspeed-config={path}")))
     most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
     assert most > 1.2 * least

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
+from tests.plans import printed
 from zero_topo.cost.step import PHASES
 
 SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
 
 
 def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> None:
-    status, out, _ = run(*SMALL, "--json")
-    found = json.loads(out)
-    assert status == 0
+    found = printed(run, *SMALL)
     assert [(r["scheme"], r["ranks"], r["micro_batches"]) for r in found["results"]] == [
         (scheme, ranks, count) for scheme in ("zero3", "topo") for ranks in (16, 64) for count in (1, 2)
     ]
@@ -35,30 +34,30 @@ def test_the_table_fits_80_columns(run: Run) -> None:
 
 
 def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path: Path) -> None:
-    words = ("simulate", "--gcds", "64", "--schemes", "zero3", "--micro-batches", "1", "--json")
+    words = ("simulate", "--gcds", "64", "--schemes", "zero3", "--micro-batches", "1")
     preset, slow = (
-        json.loads(run(*words, *more)[1]) for more in ((), ("--set", 'rates={"link_efficiency": {"world": 0.1}}'))
+        printed(run, *words, *more) for more in ((), ("--set", 'rates={"link_efficiency": {"world": 0.1}}'))
     )
     assert slow["results"][0]["step_s"] > preset["results"][0]["step_s"]
     assert slow["rates"] == {**preset["rates"], "link_efficiency": {**preset["rates"]["link_efficiency"], "world": 0.1}}
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(slow["rates"]))
-    assert json.loads(run(*words, "--set", f"rates={file}")[1]) == slow
+    assert printed(run, *words, "--set", f"rates={file}") == slow
 
 
 def test_a_machine_may_be_described(run: Run, tmp_path: Path) -> None:
     """A file or an object as the errors offer them; its own ranks count; rates that are not known are Frontier's."""
-    described = json.loads(run("topology", "--from", "frontier", "--world-size", "32", "--json")[1])
-    file, words = tmp_path / "own.json", ("--schemes", "zero3", "--micro-batches", "1", "--overlap", "0", "--json")
+    described = printed(run, "topology", "--from", "frontier", "--world-size", "32")
+    file, words = tmp_path / "own.json", ("--schemes", "zero3", "--micro-batches", "1", "--overlap", "0")
     file.write_text(json.dumps(described))
-    usual = json.loads(run("simulate", "--machine", "frontier", "--gcds", "32", *words)[1])
-    assert json.loads(run("simulate", "--machine", str(file), *words)[1])["results"] == usual["results"]
+    usual = printed(run, "simulate", "--machine", "frontier", "--gcds", "32", *words)
+    assert printed(run, "simulate", "--machine", str(file), *words)["results"] == usual["results"]
     unknown = json.dumps({**described, "name": "mine"})
-    assumed = json.loads(run("simulate", "--machine", unknown, *words)[1])
+    assumed = printed(run, "simulate", "--machine", unknown, *words)
     assert assumed["results"] == usual["results"]
     assert assumed["notes"] == ["how fast a rank of mine computes is not known: frontier's is assumed"]
     rates = ("--set", f"rates={json.dumps(usual['rates'])}")
-    assert json.loads(run("simulate", "--machine", unknown, *rates, *words)[1])["results"] == usual["results"]
+    assert printed(run, "simulate", "--machine", unknown, *rates, *words)["results"] == usual["results"]
 
 
 def test_the_figure_has_a_colour_a_scheme_ticks_at_the_ranks_and_names_what_is_assumed(

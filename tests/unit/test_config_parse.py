@@ -65,11 +65,6 @@ def test_two_mistakes_are_both_named() -> None:
         ZeroTopoConfig.parse({"seed": -1, "meter": 2})
 
 
-def test_building_the_model_directly_refuses_unknown_keys_too() -> None:
-    with pytest.raises(ValidationError, match=r"weigths.*did you mean 'weights'"):
-        QuantizeConfig.model_validate({"weigths": "int8"})
-
-
 MODELS: dict[str, type[BaseModel]] = {
     "": ZeroTopoConfig,
     "quantize": QuantizeConfig,
@@ -98,10 +93,12 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
     assert f"{key}: unknown key" in str(caught.value)
 
 
-def test_an_empty_block_is_valid_and_has_the_documented_defaults() -> None:
+def test_an_empty_block_is_valid_and_has_the_documented_defaults_for_good() -> None:
     config = ZeroTopoConfig.parse({})
     assert (config.topology, config.scheme, config.meter, config.debug_checks) == ("auto", None, True, False)
     assert config.quantize.block_size == 256
+    with pytest.raises(ValidationError, match="frozen"):
+        config.meter = False  # type: ignore[misc]
     assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
 
 
@@ -134,11 +131,6 @@ def test_the_block_is_found_in_a_deepspeed_config_and_absence_is_none() -> None:
     assert found is not None and found.scheme == "hsdp"
     with pytest.raises(ValueError, match="must be a JSON object, got null"):
         ZeroTopoConfig.from_ds_config({"zero_topo": None})
-
-
-def test_configs_cannot_be_changed_after_parsing() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        ZeroTopoConfig.parse({}).meter = False  # type: ignore[misc]
 
 
 def test_names_agree_with_the_rooms_they_come_from() -> None:
@@ -177,13 +169,9 @@ def test_the_schema_describes_every_key_and_closes_every_object() -> None:
 def test_the_schema_of_the_whole_file_leaves_deepspeeds_keys_open_and_resolves_its_references() -> None:
     schema = json_schema(whole_file=True)
     assert "additionalProperties" not in schema
-    assert set(schema["properties"]["zero_topo"]["properties"]) == set(ZeroTopoConfig.model_fields)
+    keys = schema["properties"]["zero_topo"]["properties"]
+    assert set(keys) == set(ZeroTopoConfig.model_fields)
     for part in json.dumps(schema).split('"$ref": "')[1:]:
         name = part.split('"')[0].removeprefix("#/$defs/")
         assert name in schema["$defs"]
-
-
-def test_the_schema_offers_none_as_a_secondary() -> None:
-    offered = json.dumps(json_schema()["properties"]["secondary"])
-    assert '"none"' in offered and '"null"' in offered
-    assert '"none"' not in json.dumps(json_schema()["properties"]["weights"])
+    assert [key for key in keys if '"none"' in json.dumps(keys[key])] == ["secondary"]

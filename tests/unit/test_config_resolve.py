@@ -48,12 +48,6 @@ def test_a_scheme_is_the_row_of_its_paper(
     assert config.sync == DenseSync(mode="dense", reduce=reduce)
 
 
-def test_mics_and_hsdp_are_one_plan() -> None:
-    """So tests of what a plan does take one of them."""
-    mics, hsdp = (resolve(scheme=scheme) for scheme in ("mics", "hsdp"))
-    assert (mics.plan, specs(mics), mics.sync, mics.publish) == (hsdp.plan, specs(hsdp), hsdp.sync, hsdp.publish)
-
-
 def test_an_empty_block_is_the_scheme_topo_and_says_so() -> None:
     config = resolve()
     assert config.scheme == "topo" and degrees(config) == degrees(resolve(scheme="topo"))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.commands import Run
 from tests.launching import ROOT as CHECKOUT
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
+from tests.plans import printed, resolve
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.candidates import before_a_model
@@ -121,14 +122,14 @@ def test_keys_that_contradict_the_block_are_refused(block: Any, zero: dict[str, 
 
 @pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
 def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None:
-    """The first try of every user of ZeRO++: each combination of its keys, on 8 to 384 ranks."""
+    """The first try of every user of ZeRO++: each combination of its keys, on one node and on many."""
     values = {"zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True, **LOCO}
     for keys in chain.from_iterable(combinations(values, n) for n in range(len(values) + 1)):
         config = stock({}, **{key: values[key] for key in keys})
         assert deepspeed_problems(config) == []
         block = ZeroTopoConfig.from_ds_config(config)
         assert block is not None
-        for ranks in (8, 16, 64, 384):
+        for ranks in (8, 384):
             found = before_a_model(block, load_preset(machine, ranks))
             if found is not None and "zero_hpz_partition_size" in keys:
                 assert found.plan.secondary == 8 or found.plan.weights == 1 or found.resident_spec is not None
@@ -212,7 +213,7 @@ def test_stock_quantizes_no_gradients_on_one_node_and_loco_keeps_them_in_int8() 
     numel = 2**25
     work = Workload.uniform([numel])
     one = Topology("dgx", nodes=1, gpus_per_node=8, ranks_per_gpu=1)
-    plain = step_bytes(resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), one), work)
+    plain = step_bytes(resolve(one, scheme="zero3"), work)
     assert step_bytes(stock_config({"zero_quantized_gradients": True}, one), work, stock=True) == plain
     loco = {"zero_quantized_gradients": True, **LOCO}
     assert loco_bytes(loco, work, DGX) == numel + numel // 8 and loco_bytes(loco, work, one) == 0
@@ -223,7 +224,7 @@ def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Pat
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"gradient_accumulation_steps": 4, **stock(**ZEROPP, **LOCO)}))
     words = ("migrate", str(path), "--machine", "dgx-h100", "--nodes", "4", "--params", "13B")
-    report = json.loads(run(*words, "--json")[1])
+    report = printed(run, *words)
     costs = report["costs"]
     assert set(costs["memory"]) == {"before", "after", "empty"} == set(costs["sent_by_domain"])
     assert (costs["params"], costs["micro_batches"]) == (13 * 10**9, 4)
@@ -269,7 +270,7 @@ def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> Non
 
 def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
     path = CHECKOUT / "configs" / "topo.json"
-    assert json.loads(run("migrate", str(path), "--json")[1])["config"] == json.loads(path.read_text())
+    assert printed(run, "migrate", str(path))["config"] == json.loads(path.read_text())
 
 
 def test_the_page_about_moving_shows_what_migrate_does(run: Run, tmp_path: Path) -> None:
@@ -278,5 +279,5 @@ def test_the_page_about_moving_shows_what_migrate_does(run: Run, tmp_path: Path)
     before, after = (json.loads(part.partition("```")[0]) for part in text.split("```json")[1:])
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(before))
-    assert json.loads(run("migrate", str(path), "--json")[1])["config"] == after
+    assert printed(run, "migrate", str(path))["config"] == after
     assert [key for key in KEYS if key not in text] == []

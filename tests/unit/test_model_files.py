@@ -15,61 +15,8 @@ from zero_topo.cost.model_files import MODELS, PLAIN, load_model
 from zero_topo.cost.transformer import Transformer
 
 FILES, NEOX_FILES = ROOT / "tests/data/models", ROOT / "tests/data/neox"
-PUBLISHED = {
-    "gpt2": 124_439_808,
-    "gpt2-xl": 1_557_611_200,
-    "gpt-neox-125m": 162_322_944,  # Pythia 160M
-    "gpt-neox-1.3b": 1_414_647_808,  # Pythia 1.4B
-    "gpt-neox-2.7b": 2_775_208_960,  # Pythia 2.8B
-    "gpt-neox-6.7b": 6_857_302_016,  # Pythia 6.9B
-    "gpt-neox-10b": 9_955_614_720,  # of no published config
-    "gpt-neox-20b": 20_554_567_680,
-    "pythia-12b": 11_846_072_320,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    **{f"llama-{version}-8b": 8_030_261_248 for version in ("3", "3.1")},
-    **{f"llama-{version}-70b": 70_553_706_496 for version in ("3", "3.1", "3.3")},
-    **{f"llama-{version}-405b": 405_853_388_800 for version in ("3", "3.1")},
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "qwen-2.5-0.5b": 494_032_768,
-    "qwen-2.5-1.5b": 1_543_714_304,
-    "qwen-2.5-3b": 3_085_938_688,
-    "qwen-2.5-7b": 7_615_616_512,
-    "qwen-2.5-14b": 14_770_033_664,
-    "qwen-2.5-32b": 32_763_876_352,
-    "qwen-2.5-72b": 72_706_203_648,
-    "qwen-3-0.6b": 596_049_920,
-    "qwen-3-1.7b": 1_720_574_976,
-    "qwen-3-4b": 4_022_468_096,
-    "qwen-3-8b": 8_190_735_360,
-    "qwen-3-14b": 14_768_307_200,
-    "qwen-3-32b": 32_762_123_264,
-    "qwen-3-30b-a3b": 30_532_122_624,
-    "qwen-3-235b-a22b": 235_093_634_560,
-    "mistral-7b": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mistral-small-24b": 23_572_403_200,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_630_071_296,
-    "gemma-2b": 2_506_172_416,
-    "gemma-7b": 8_537_680_896,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-1b": 999_885_952,
-    "gemma-3-4b": 4_300_079_472,
-    "gemma-3-12b": 12_187_325_040,
-    "gemma-3-27b": 27_432_406_640,
-    "olmo-2-1b": 1_484_916_736,
-    "olmo-2-7b": 7_298_617_344,
-    "olmo-2-13b": 13_716_198_400,
-    "olmo-2-32b": 32_234_279_936,
-    "deepseek-v3": 671_026_404_352,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-}
+PUBLISHED: dict[str, int] = json.loads((ROOT / "tests/data/published_params.json").read_text())
+"""Model -> its parameters as published; gpt-neox-10b is of no published config."""
 SHAPE = '"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4'
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import zero_topo
-from tests.plans import rates_on
-from zero_topo.config import ZeroTopoConfig, resolve_config
+from tests.plans import rates_on, resolve
 from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
 from zero_topo.cost.step import Job, predict_step, step_range
 from zero_topo.cost.transformer import Transformer
@@ -69,7 +68,7 @@ def test_experts_work_on_the_tokens_that_are_sent_to_them() -> None:
 
 
 def test_the_range_allows_for_what_is_not_known() -> None:
-    config = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), FRONTIER)
+    config = resolve(FRONTIER, scheme="zero3")
     found = family("mamba2")
     spans = [
         step_range(config, Job(model, 1, 1), rates_on(FRONTIER), predict_step).depends_on["compute"]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tests.launching import ROOT
 from tests.plans import TREE, resolve
-from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, json_schema, resolve_config
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
-from zero_topo.cost.explain import RISKS, explain, planned, recommend
+from zero_topo.cost.explain import RISKS, explain, planned
 from zero_topo.cost.memory import (
     activation_bytes,
     gathered_bytes,
@@ -244,7 +244,8 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
 
 
 def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
-    ranking = timed(ASKED, request(), lambda config, job: 1.0)
+    """Times that differ by 0.4 percent count as equal."""
+    ranking = timed(ASKED, request(), lambda config, job: 1.0 + 0.004 * (config.plan.weights > 1))
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
     leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
     order = []
@@ -311,39 +312,6 @@ def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
     assert "how fast a rank of tree computes is not known" in text
 
 
-# -- the largest model -------------------------------------------------------------------------------------------------
-
-
-def held(config: ResolvedConfig, wanted: Request, params: int) -> int:
-    """Bytes of a rank that trains a model of so many parameters."""
-    job = replace(wanted.job, model=scaled(params))
-    return sum(predict_memory(config, Workload.uniform(job.model.numels()), job).values())
-
-
-def largest(scheme: str, wanted: Request) -> int:
-    """The largest model under a scheme, which fits if there is one; what is 0.5, 2 or 5 percent larger does not."""
-    config = resolve(wanted.machine, scheme=scheme)
-    found = max_params(config, wanted)
-    assert found is not None and wanted.limit is not None
-    for params in (found, int(found * 1.005), int(found * 1.02), int(found * 1.05)):
-        assert (held(config, wanted, max(params, 1000)) <= wanted.limit) == (params == found > 0)
-    return found
-
-
-def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
-    assert ASKED.scheme == AUTO and '"auto"' in str(json_schema()).replace("'", '"')
-    with pytest.raises(ValueError, match="zero-topo plan --recommend --params N") as raised:
-        resolve_config(ASKED, TREE)
-    assert "\n" not in str(raised.value)
-
-
-def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
-    chosen, why = recommend(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), request())
-    assert not is_automatic(chosen, FRONTIER) and chosen.debug_checks
-    assert resolve_config(chosen, FRONTIER).plan.world_size == 384
-    assert why.startswith("scheme auto: ") and "\n" not in why
-
-
 def engine(*numels: int, job: Job = Job(NEOX, 1, 1)) -> Any:  # noqa: B008 (frozen)
     """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own.
 
@@ -379,11 +347,6 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
     assert all(needs) and needs[0] != needs[1]
     assert before_a_model(ASKED, TREE).plan.world_size == 8
-
-
-def test_a_model_that_no_plan_holds_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match=r"none of .* plans fits"):
-        planned(ASKED, request_of(engine(*[10**9] * 100), load_preset("frontier", 8)))
 
 
 def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:

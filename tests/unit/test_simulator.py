@@ -120,15 +120,17 @@ rates = st.builds(
 
 
 @given(config=configs, job=jobs, machine=rates)
-def test_a_step_is_between_all_hidden_and_all_parts_one_after_the_other(
+def test_a_step_is_linear_in_what_overlaps_and_in_its_micro_batches(
     config: ResolvedConfig, job: Job, machine: Rates
 ) -> None:
-    """Hiding half of what may be hidden is half way; what is sent does not depend on it."""
+    """Hiding half of what may be hidden is half way, and each further micro-batch takes as long as the last."""
     best, half, worst = (predict_step(config, replace(job, overlap=share), machine) for share in (1.0, 0.5, 0.0))
     assert best.seconds <= worst.seconds * (1 + 1e-9)
     assert half.seconds == pytest.approx((best.seconds + worst.seconds) / 2)
     assert best.seconds >= best.breakdown["compute"] + best.breakdown["optimizer"]
     assert set(best.breakdown) == set(PHASES) and min(best.breakdown.values()) >= 0
+    times = [predict_step(config, replace(job, micro_batches=count), machine).seconds for count in (1, 2, 6)]
+    assert times[2] == pytest.approx(times[0] + 5 * (times[1] - times[0]))
 
 
 @given(
@@ -148,14 +150,6 @@ def test_a_faster_machine_is_never_slower(
         replace(machine, memory_bandwidth=machine.memory_bandwidth * factor),
     )
     assert all(predict_step(config, job, better).seconds <= before for better in faster)
-
-
-@given(config=configs, job=jobs, machine=rates)
-def test_a_step_grows_in_a_straight_line_with_its_micro_batches(
-    config: ResolvedConfig, job: Job, machine: Rates
-) -> None:
-    times = [predict_step(config, replace(job, micro_batches=count), machine).seconds for count in (1, 2, 6)]
-    assert times[2] == pytest.approx(times[0] + 5 * (times[1] - times[0]))
 
 
 @pytest.mark.parametrize(
@@ -188,23 +182,13 @@ PAPER = {"zero++ / zero3": 1.405, "paper / zero++": 1.707, "paper / zero3": 2.39
 """ZeRO-topo's own figures, 20 billion parameters: throughput at 384 GCDs, and topo's scaling from 64 to 384."""
 
 
-def in_the_papers_setting(scheme: str, ranks: int, **changed: Any) -> float:
+def in_the_papers_setting(scheme: str, ranks: int, compute_efficiency: float = 0.45, **changed: Any) -> float:
     """TFLOP/s of a GCD. DeepSpeed's messages, nothing overlapped, no recomputation, K = 6, one sequence of 2048, 45%
     of peak: none of these is stated in the paper. The links' rates are the preset's, fitted to RCCL's logs."""
-    rates = load_machine("frontier").rates
-    assert rates is not None
-    settings = {
-        "micro_batches": 6,
-        "compute_efficiency": 0.45,
-        "overlap": 0.0,
-        "checkpointing": False,
-        "stock": True,
-        **changed,
-    }
-    named = {key: settings[key] for key in ("micro_batches", "checkpointing", "stock", "overlap")}
-    config = resolve(load_preset("frontier", ranks), scheme=scheme)
-    machine = replace(rates, compute_efficiency=settings["compute_efficiency"])
-    return predict_step(config, Job(NEOX, 1, **named), machine).tflops_per_gpu
+    stated = {"micro_batches": 6, "overlap": 0.0, "checkpointing": False, "stock": True, **changed}
+    machine = load_preset("frontier", ranks)
+    rates = replace(rates_on(machine), compute_efficiency=compute_efficiency)
+    return predict_step(resolve(machine, scheme=scheme), Job(NEOX, 1, **stated), rates).tflops_per_gpu
 
 
 def ratios(**changed: Any) -> dict[str, float]:
@@ -234,9 +218,8 @@ def test_the_papers_ratios_come_out_within_15_percent_at_the_defaults() -> None:
 
 def test_what_is_left_out_of_stock_would_take_zero_plus_plus_its_gain() -> None:
     """DeepSpeed's ZeRO++ reduces each bias and norm by itself, in a ring of all: 1.26 times ZeRO-3, says the README."""
-    rates = load_machine("frontier").rates
-    assert rates is not None
-    hop = Network(load_preset("frontier", 384), rates).hop(1, 384, 2.0 * NEOX.hidden, "reduce ring")
+    frontier = load_preset("frontier", 384)
+    hop = Network(frontier, rates_on(frontier)).hop(1, 384, 2.0 * NEOX.hidden, "reduce ring")
     vectors = sum(numel < 10**5 for numel in NEOX.numels())
     plus = in_the_papers_setting("zero++", 384)
     flops = Job(NEOX, 1, 6).flops / 1e12

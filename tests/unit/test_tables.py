@@ -20,6 +20,7 @@ from tests.commands import Run
 from tests.documents import PAGES, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
+from tests.plans import resolve
 from tests.tables_of_gain import GAINS, muon_steps
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import SPEEDS, cluster_sentences, muon_sentences, scale_sentences, stock_sentences
@@ -61,7 +62,7 @@ ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "pub
 
 def scheme_cells(name: str) -> list[str]:
     """A row of the table of schemes, from the formulas."""
-    config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), load_preset("frontier", RANKS))
+    config = resolve(load_preset("frontier", RANKS), **ROWS[name])
     work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
     held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
     sent = by_domain(step_bytes(config, work))
@@ -197,11 +198,11 @@ def block_sentences() -> list[str]:
     """What the page of kernels says of the scatter's bytes, each parameter at a block against all as one parameter."""
     numels, words = load_model("gpt-neox-20b").numels(), []
     for ranks in (RANKS, 4096, 75264):
-        config = resolve_config(ZeroTopoConfig.parse(ROWS["`zero++`"]), load_preset("frontier", ranks))
+        config = resolve(load_preset("frontier", ranks), **ROWS["`zero++`"])
         joined = ranks * sum(map(config.plan.shard_numel, numels))
         each, one = (_scattered(config, Workload.uniform(of)) for of in (numels, [joined]))
         words.append(f"{each / one - 1:.1%} on {ranks:,} ranks")
-    topo = resolve_config(ZeroTopoConfig.parse(ROWS["`topo`"]), load_preset("frontier", RANKS))
+    topo = resolve(load_preset("frontier", RANKS), **ROWS["`topo`"])
     assert _scattered(topo, Workload.uniform(numels)) == _scattered(topo, Workload.uniform([sum(numels)]))
     return [f"{', '.join(words[:2])} and {words[2]}; with `topo`, none"]
 
@@ -303,7 +304,7 @@ def test_the_remark_on_single_micro_batches_is_true() -> None:
     sent = {}
     few = "`topo` with INT4 sync and publish"
     for name in ("`zero++`", "`topo`", few):
-        config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), topology)
+        config = resolve(topology, **ROWS[name])
         for batches in (1, MICRO_BATCHES):
             work = Workload.uniform([PARAMETERS], micro_batches=batches)
             sent[name, batches] = by_domain(step_bytes(config, work))["world"]

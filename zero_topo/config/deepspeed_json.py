@@ -85,7 +85,7 @@ def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     found = [_misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
-        found += [_partial_offload(ds_config), _optimizer_of_the_mode(ds_config), _sequences_in_a_mesh(ds_config)]
+        found.append(_optimizer_of_the_mode(ds_config))
     return [*filter(None, found), *translate(ds_config).problems]
 
 
@@ -137,38 +137,38 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # -- refusing ----------------------------------------------------------------------------------------------------------
 
 
-def refuse_value(ds_config: Mapping[str, Any], *, key: str, refused: str, why: str, instead: str) -> str | None:
+def refuse_value(
+    ds_config: Mapping[str, Any], *, key: str, refused: str, why: str, instead: str, beside: Mapping[str, str] = {}
+) -> str | None:
     """Refuse values of one key: ``key = value: why; instead``.
 
-    ``refused`` is one of :data:`TESTS`, or a word that refused values contain.
+    ``refused`` is one of :data:`TESTS`, or a word that refused values contain. ``beside`` maps other keys to the same
+    kind of test; the value is refused only if all of them hold.
     """
-    value = lookup(ds_config, key)
-    test = TESTS.get(refused, lambda value: refused in str(value).lower())
-    if value is ABSENT or not test(value):
+    tests = {key: refused, **beside}
+    if not all(_holds(test, lookup(ds_config, name)) for name, test in tests.items()):
         return None
-    return f"{key} = {as_json(value)}: {why}; {instead}"
+    return f"{key} = {as_json(lookup(ds_config, key))}: {why}; {instead}"
 
 
-def _above_one(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 1
+def _holds(test: str, value: Any) -> bool:
+    check = TESTS.get(test, lambda value: test in str(value).lower())
+    return value is not ABSENT and check(value)
 
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
     "on": on,
-    "set": lambda value: value is not None,
-    "above one": _above_one,
+    "off": lambda value: not on(value),
+    "set": lambda value: value not in (None, "none"),
+    "not one": lambda value: value != 1,
+    "above one": lambda value: isinstance(value, int | float) and value > 1,
 }
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
-    hints: list[str] = []
-    overlap = lookup(ds_config, f"{ZERO}.overlap_comm")
-    if overlap is not ABSENT and not on(overlap):
-        hints.append(
-            f"{ZERO}.overlap_comm = {as_json(overlap)}: the backward pass waits for every bucket of gradients to be "
-            'encoded, sent and summed; leave it out, or set "overlap_comm": true'
-        )
+    overlap = refuse_value(ds_config, **NO_OVERLAP)
+    hints = [overlap] if overlap else []
     if all(lookup(ds_config, f"timers.throughput.{key}") is not False for key in ("enabled", "synchronized")):
         hints.append(
             "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, "
@@ -181,7 +181,7 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
     if lookup(ds_config, f"{ZERO}.{ROOT}") is ABSENT:
         return None
-    return f'{ZERO}.{ROOT}: DeepSpeed would ignore the block here; move "{ROOT}" to the top level of the config'
+    return f'{ZERO}.{ROOT}: DeepSpeed does not know the block here; move "{ROOT}" to the top level of the config'
 
 
 def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
@@ -202,17 +202,6 @@ def _stage(ds_config: Mapping[str, Any]) -> str | None:
     return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
 
 
-def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
-    key = f"{ZERO}.offload_optimizer"
-    device, ratio = lookup(ds_config, f"{key}.device"), lookup(ds_config, f"{key}.ratio")
-    if device is ABSENT or device in (None, "none") or ratio is ABSENT or ratio == 1:
-        return None
-    return (
-        f"{key}.ratio = {as_json(ratio)}: optimizer states split between CPU and device are not supported; "
-        'remove ratio, or set "device": "none"'
-    )
-
-
 def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     named, given = lookup(ds_config, f"{ROOT}.sync.mode"), lookup(ds_config, "optimizer.type")
     mode = next((cls for cls in SYNC_MODES if named == cls.MODE), DenseSync)
@@ -226,19 +215,9 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'
 
 
-def _sequences_in_a_mesh(ds_config: Mapping[str, Any]) -> str | None:
-    sequence, data = (lookup(ds_config, f"{name}_parallel_size") for name in ("sequence", "data"))
-    if data is ABSENT or not _above_one(sequence):
-        return None
-    return (
-        f"sequence_parallel_size = {as_json(sequence)} and data_parallel_size = {as_json(data)}: with both, DeepSpeed "
-        f"shards over the data-parallel ranks alone; remove data_parallel_size, and {SEQUENCES}"
-    )
-
-
 SEQUENCES = (
     "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
 )
 
-REFUSED_KEYS = packaged(__package__, "refused.json")
-"""The arguments of :func:`refuse_value`, for each refused key."""
+NO_OVERLAP, *REFUSED_KEYS = packaged(__package__, "refused.json")
+"""The arguments of :func:`refuse_value`: for one warning, then for each refused key."""

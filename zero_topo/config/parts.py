@@ -54,11 +54,7 @@ class QuantizeConfig(StrictModel):
         description="Store the weight shard only as INT8. These weights are gathered as they are and updated from the "
         "FP32 masters; the all-gather after a step sends their changes. Null keeps the model's type.",
     )
-    block_size: BlockSize = Field(
-        256,
-        description="Elements of one parameter with one scale (4 bytes), in INT8 and INT4. Fewer is more exact but "
-        "sends more scales.",
-    )
+    block_size: BlockSize = 256
 
     def spec(self, role: str) -> BlockSpec | None:
         """Return the format of a quantization key; None if it quantizes nothing."""
@@ -76,9 +72,7 @@ class PublishConfig(StrictModel):
         "instead of the weights. The FP32 masters keep the rounding error, which is part of the next difference. Null "
         "sends the weights.",
     )
-    block_size: BlockSize = Field(
-        256, description="Elements of a difference that share one scale; no block holds values of two parameters."
-    )
+    block_size: BlockSize = 256
 
     @property
     def spec(self) -> BlockSpec | None:

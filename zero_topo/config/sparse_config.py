@@ -275,18 +275,13 @@ class GaussianKSync(PickingSync):
     SELECTING: ClassVar[int] = 2
     ROOM: ClassVar[float] = 4 / 3
 
-    mode: Literal["gaussian_k"] = Field(
-        "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
-    )
+    mode: Literal["gaussian_k"] = Field("gaussian_k", description="topk_a with an estimated threshold (Gaussian-k).")
 
 
 class TopkDsaSync(PickingSync):
     """Selected elements are reduced by their owners; the sums are gathered, sparse or dense, whichever is shorter."""
 
-    mode: Literal["topk_dsa"] = Field(
-        "topk_dsa",
-        description="Sparse reduce-scatter of the selected elements, then an all-gather that may turn dense (SparCML).",
-    )
+    mode: Literal["topk_dsa"] = Field("topk_dsa", description="Sparse reduce-scatter, then an all-gather (SparCML).")
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
         """Return the bytes of each owner's part, with indices into its row, then of the sums that all peers get.
@@ -331,17 +326,14 @@ class GTopkSync(PickingSync):
 
 
 class OkTopkSync(PickingSync):
-    """The largest elements of the sum of the largest, with O(k) words whatever the number of ranks."""
+    """The largest elements of the sum of the largest, with O(k) words whatever the number of ranks.
+
+    With ``"select": "run"`` it selects the same share of each rank's part of a run, without thresholds.
+    """
 
     mode: Literal["oktopk"] = Field("oktopk", description="The sparse all-reduce of Ok-Topk.")
     tau: int = Field(64, ge=1, description="Steps between two balancings of the regions.")
     tau_prime: int = Field(32, ge=1, description="Steps between two exact thresholds.")
-    select: Literal["run", "all"] = Field(
-        "all",
-        description='"run" selects the same share of each rank\'s part of a run of at most reduce_bucket_size '
-        "elements, without thresholds. A run is sent as soon as its gradients are final, and reuses the scratch memory "
-        'of the run before it. "all" selects of all parameters, after the last gradient.',
-    )
     sharded: StrictBool = Field(
         False,
         description="Regions are the optimizer shards and sums stay with their owners, with all of these' own rows: "
@@ -390,22 +382,18 @@ class OkTopkSync(PickingSync):
 
 
 class RadiusSync(MaskedSync):
-    """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
+    """The elements that the optimizer moved most at the last resampling; the others wait for the next one.
+
+    The paper starts to sparsify (``start``) after 15 to 20% of the training; after 5% it found the loss hurt. At 0 the
+    first mask means little: Adam's first update is the sign of the gradient, equally large everywhere.
+    """
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
     density: Density = Field(0.4, description="Share of each owner's slice of each parameter that the mask selects.")
     select: Literal["parameter"] = Field("parameter", description=SELECT)
-    value_dtype: Dtype = Field(
-        "bf16", description="Type of the values as sent; error feedback adds the rounding error to the residual."
-    )
+    value_dtype: Dtype = Field("bf16", description="Type of the values as sent; residuals keep the rounding error.")
     interval: int = Field(
         200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
-    )
-    start: NonNegativeInt = Field(
-        0,
-        description="Optimizer steps at the beginning that reduce everything. The paper starts to sparsify after 15 to "
-        "20% of the training; after 5% it found the loss hurt. At 0 the first mask means little: Adam's first update "
-        "is the sign of the gradient, equally large everywhere.",
     )
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
@@ -471,18 +459,14 @@ class ScapeSync(MaskedSync):
 
 
 class TernarySync(SparseSync):
-    """Send the largest elements of every block, each as a sign, and one scale for the block."""
+    """Send the largest elements of every block, each as a sign, and one scale for the block.
 
-    mode: Literal["ternary"] = Field(
-        "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
-    )
+    ``select`` says of what the blocks are cut.
+    """
+
+    mode: Literal["ternary"] = Field("ternary", description="Signs of each block's largest elements, with one scale.")
     density: Density = Field(0.05, description="Share of the elements of each block that a rank selects.")
-    select: Literal["run", "all"] = Field(
-        "run",
-        description='Of what blocks are cut: "run" of each run of at most reduce_bucket_size elements, which is sent '
-        'as soon as its gradients are final and reuses the scratch memory of the run before it; "all" of all '
-        "parameters, after the last gradient.",
-    )
+    select: Literal["run", "all"] = Field("run", description=SELECT)
     value_dtype: Dtype = Field("bf16", description="Type of a block's scale on the wire.")
 
     @property
@@ -502,14 +486,13 @@ class TernarySync(SparseSync):
         return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: picks * low + (TERNARY_BLOCK >> low))
 
     @property
-    def high_bits(self) -> int:
-        """Return the length of the bit vector that encodes the upper bits of a block's positions."""
-        return self.picks + (TERNARY_BLOCK >> self.low_bits)
-
-    @property
     def block_bits(self) -> int:
-        """Return the bits of a block's positions and signs, its scale excluded."""
-        return self.high_bits + self.picks * (self.low_bits + 1)
+        """Return the bits of a block's positions and signs, its scale excluded.
+
+        They are a bit vector with the upper bits of the positions, then low bits and a sign for each selected element.
+        """
+        upper = self.picks + (TERNARY_BLOCK >> self.low_bits)
+        return upper + self.picks * (self.low_bits + 1)
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
         """Return the exact bytes of a row's blocks and scales per owner; twice if all peers need all rows."""

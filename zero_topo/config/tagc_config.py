@@ -72,9 +72,7 @@ class TagcSync(SparseSync):
         description="Share of the elements that a rank does not select; null takes 0.8, 0.9 or 0.9875 by the ratio, or "
         "more, so that the selected elements of all ranks fit into the sketch even if none coincide.",
     )
-    value_dtype: Dtype = Field(
-        "bf16", description="Type of values that are sent without a sketch; a sketch is always FP32."
-    )
+    value_dtype: Dtype = Field("bf16", description="Type of values sent without a sketch; sketches are always FP32.")
     exclude: tuple[str, ...] = Field(
         QUERY_KEY_VALUE,
         description="Parameters to reduce densely after all: shell patterns; by default what computes queries, keys "

@@ -20,16 +20,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from zero_topo.config import (
-    AUTO,
-    ROLES,
-    SCHEMES,
-    DenseSync,
-    ResolvedConfig,
-    ZeroTopoConfig,
-    is_automatic,
-    resolve_config,
-)
+from zero_topo.config import AUTO, ROLES, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic
+from zero_topo.config.resolve import resolve_config
 from zero_topo.plan import divisors
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology

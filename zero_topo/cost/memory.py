@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
-from zero_topo.cost.volume import Workload, codes_bytes, gather_spec, largest_change_bytes, message_bytes
+from zero_topo.cost.volume import Workload, gather_spec, largest_change_bytes, message_bytes
 from zero_topo.plan import packed_runs
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
     coded = Counter(width for width, kept in zip(shards, work.coded(config), strict=True) if kept)
     plain = sum(shards) - sum(coded.elements())
     own = plan.world_size // plan.optimizer * sum(shards)
-    codes = sum(count * codes_bytes(rows, width, spec) for width, count in coded.items())
+    codes = sum(count * rows_message(rows, (width,), spec, work.itemsize) for width, count in coded.items())
     return (rows * plain + own) * work.itemsize + codes
 
 

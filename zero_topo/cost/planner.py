@@ -141,7 +141,7 @@ class Price:
             return memory_bytes(config, request.work, request.work.itemsize)
         return predict_memory(config, request.work, request.job)
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Return the total memory of a rank in bytes."""
         return sum(self.memory.values())
@@ -198,7 +198,7 @@ class Priced(Price):
 
     candidate: Candidate
 
-    @property
+    @cached_property
     def weighed(self) -> float:
         """Return the seconds of a step, raised by :data:`LOSS_MUST_GAIN` for each part of the plan that is lossy."""
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)

@@ -62,6 +62,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
@@ -71,21 +72,14 @@ from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
 from zero_topo.cost.transformer import Model, Shape
-from zero_topo.cost.volume import (
-    Columns,
-    Workload,
-    count_moves,
-    gather_spec,
-    matrix_moves,
-    phase_moves,
-    sent_as,
-)
+from zero_topo.cost.volume import Columns, Workload, count_moves, gather_spec, matrix_moves, phase_moves, sent_as
 from zero_topo.strict import must_be, read
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
+Modules = Sequence[tuple[int, Columns]]
 Attention = Literal["flash", "eager"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OVERLAP = 0.0
@@ -229,6 +223,11 @@ class Network:
     topology: Topology
     rates: Rates
 
+    @cached_property
+    def units(self) -> Mapping[str, int]:
+        """Return domain -> its number of ranks."""
+        return {domain: self.topology.degree(domain) for domain in DOMAINS}
+
     def bandwidth(self, domain: str) -> float:
         """Return the bytes/s of a domain's link that collectives reach."""
         return self.topology.links[domain].bandwidth * self.rates.link_efficiency.get(domain, 1.0)
@@ -242,7 +241,7 @@ class Network:
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
         """
         size, busy, latency = hi // lo, dict[str, float](), 0.0
-        members = {domain: self._members(lo, hi, domain) for domain in DOMAINS}
+        members = {domain: _members(lo, hi, unit) for domain, unit in self.units.items()}
         measured = self.rates.rings.get("reduce" if pattern == "reduce ring" else "gather", {})
         for below, domain in pairwise(DOMAINS):
             inner, outer = members[below], members[domain]
@@ -253,7 +252,7 @@ class Network:
                 latency = max(latency, self.topology.links[domain].latency)
             elif (ring := measured.get(domain)) is not None:
                 unit = "gpu" if domain == "gpu" else "node"
-                busy[domain] = sent * self.topology.degree(unit) / (members[unit] * ring.bandwidth)
+                busy[domain] = sent * self.units[unit] / (members[unit] * ring.bandwidth)
                 latency = ring.latency(size, sent / (size - 1))
             else:
                 busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * self.bandwidth(domain))
@@ -261,10 +260,11 @@ class Network:
                 latency += steps * self.topology.links[domain].latency * (size - 1) / size
         return HopTime(latency, busy)
 
-    def _members(self, lo: int, hi: int, domain: str) -> int:
-        """Return the number of members of a process group in one unit of the domain."""
-        unit, size = self.topology.degree(domain), hi // lo
-        return size if unit % hi == 0 else max(1, min(size, unit // lo))
+
+def _members(lo: int, hi: int, unit: int) -> int:
+    """Return the number of members of a process group in one unit of a domain, which has ``unit`` ranks."""
+    size = hi // lo
+    return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
 
 def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
@@ -315,13 +315,13 @@ class Packet:
             yield from ((domain, self.count * seconds) for domain, seconds in hop.busy.items())
 
 
-def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns) -> Packet:
-    """Return the collective of a phase for a module of these parameters."""
+def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1) -> Packet:
+    """Return the collectives of a phase for ``count`` modules of these parameters."""
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
     if not found and not (columns.coded and phase.startswith("gather")):  # INT8 weights are always decoded
-        return Packet(phase, 0.0, ())
+        return Packet(phase, 0.0, (), count)
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
         matrices = _matrices(config, columns.all)
@@ -332,7 +332,7 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces))
+    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces), count)
 
 
 def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> tuple[HopTime, ...]:
@@ -411,13 +411,14 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         job: what is trained.
         rates: rates of a rank.
     """
-    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
+    network = Network(config.topology, rates)
+    sent_alike = replace(job, micro_batch=1, micro_batches=1, checkpointing=True, overlap=None)
+    modules, packets = _collectives(config, sent_alike, network)
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
-    network = Network(config.topology, rates)
-    for each in _passes(config, job, network, modules, (forward, backward)):
+    for each in _passes(config, job, network, modules, packets, (forward, backward)):
         for phase, seconds in _exposed(*each, job.hidden, rates.host_codec).items():
             found[phase] += seconds
     rows = config.plan.world_size // config.plan.optimizer
@@ -433,11 +434,22 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     return Step(found, job.flops)
 
 
+@lru_cache(maxsize=512)  # of all plans of a machine: other micro-batches, recomputation or overlap ask again
+def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
+    """Return the columns of a job's modules, each with their number, and their collectives by phase."""
+    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
+    return modules, {
+        phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
+        for phase in PHASES[1:-1]
+    }
+
+
 def _passes(
     config: ResolvedConfig,
     job: Job,
     network: Network,
-    modules: Sequence[tuple[int, Columns]],
+    modules: Modules,
+    packets: Mapping[str, list[Packet]],
     seconds: tuple[float, float],
 ) -> Iterable[tuple[int, float, list[Packet], list[Packet]]]:
     """Yield equal passes of a step: their number, computation, and the packets that overlap and that do not.
@@ -446,19 +458,16 @@ def _passes(
         seconds: computation of a forward and of a backward pass.
     """
 
-    def of(phase: str) -> list[Packet]:
-        return [replace(_packet(config, job, network, phase, of), count=count) for count, of in modules]
-
     def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
         return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
     whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
-    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or of("sync")
+    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or packets["sync"]
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
-    forward = [split(of("gather_forward"), gathers)]
-    backward = [split(of("gather_backward"), gathers, edge=False), split(of("scatter"), scatters)]
-    published, reduced = split(of("publish"), config.overlap), split(synced, config.overlap and not whole)
+    forward = [split(packets["gather_forward"], gathers)]
+    backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
+    published, reduced = split(packets["publish"], config.overlap), split(synced, config.overlap and not whole)
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]

@@ -121,12 +121,16 @@ class Workload:
         spec = config.resident_spec
         if spec is None:
             return (False,) * len(self.numels)
-        return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
+        return _coded(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
 
 
 @lru_cache  # every plan on a machine has the same world shards
 def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
     return tuple(-(-numel // ranks) for numel in numels)
+
+
+# A plan's costs ask several times which weights are INT8.
+_coded = lru_cache(coded_slots)
 
 
 # -- DeepSpeed itself --------------------------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ def phase_moves(
         spec = gather_spec(config, phase)
         alike = Counter(columns.plain).items()  # layers are equal
         message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
-        message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
+        message += sum(rows_message(rows, (width,), codes, itemsize) for width in columns.coded) if codes else 0
     return gather_moves(plan, hop, message), message
 
 
@@ -326,11 +330,6 @@ def bytes_of_changes(block_size: int) -> float:
         for c in range(tile + 1)
     )
     return sum(of_counts) / tile
-
-
-def codes_bytes(rows: int, width: int, spec: BlockSpec) -> int:
-    """Return the bytes of the INT8 weights and scales of ``rows`` rows of a parameter, each padded to whole blocks."""
-    return spec.nbytes(rows * spec.blocks(width) * spec.block_size)
 
 
 def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
