@@ -215,9 +215,5 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'
 
 
-SEQUENCES = (
-    "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
-)
-
 NO_OVERLAP, *REFUSED_KEYS = packaged(__package__, "refused.json")
 """The arguments of :func:`refuse_value`: for one warning, then for each refused key."""

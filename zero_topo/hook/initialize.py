@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
-from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_environment_block
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, with_environment_block
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
@@ -160,7 +160,8 @@ def _mesh(mesh: Sequence[int] | None) -> None:
     if mesh and len(mesh) > 1 and mesh[1] > 1:
         raise ValueError(
             f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
-            f"the launch; {SEQUENCES}"
+            "the launch; for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, "
+            "as Hugging Face does"
         )
 
 
