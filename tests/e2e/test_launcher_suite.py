@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Runs everything in tests/launcher on every rank of one `deepspeed` launch, and reports each test here."""
+"""Runs everything in tests/launcher on every rank of a launch, and reports each test here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import ON_GPU
 from tests.launching import ROOT, LaunchSettings
 from tests.suite import SuiteRun, run_suite, show
 
@@ -29,17 +30,17 @@ def test_launcher_suite(
 ) -> None:
     """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit code 0.
 
-    Those that need three levels run under the launcher on eight ranks, the others on four that are forked; what is
-    long only where it is asked for.
+    Those that need three levels run on eight ranks, the others on four; what is long only where it is asked for. Ranks
+    are forked, but on a GPU, which a process may not share with its children.
     """
     option = request.config.getoption
-    selection, forked = option("--launcher-k"), ("pytest", "deepspeed", "zero_topo")
+    selection = option("--launcher-k")
     words = ["-k", selection] if selection else ["-m", f"{'' if ranks == 8 else 'not '}eight_ranks and not long"]
     settings = LaunchSettings(
         log_dir=tmp_path / "launch",
         world_size=ranks,
         timeout_s=option("--launcher-timeout"),
-        forked=() if ranks == 8 or option("--launcher-real") else forked,
+        forked=not (ON_GPU or option("--launcher-real")),
         on_text=show,
     )
     with capfd.disabled():
