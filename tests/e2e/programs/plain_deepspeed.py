@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 with no zero_topo block, before and with the hook.
+"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 without a block, without the hook and with it.
 
 Started as ``plain_deepspeed.py FILE``. It imports zero_topo, and with it the hook, after the first runs.
 """
