@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class Forked(ForkServerProcess):
     def _become(self, rank: int) -> None:
         """The rank's log and environment; the program as `__main__`, and the end of the rank."""
         _write_to(self._log_dir / f"forked_rank{rank}.log")
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # else this process's warns
         own = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0, "CROSS_SIZE": 1}
         own |= {"WORLD_SIZE": self._ranks, "LOCAL_SIZE": self._ranks, "MASTER_PORT": self._port}
         os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")

@@ -42,14 +42,14 @@ class SuiteRun:
 def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     """Runs `pytest arguments` on every rank of one launch.
 
-    The directory tested needs a conftest.py with `from tests.rank_plugin import *`. The launch's own files (logs, the
-    ranks' temporary directories) go below `settings.log_dir`.
+    The launch's own files (logs, the ranks' temporary directories) go below `settings.log_dir`.
     """
     report = settings.log_dir / "report.jsonl"
     variables = {"ZERO_TOPO_LAUNCH_REPORT": str(report), "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp")}
-    options = ["-v", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5", "--color=no"]
+    options = ["-v", "-p", "tests.rank_plugin", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
     options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}", "-o", "faulthandler_exit_on_timeout=true"]
-    done = launch(["pytest", *options, *arguments], replace(settings, module=True, env={**variables, **settings.env}))
+    options += ["--color=no", *arguments]
+    done = launch(["pytest", *options], replace(settings, module=True, env={**variables, **settings.env}))
     return _read(done, report)
 
 

@@ -1,32 +1,24 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """A step that the engine forgets is seen by the comparison with stock ZeRO-3, on which all tests of parity rely.
 
-The engine trains untouched and equals stock; with one step taken out it must differ. What other steps are for, threads
-show (`tests/hazards.md`).
+Untouched the engine equals stock (`test_parity.py`); with one step taken out it must differ. What other steps are for,
+threads show (`tests/hazards.md`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
-from tests.launcher.training import Job, advance, block, largest_difference, running, train
+from tests.launcher.test_parity import STEPS, stock
+from tests.launcher.training import Job, advance, block, largest_difference, running
 from tests.ranks.worlds import whole_weights
 from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 
 pytestmark = pytest.mark.eight_ranks
-JOB = Job(zero_topo=block("topo", debug_checks=False), steps=6)
-
-
-@cache
-def stock() -> list[float]:
-    """Losses of stock ZeRO-3, which the untouched engine has too."""
-    losses = train(JOB.under(None))
-    assert largest_difference(train(JOB), losses) <= 1e-5
-    return losses
+JOB = Job(zero_topo=block("topo", debug_checks=False), steps=STEPS)
 
 
 def cross_node_sync(topo: Stage3) -> None:
@@ -52,4 +44,4 @@ def zeroing_of_gradients(topo: Stage3) -> None:
 def test_what_the_engine_forgets_is_seen(drop: Callable[[Stage3], None]) -> None:
     with running(JOB) as engine:
         drop(engine.optimizer.topo)
-        assert largest_difference(advance(JOB, engine, 0, JOB.steps), stock()) > 1e-3
+        assert largest_difference(advance(JOB, engine, 0, STEPS), list(stock("fp32", 1))) > 1e-3
