@@ -53,6 +53,18 @@ def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     return _read(done, report)
 
 
+def trouble(run: SuiteRun) -> str:
+    """What no single test's outcome tells: a launch that was killed, crashed or stopped on the way, or ran no test."""
+    launch, left, said = run.launch, ", ".join(run.unfinished), ""
+    if launch.timed_out:
+        said = f"killed after {launch.seconds:.0f} s, before {left}"
+    elif run.unfinished or not run.tests:
+        said = f"the launch ended before {left or 'it ran a test'}"
+    elif launch.returncode != 0 and all(test.outcome != "failed" for test in run.tests):
+        said = f"the launch ended with exit code {launch.returncode}"
+    return said and f"{said}\n{launch.tails()}"
+
+
 def show(text: str) -> None:
     """Write text of rank 0's log to the terminal as it comes."""
     sys.stdout.write(text)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.device import ON_GPU
 from tests.launching import ROOT, LaunchSettings
-from tests.suite import SuiteRun, run_suite, show
+from tests.suite import SuiteRun, run_suite, show, trouble
 
 pytestmark = pytest.mark.alone
 
@@ -47,7 +47,8 @@ def test_launcher_suite(
         print(f"\nrank 0 of {settings.world_size}; logs of all ranks are in {settings.log_dir}")
         run = run_suite([str(ROOT / "tests" / "launcher"), *words], settings)
     _report_each(run, subtests)
-    _check_whole(run)
+    if said := trouble(run):
+        pytest.fail(said, pytrace=False)
 
 
 def _report_each(run: SuiteRun, subtests: pytest.Subtests) -> None:
@@ -57,17 +58,3 @@ def _report_each(run: SuiteRun, subtests: pytest.Subtests) -> None:
                 pytest.fail(test.text, pytrace=False)
             if test.outcome in ("skipped", "xfailed"):
                 pytest.skip(test.text)
-
-
-def _check_whole(run: SuiteRun) -> None:
-    """Fails for what no single test's outcome tells: a launch that was killed, crashed or stopped on the way."""
-    launch = run.launch
-    if launch.timed_out:
-        unfinished = ", ".join(run.unfinished)
-        pytest.fail(f"killed after {launch.seconds:.0f} s, before {unfinished}\n{launch.tails()}", pytrace=False)
-    if run.unfinished:
-        pytest.fail(f"the launch ended before {', '.join(run.unfinished)}\n{launch.tails()}", pytrace=False)
-    if not run.tests:
-        pytest.fail(f"no launcher test was run\n{launch.tails()}", pytrace=False)
-    if launch.returncode != 0 and all(test.outcome != "failed" for test in run.tests):
-        pytest.fail(f"the launch ended with exit code {launch.returncode}\n{launch.tails()}", pytrace=False)
