@@ -36,11 +36,6 @@ from tests.marks import late, often
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
-PLAIN_BLOCKS: dict[str, dict[str, Any] | None] = {
-    "zero++": block("zero++"),
-    "hsdp": block("hsdp"),
-    "topo": block("topo"),
-}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 Q4: dict[str, Any] = {"quantize": {}, "sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 OKTOPK = {"mode": "oktopk", "tau_prime": 4, "sharded": True, "density": 0.1}
@@ -94,7 +89,7 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
     scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
     """Stock loads the very weights we saved, and trains on as our run did."""
-    saved = save(job(PLAIN_BLOCKS[scheme], dtype), shared_path)
+    saved = save(job(block(scheme), dtype), shared_path)
     with loaded(job(None, dtype), shared_path) as engine:
         assert_same_bits(weights(engine), saved.weights)
         losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
@@ -125,7 +120,7 @@ def test_a_stock_checkpoint_goes_on_under_a_block(
 ) -> None:
     """A run begun with stock ZeRO-3 goes on as stock's own does."""
     saved = saved_by_stock(dtype)
-    with loaded(job(PLAIN_BLOCKS[scheme], dtype), saved.path) as engine:
+    with loaded(job(block(scheme), dtype), saved.path) as engine:
         assert_same_bits(weights(engine), saved.weights)
         losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
@@ -162,7 +157,7 @@ def test_a_partial_load_does_what_stock_does(
     saved = saved_by_stock(dtype)
     theirs = resume(job(None, dtype), saved.path, **{**options, "load_optimizer_states": False})
     for scheme in ("topo", "hsdp"):
-        mine = resume(job(PLAIN_BLOCKS[scheme], dtype), saved.path, **options)
+        mine = resume(job(block(scheme), dtype), saved.path, **options)
         assert largest_difference(mine, theirs) <= CLOSE[dtype], scheme
 
 
