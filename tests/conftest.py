@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("launcher", "the launch that runs tests/launcher")
     group.addoption("--launcher-k", default="", metavar="EXPRESSION", help="as -k, for the tests in tests/launcher")
     group.addoption("--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)")
-    group.addoption("--launcher-real", action="store_true", help="ranks of the launcher, where four would be forked")
+    group.addoption("--launcher-real", action="store_true", help="ranks of DeepSpeed's launcher, not forked ones")
     group.addoption(
         "--launcher-timeout", type=float, default=3000.0, metavar="S", help="seconds of the whole launch (default 3000)"
     )

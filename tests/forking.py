@@ -1,76 +1,108 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The parent of forked ranks: imports what takes seconds once, forks, and ends all ranks when one fails.
+"""Launches whose ranks are forked: one server imports torch and DeepSpeed, for all launches of this process.
 
-Started by `tests/launching.py` as `python -m tests.forking LOG_DIR RANKS PORT MODULES file|module PROGRAM WORD...`.
-Ranks get the variables, the logs and the end that DeepSpeed's launcher would give them.
+The server is ``multiprocessing``'s. It forks a leader for each launch, and the leader forks the ranks and ends all of
+them when one fails. Ranks get the variables, the logs and the end that DeepSpeed's launcher would give them.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
-import importlib
+import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-
-def main(words: list[str]) -> int:
-    """Run the ranks to their end: 0, or the exit status of the first rank that failed."""
-    log_dir, ranks, port, modules, kind, *command = words
-    for name in modules.split(","):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
-    sys.stdout.flush()
-    children = []
-    for rank in range(int(ranks)):
-        pid = os.fork()
-        if pid == 0:
-            _become(rank, int(ranks), port, Path(log_dir))
-            _run(kind, command)
-        children.append(pid)
-    return _wait(children)
+# A rank would take five CPU seconds for these; DeepSpeed imports the third when it starts its first engine.
+multiprocessing.set_forkserver_preload(["pytest", "deepspeed", "torch._inductor.compile_fx", "zero_topo"])
 
 
-def _become(rank: int, ranks: int, port: str, log_dir: Path) -> None:
-    """The rank's log and environment."""
-    log = os.open(log_dir / f"forked_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+class Forked(ForkServerProcess):
+    """A launch of forked ranks, with the methods of ``subprocess.Popen`` that a launch needs.
+
+    Args:
+        command: a program and its arguments.
+        module: the program is a module name.
+        ranks: number of ranks.
+        port: of the rendezvous.
+        log_dir: for the ranks' logs and ``launcher.log``.
+        env: all variables of every rank.
+    """
+
+    def __init__(
+        self, command: Sequence[str], module: bool, ranks: int, port: int, log_dir: Path, env: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self._command, self._module, self._ranks, self._port = list(command), module, ranks, port
+        self._log_dir, self._env = log_dir, dict(env)
+        self.start()
+
+    def poll(self) -> int | None:
+        """The exit code; None while the launch runs."""
+        return self.exitcode
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self.join()
+
+    def run(self) -> None:
+        """In the leader: run the ranks to their end, and exit with 0 or the status of the first rank that failed."""
+        threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+        assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
+        os.setsid()
+        os.chdir(Path(__file__).resolve().parent.parent)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ.clear()
+        os.environ.update(self._env)
+        _write_to(self._log_dir / "launcher.log")
+        faulthandler.enable()
+        gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
+        children = []
+        for rank in range(self._ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._become(rank)
+            children.append(pid)
+        sys.exit(_wait(children))
+
+    def _become(self, rank: int) -> None:
+        """The rank's log and environment; the program as `__main__`, and the end of the rank."""
+        _write_to(self._log_dir / f"forked_rank{rank}.log")
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # else this process's warns
+        own = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        own |= {"WORLD_SIZE": self._ranks, "LOCAL_SIZE": self._ranks, "MASTER_PORT": self._port}
+        os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+        status: object = 1
+        sys.argv = self._command
+        try:
+            if self._module:
+                runpy.run_module(self._command[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self._command[0], run_name="__main__")
+            status = 0
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # as the interpreter does
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _write_to(path: Path) -> None:
+    """Let stdout and stderr of this process end up in a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0}
-    shared = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_SIZE": ranks,
-        "CROSS_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in (own | shared).items()})
-
-
-def _run(kind: str, command: list[str]) -> None:
-    """The program as `__main__`, and the end of the rank."""
-    status: object = 1
-    sys.argv = list(command)
-    try:
-        if kind == "module":
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(command[0], run_name="__main__")
-        status = 0
-    except SystemExit as ended:
-        status = ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # as the interpreter does
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def _wait(children: list[int]) -> int:
@@ -91,7 +123,3 @@ def _end(left: set[int]) -> None:
         for pid in left:
             os.kill(pid, number)  # not waited for yet, so the number is still its own
         time.sleep(2.0 if left and number == signal.SIGTERM else 0.0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

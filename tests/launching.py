@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Real ranks: start a program under the `deepspeed` launcher, with one log per rank and a limit on its time.
 
-What is not about the launcher may fork its ranks instead (`LaunchSettings.forked`, `tests/forking.py`): torch and
-DeepSpeed are then imported once, not on every rank, which is three CPU seconds each.
+What is not about the launcher forks its ranks instead (`LaunchSettings.forked`, `tests/forking.py`): torch and
+DeepSpeed are then imported once for all launches, not on every rank, which is five CPU seconds each.
 
 A launch is several processes on this machine, talking gloo over the loopback interface. Whatever happens inside, the
 launch ends: a rank that fails takes the others with it (the launcher does that), and at the time limit every rank
@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from tests.forking import Forked
+
+Process = subprocess.Popen[bytes] | Forked
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK")
@@ -45,7 +49,7 @@ class LaunchSettings:
         timeout_s: seconds until the launch is killed.
         module: the program is a module name, as after `python -m`, rather than a file.
         env: variables added to the environment of every rank.
-        forked: modules to import before the ranks are forked of one process; empty for ranks of the launcher.
+        forked: ranks are forked of a process that has imported DeepSpeed and zero_topo, not started by the launcher.
         on_text: called with new text of rank 0's log while the launch runs.
     """
 
@@ -54,7 +58,7 @@ class LaunchSettings:
     timeout_s: float = 300.0
     module: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
-    forked: Sequence[str] = ()
+    forked: bool = False
     on_text: Callable[[str], None] | None = None
 
 
@@ -101,23 +105,13 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     """
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     start, port = time.monotonic(), free_port()
-    with open(settings.log_dir / "launcher.log", "wb") as output:
-        process = subprocess.Popen(
-            _launcher_command(command, settings, port),
-            env=rank_environment(**settings.env),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_no_core_files,
-        )
-        try:
-            timed_out = _watch(process, settings, start + settings.timeout_s)
-        finally:
-            _end(process)
-            _free_shared_memory(port)
-    return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
+    process = (_forked if settings.forked else _launched)(command, settings, port)
+    try:
+        timed_out = _watch(process, settings, start + settings.timeout_s)
+    finally:
+        _end(process)
+        _free_shared_memory(port)
+    return Launch(process.poll() or 0, time.monotonic() - start, timed_out, settings.log_dir)
 
 
 def succeeded(command: Sequence[str], settings: LaunchSettings) -> Launch:
@@ -141,14 +135,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launcher_command(command: Sequence[str], settings: LaunchSettings, port: int) -> list[str]:
-    if settings.forked:
-        words = [str(settings.log_dir), str(settings.world_size), str(port), ",".join(settings.forked)]
-        return [sys.executable, "-m", "tests.forking", *words, "module" if settings.module else "file", *command]
+def _forked(command: Sequence[str], settings: LaunchSettings, port: int) -> Forked:
+    where = settings.log_dir, rank_environment(**settings.env)
+    return Forked(command, settings.module, settings.world_size, port, *where)
+
+
+def _launched(command: Sequence[str], settings: LaunchSettings, port: int) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
     launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(port)]
     launcher += ["--enable_each_rank_log", str(settings.log_dir)]
-    return [*launcher, *(["--module"] if settings.module else []), *command]
+    with open(settings.log_dir / "launcher.log", "wb") as output:
+        return subprocess.Popen(
+            [*launcher, *(["--module"] if settings.module else []), *command],
+            env=rank_environment(**settings.env),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_no_core_files,
+        )
 
 
 def rank_environment(**more: str) -> dict[str, str]:
@@ -173,7 +179,7 @@ def _no_core_files() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _watch(process: subprocess.Popen[bytes], settings: LaunchSettings, deadline: float) -> bool:
+def _watch(process: Process, settings: LaunchSettings, deadline: float) -> bool:
     """Follows rank 0's log until the launch ends (False) or the deadline passes (True)."""
     log: IO[str] | None = None
     try:
@@ -192,8 +198,9 @@ def _watch(process: subprocess.Popen[bytes], settings: LaunchSettings, deadline:
             log.close()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     """Ends whatever is left of the launch's process group: with stacks in the logs if it still runs."""
+    assert process.pid is not None
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGABRT)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launching import ROOT, LaunchSettings
-from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, show
+from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, show, trouble
 from zero_topo.versions import used
 
 RECORD = ROOT / "tests/data/features.json"
@@ -33,8 +33,7 @@ def main(part: str = "") -> int:
     with tempfile.TemporaryDirectory(prefix="zero-topo-matrix-") as name:
         cells = Path(name) / "cells.jsonl"
         env = {CELLS_VARIABLE: str(cells)}
-        forked = ("pytest", "deepspeed", "zero_topo")
-        settings = LaunchSettings(Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=forked, on_text=show)
+        settings = LaunchSettings(Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=True, on_text=show)
         words = f"test_feature_under_scheme and ({' and '.join(part.split())})" if part else "test_feature_under_scheme"
         run = run_suite([str(ROOT / "tests/launcher/test_matrix.py"), "-k", words], settings)
         found = [json.loads(line) for line in cells.read_text().splitlines()] if cells.exists() else []
@@ -49,12 +48,10 @@ def main(part: str = "") -> int:
 
 
 def _failed(run: SuiteRun) -> bool:
-    wrong = [test for test in run.tests if test.outcome != "passed"]
-    for test in wrong:
-        print(f"{test.name}\n{test.text}")
-    if run.unfinished or not run.tests:
-        print(f"the launch ended before {', '.join(run.unfinished) or 'it ran a test'}\n{run.launch.tails()}")
-    return bool(wrong or run.unfinished or not run.tests)
+    wrong = [f"{test.name}\n{test.text}" for test in run.tests if test.outcome != "passed"]
+    wrong += filter(None, [trouble(run)])
+    print("\n".join(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":

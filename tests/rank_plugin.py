@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The pytest plugin of a launch: every rank runs the same tests in step, in one process group.
 
-A directory of launcher tests switches it on with `from tests.rank_plugin import *` in its conftest.py. Then
+`tests/suite.py` names it to pytest. Then
 
 - the process group is initialised once (gloo, or NCCL on a GPU, through DeepSpeed) and destroyed at the end;
 - each phase of each test passes on all ranks or fails on all of them (`tests/verdict.py`);
@@ -18,7 +18,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import traceback
 from collections.abc import Generator, Iterator
 from datetime import timedelta
@@ -33,21 +32,6 @@ import torch.distributed as dist
 from tests.device import ON_GPU
 from tests.verdict import Outcome, Outcomes, Verdict
 
-__all__ = [
-    "a_clean_start",
-    "pytest_collection_finish",
-    "pytest_configure",
-    "pytest_runtest_call",
-    "pytest_runtest_logreport",
-    "pytest_runtest_setup",
-    "pytest_runtest_teardown",
-    "pytest_sessionstart",
-    "pytest_unconfigure",
-    "rank",
-    "shared_path",
-    "world_size",
-]
-
 REPORT_VARIABLE = "ZERO_TOPO_LAUNCH_REPORT"
 GRACE_S = 20.0  # that a failed rank waits for the others
 DIRECTORY_VARIABLE = "ZERO_TOPO_LAUNCH_DIR"
@@ -56,9 +40,7 @@ _VERDICT = pytest.StashKey[Verdict]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuses to run outside a launch; makes hypothesis draw the same examples on every rank."""
-    if "RANK" not in os.environ:
-        raise pytest.UsageError("these tests run on every rank of a launch: `make test-launcher K=<part of a name>`")
+    """Makes hypothesis draw the same examples on every rank."""
     log = os.fdopen(os.dup(2), "w")  # capturing is suspended here: this is the rank's log
     faulthandler.register(signal.SIGTERM, log, chain=True)  # where a rank is that the launcher ends
     hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
@@ -157,14 +139,9 @@ def a_clean_start() -> Iterator[None]:
 
 
 def _directory(*parts: str) -> Path:
-    path = Path(os.environ.get(DIRECTORY_VARIABLE) or _fallback_directory()).joinpath(*parts)
+    path = Path(os.environ[DIRECTORY_VARIABLE], *parts)
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _fallback_directory() -> str:
-    """For launches started by hand: one directory per launch, which its port tells apart."""
-    return os.path.join(tempfile.gettempdir(), f"zero_topo_launch_{os.environ['MASTER_PORT']}_{os.getppid()}")
 
 
 def _report(record: dict[str, Any]) -> None:

@@ -42,15 +42,27 @@ class SuiteRun:
 def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     """Runs `pytest arguments` on every rank of one launch.
 
-    The directory tested needs a conftest.py with `from tests.rank_plugin import *`. The launch's own files (logs, the
-    ranks' temporary directories) go below `settings.log_dir`.
+    The launch's own files (logs, the ranks' temporary directories) go below `settings.log_dir`.
     """
     report = settings.log_dir / "report.jsonl"
     variables = {"ZERO_TOPO_LAUNCH_REPORT": str(report), "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp")}
-    options = ["-v", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5", "--color=no"]
+    options = ["-v", "-p", "tests.rank_plugin", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
     options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}", "-o", "faulthandler_exit_on_timeout=true"]
-    done = launch(["pytest", *options, *arguments], replace(settings, module=True, env={**variables, **settings.env}))
+    options += ["--color=no", *arguments]
+    done = launch(["pytest", *options], replace(settings, module=True, env={**variables, **settings.env}))
     return _read(done, report)
+
+
+def trouble(run: SuiteRun) -> str:
+    """What no single test's outcome tells: a launch that was killed, crashed or stopped on the way, or ran no test."""
+    launch, left, said = run.launch, ", ".join(run.unfinished), ""
+    if launch.timed_out:
+        said = f"killed after {launch.seconds:.0f} s, before {left}"
+    elif run.unfinished or not run.tests:
+        said = f"the launch ended before {left or 'it ran a test'}"
+    elif launch.returncode != 0 and all(test.outcome != "failed" for test in run.tests):
+        said = f"the launch ended with exit code {launch.returncode}"
+    return said and f"{said}\n{launch.tails()}"
 
 
 def show(text: str) -> None:

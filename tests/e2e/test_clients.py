@@ -7,14 +7,12 @@ Each builds its engine in its own way: from a path, with a reference model, with
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launching import LaunchSettings, succeeded
+from tests.e2e.test_trainers import outcome
 
-PROGRAMS = Path(__file__).parent / "programs"
 CLOSE, NEAR = 1e-6, 0.05
 CLIENTS = {
     **dict.fromkeys(("sft", "dpo", "dpo_lora", "kto", "reward", "grpo"), "trl"),
@@ -31,10 +29,7 @@ def test_it_trains_as_under_stock_zero3(client: str, tmp_path: Path) -> None:
     for name in {"datasets", CLIENTS[client]}:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install 'zero-topo[clients]'")
-    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    program = PROGRAMS / ("fabric.py" if client == "fabric" else "clients.py")
-    succeeded([str(program), client, str(tmp_path)], LaunchSettings(tmp_path / "logs", 4, timeout_s=600, env=env))
-    found = json.loads((tmp_path / f"{client}.json").read_text())
+    found = outcome(["fabric.py" if client == "fabric" else "clients.py", client], tmp_path, ranks=4)
     assert [found[name]["topo"] for name in ("plain", "topo", "default")] == [None, 6, 6]
     assert found["topo"]["losses"] == pytest.approx(found["plain"]["losses"], rel=0, abs=CLOSE)
     if client in ("dpo", "kto", "grpo"):  # the reference has the policy's bits

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,43 +24,43 @@ WATCH_S = 3.0
 TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
 
 
-def run(folder: Path, kind: str, phase: str) -> Launch:
+def run(folder: Path, kind: str, phase: str, on_text: Callable[[str], None] | None = None) -> Launch:
     """Two ranks in the folder, which take up what was written there; unless a rank is killed, the launch succeeds."""
     folder.mkdir(exist_ok=True)
     words = [str(PROGRAM), str(folder), kind, phase, "3", "1", TREE.get(phase, "dies")]
     logs = folder / f"logs {len(list(folder.glob('logs*')))}"
     env = {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
-    settings = LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=["deepspeed", "zero_topo"])
+    settings = LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=True, on_text=on_text)
     return launch(words, settings) if kind == "killed" else succeeded(words, settings)
 
 
+Slow = Callable[[str], tuple[Launch, Steps]]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
-    """On the tree of a phase, the run that nothing happens to."""
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
+    """On the tree of a phase, the run in which one rank is slow, once; what it computes is what it would otherwise."""
 
     @cache
-    def on(tree: str) -> Steps:
+    def on(tree: str) -> tuple[Launch, Steps]:
         folder = tmp_path_factory.mktemp(tree)
-        run(folder, "none", {"dies": "forward", "nodes": "sync"}[tree])
-        return steps(folder)
+        return run(folder, "slow", {"dies": "forward", "nodes": "sync"}[tree]), steps(folder)
 
     return lambda phase: on(TREE.get(phase, "dies"))
 
 
 @pytest.mark.parametrize("phase", ["sync", *(late(phase) for phase in PHASES if phase != "sync")])
-def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
-    phase: str, tmp_path: Path, undisturbed: Callable[[str], Steps]
-) -> None:
+def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(phase: str, tmp_path: Path, slow: Slow) -> None:
     """The launch ends by itself with its signal, in time; what the restart computes are the bits of a whole run."""
-    done = run(tmp_path, "killed", phase)
+    done, (_, whole_run) = run(tmp_path, "killed", phase), slow(phase)
     assert (done.returncode, done.timed_out) == (128 + signal.SIGKILL, False), done.tails()
-    assert len(steps(tmp_path)) < len(undisturbed(phase))
+    assert len(steps(tmp_path)) < len(whole_run)
     run(tmp_path, "none", phase)
-    assert steps(tmp_path) == undisturbed(phase)
+    assert steps(tmp_path) == whole_run
 
 
 @pytest.mark.long
-def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed: Callable[[str], Steps]) -> None:
+def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, slow: Slow) -> None:
     """It is skipped on both, training goes on, and so does a restart from the checkpoint before it, bit for bit."""
     run(tmp_path, "nan", "forward")
     found = steps(tmp_path)
@@ -69,39 +68,30 @@ def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed:
     assert found[3][1] == found[2][1] and found[4][1] != found[3][1]
     (tmp_path / "latest").write_text("global_step2")
     run(tmp_path, "none", "forward")
-    assert steps(tmp_path) == undisturbed("forward")
+    assert steps(tmp_path) == slow("forward")[1]
 
 
 def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
     """With where the other waits; once it goes on, so does the run."""
-    said: list[float] = []
+    heard, said = list[str](), list[float]()
 
-    def wake() -> None:
-        """After the survivor has said it, as somebody who looked there would."""
-        end = time.monotonic() + TIMEOUT_S / 2
-        faulty = tmp_path / "faulty"
-        while not (
-            faulty.exists() and "did not answer" in "".join(p.read_text() for p in tmp_path.glob("logs*/*rank0*"))
-        ):
-            time.sleep(0.2)
-            if time.monotonic() > end:
-                break
-        else:
+    def wake(text: str) -> None:
+        """When the survivor has said it, as somebody who looked there would."""
+        heard.append(text)
+        if not said and "did not answer" in "".join(heard):
+            faulty = tmp_path / "faulty"
             said.append(time.time() - faulty.stat().st_mtime)
-        os.kill(int(faulty.read_text()), signal.SIGCONT)
+            os.kill(int(faulty.read_text()), signal.SIGCONT)
 
-    thread = threading.Thread(target=wake)
-    thread.start()
-    done = run(tmp_path, "stopped", "backward")
-    thread.join()
-    assert said and said[0] < 20 * WATCH_S, "in time, on a busy machine"
+    done = run(tmp_path, "stopped", "backward", wake)
+    assert said[0] < 20 * WATCH_S, "in time, on a busy machine"
     (line,) = [line for line in done.log(0).splitlines() if "did not answer" in line]
     assert "rank 1 of host" in line and "rank 0: " in line and "of step 3" in line
 
 
-def test_a_slow_rank_is_told_from_a_dead_one(tmp_path: Path) -> None:
+def test_a_slow_rank_is_told_from_a_dead_one(slow: Slow) -> None:
     """Both say where it is, and the run goes on to its end."""
-    done = run(tmp_path, "slow", "forward")
+    done, _ = slow("sync")
     for rank in (0, 1):
         assert "every rank answers" in done.log(rank) and "did not answer" not in done.log(rank)
         assert "faulty_training.py:" in done.log(rank)

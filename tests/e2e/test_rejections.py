@@ -48,7 +48,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict
     path = tmp_path_factory.mktemp("refused")
     (path / "cases.json").write_text(json.dumps({"good": GOOD, **{name: case[0] for name, case in CASES.items()}}))
     command = [str(PROGRAMS / "refused.py"), str(path / "cases.json"), str(path)]
-    done = launch(command, LaunchSettings(path / "logs", RANKS, TIMEOUT_S, forked=["zero_topo", "deepspeed"]))
+    done = launch(command, LaunchSettings(path / "logs", RANKS, TIMEOUT_S, forked=True))
     files = [path / f"{rank}.json" for rank in range(RANKS)]
     assert all(file.is_file() for file in files), done.tails()
     return done, [json.loads(file.read_text()) for file in files]
@@ -118,7 +118,7 @@ def test_a_rank_without_the_block_does_not_hang_the_others(tmp_path: Path) -> No
     for rank, config in enumerate([GOOD, {key: value for key, value in GOOD.items() if key != "zero_topo"}]):
         (tmp_path / f"{rank}.json").write_text(json.dumps(config))
     command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(tmp_path / "{rank}.json"), str(tmp_path / "meeting")]
-    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True))
+    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True))
     assert not done.timed_out, done.tails()
     assert done.returncode != 0
     assert '1 of 2 ranks have no "zero_topo" block in their DeepSpeed config, such as rank 1 of host' in done.log(0)
@@ -134,7 +134,7 @@ def test_an_escaping_refusal_ends_the_launch(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(topo(weights=2, gradients=1, optimizer=2)))
     command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(config), str(tmp_path / "meeting")]
-    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True))
+    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True))
     assert_ended_with(done, "", "gradients")
     assert " (plain.py:" in done.log(0)
 

@@ -28,7 +28,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("c10d", 2), late("static", 2)])
+@pytest.mark.parametrize(("kind", "nodes"), [("c10d", 2), late("standalone", 1), late("static", 2)])
 def test_ranks_meet_and_know_their_nodes(kind: str, nodes: int, tmp_path: Path) -> None:
     """Two ranks: of one node, or of two, each with an agent of its own on this host."""
     (tmp_path / "rank.py").write_text(RANK)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,14 +87,55 @@ FATES = ("none", "all", "mixed", "first", "last")
 
 def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
     """All three operations, on blocks of every kind, of which none, all, some, or one at an end are sent whole."""
+    case, members, messages, held = by_the_reference(layout, fate, device)
+    for number, wanted in enumerate(members):
+        masters, own = case.masters(number), case.copy()
+        check_assessed(backend, masters, own, case, wanted.change)
+        assert_same(own.held, case.codes.held, "what is held and must not change yet")
+        emitted = torch.full_like(wanted.emitted, FILLING)
+        backend.codes_emit(masters, own, case.part, wanted.change, emitted)
+        assert_same(emitted, wanted.emitted, "the message")
+        assert_same(own.held, wanted.held, "what is held after a message was made")
+    own = case.copy()
+    backend.codes_apply(messages, own, case.part)
+    assert_same(own.held, held, "what is held after messages came")
+
+
+class Made(NamedTuple):
+    """What the reference makes of a member's masters: a change, what is emitted of it, the codes, the whole message."""
+
+    change: Change
+    emitted: Tensor
+    held: Tensor
+    message: Tensor
+
+
+@cache
+def by_the_reference(layout: Layout, fate: str, device: str) -> tuple[Case, list[Made], Messages, Tensor]:
+    """A case, what becomes of each member, all their messages, and codes to which those were applied."""
     case = Case(layout, fate, device)
-    messages = [check_member(backend, case, member) for member in range(case.part.members)]
-    size = max(len(message) for message in messages) + 256
+    members = [made(case, member) for member in range(case.part.members)]
+    size = max(len(member.message) for member in members) + 256
     table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[..., : size - 128]
-    for member, message in enumerate(messages):
-        if member != layout.without:
-            table[divmod(member, layout.members[1])][: len(message)] = message
-    check_apply(backend, case, Messages(table[None], without_member=layout.without))
+    for number, member in enumerate(members):
+        if number != layout.without:
+            table[divmod(number, layout.members[1])][: len(member.message)] = member.message
+    messages, codes = Messages(table[None], without_member=layout.without), case.copy()
+    reference.codes_apply(messages, codes, case.part)
+    return case, members, messages, codes.held
+
+
+def made(case: Case, member: int) -> Made:
+    """One member's part of it."""
+    masters, codes = case.masters(member), case.copy()
+    change = OPS.assess_changes(masters, codes, case.part)
+    whole = change.counts[:, 0].cpu() == WHOLE
+    assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
+    size = message_bytes(codes, change) + 384
+    emitted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.held.device)
+    message = OPS.encode_changes(masters, case.copy(), case.part, change, size)
+    reference.codes_emit(masters, codes, case.part, change, emitted)
+    return Made(change, emitted, codes.held, message)
 
 
 def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
@@ -238,26 +280,6 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         wanted = near.held[here : here + size]
         assert bool((codes.held[there : there + times * size].view(times, size) == wanted).all())
     assert torch.equal(codes.held, others.held)
-
-
-def check_member(backend: Any, case: Case, member: int) -> Tensor:
-    """One member's masters become codes and a message, which is returned."""
-    masters, part = case.masters(member), case.part
-    codes, own = case.copy(), case.copy()
-    change = OPS.assess_changes(masters, codes, part)
-    whole = change.counts[:, 0].cpu() == WHOLE
-    assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
-    check_assessed(backend, masters, own, case, change)
-    assert_same(own.held, case.codes.held, "what is held and must not change yet")
-    size = message_bytes(codes, change) + 384
-    wanted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.held.device)
-    given = torch.full_like(wanted, FILLING)
-    message = OPS.encode_changes(masters, case.copy(), part, change, size)
-    reference.codes_emit(masters, codes, part, change, wanted)
-    backend.codes_emit(masters, own, part, change, given)
-    assert_same(given, wanted, "the message")
-    assert_same(own.held, codes.held, "what is held after a message was made")
-    return message
 
 
 def check_apply(backend: Any, case: Case, messages: Messages) -> None:

@@ -15,6 +15,7 @@ from tests.kernels.golden import (
     REDUCES,
     Format,
     Spec,
+    assert_same,
     blank,
     block_of,
     calm,
@@ -26,6 +27,7 @@ from tests.kernels.golden import (
     same_message,
     same_sums,
     same_values,
+    untouched,
     values,
     whole,
 )
@@ -139,3 +141,28 @@ def check_many_members(backend: Any, members: int, device: str = "cpu") -> None:
     for spec in (BlockSpec(4, 128), Cast("fp32")):
         messages = same_message(backend, pieces, spec, device, f"{members} members").view(members, -1).to(device)
         same_values(backend, messages, spec, pieces[:1] + blank(pieces[1:]), f"{members} members")
+
+
+FAR = 2**32 + 5000
+FAR_CASES = [(BlockSpec(8, 64), 100, None), (BlockSpec(4, 256), 499, None), (Cast("fp16"), 128, 77)]
+
+
+def check_far(backend: Any, spec: Spec, columns: int, present: int | None) -> None:
+    """Rows and members over 2^31 values apart, and messages over 2^31 bytes: read and written where they lie.
+
+    Strides are of 32 bits, but not when they are taken twice. Memory is there only where it is touched.
+    """
+    far = View(untouched(FAR, torch.bfloat16), 2, columns, 2**31 + 8, 9, 2**28 + 512, present)
+    near = View(torch.zeros(18 * columns, dtype=torch.bfloat16), 2, columns, columns, 9, 2 * columns, present)
+    for piece in (far, near):
+        piece.write(calm(18 * columns, torch.float32).view(9, -1))
+    nbytes, strides = spec.nbytes(far.numel), (2**30, 2**30 + 2**12, 2**30 + 2**16, 1)
+    table = untouched(3 * 2**31 + 2**18, torch.uint8).as_strided((3, 3, 3, nbytes), strides)
+    few = torch.zeros(3, 3, 3, nbytes, dtype=torch.uint8)
+    reference.quantize([near], spec, Messages(few[:1]))
+    backend.quantize([far], spec, Messages(table[:1]))
+    same_bytes(table[:1].contiguous(), few[:1], spec, "quantize far apart")
+    few[1:], table[1:] = few[0], few[0]
+    reference.dequantize_reduce(Messages(few), spec, [near], 0.5)
+    backend.dequantize_reduce(Messages(table), spec, [far], 0.5)
+    assert_same(far.read(), near.read(), f"{spec} {columns} far apart")

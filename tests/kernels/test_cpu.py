@@ -17,17 +17,9 @@ NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x
 
 
 @pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
-def test_quantize_and_dequantize(whole: Operators, fmt: golden.Format) -> None:
-    """Messages, padding included, of every size and layout; values, and nothing besides them."""
-    golden.check_quantize(whole, fmt)
-    golden.check_dequantize(whole, fmt)
-
-
-# One tile a block, and several.
-@pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (64, 256)], ids=str)
-def test_reduce(whole: Operators, fmt: golden.Format) -> None:
-    """Sums of up to eight messages, scaled and accumulated."""
-    golden.check_reduce(whole, fmt)
+def test_operations(whole: Operators, fmt: golden.Format) -> None:
+    """Messages, padding included, of every size and layout; values, and nothing besides them; sums of up to eight."""
+    golden.check_operations(whole, fmt)
 
 
 @pytest.mark.parametrize("spec", golden.SPECS, ids=str)

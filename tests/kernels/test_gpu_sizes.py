@@ -142,25 +142,10 @@ def test_tables_are_uploaded_once_for_a_layout(emulated: Emulated) -> None:
     assert count() == 256
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 256), Cast("fp16")], ids=str)
-@pytest.mark.parametrize("members", [1, 3])
-def test_places_beyond_32_bits(emulated: Emulated, spec: golden.Spec, members: int) -> None:
-    """Rows and members over 2^31 elements (and 2^32 bytes) apart, and messages, are found, read and written."""
-    backend, apart, nbytes = emulated(), 2**31 + 24, spec.nbytes(2997)
-    flat = golden.untouched(5 * apart + 1000, torch.bfloat16)
-    piece = View(flat, 3, 999, apart, members, apart)
-    near = View(torch.empty(5 * 1000, dtype=torch.bfloat16), 3, 999, 1000, members, 1000)
-    for row in range(5):
-        near.flat[row * 1000 :][:1000] = flat[row * apart :][:1000] = golden.calm(1000, torch.bfloat16, row)
-    table = golden.untouched(members * 2**33, torch.uint8).view(1, 1, members, -1)[..., 16 : 16 + nbytes]
-    expected = torch.empty(members, nbytes, dtype=torch.uint8)
-    reference.quantize([near], spec, to_members(expected))
-    backend.quantize([piece], spec, Messages(table))
-    assert torch.equal(table[0, 0], expected)
-    reference.dequantize_reduce(to_members(expected), spec, [near], 0.5)
-    backend.dequantize_reduce(Messages(table), spec, [piece], 0.5)
-    for row in range(5):
-        golden.assert_same(flat[row * apart :][:1000], near.flat[row * 1000 :][:1000], f"row {row}")
+@pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
+def test_places_beyond_32_bits(emulated: Emulated, case: tuple[golden.Spec, int, int | None]) -> None:
+    """Rows, members and messages that far apart are found, read and written."""
+    golden_members.check_far(emulated(), *case)
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), Cast("bf16")], ids=str)

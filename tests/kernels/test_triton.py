@@ -19,7 +19,7 @@ import torch
 from tests.kernels import golden, golden_codes, golden_members
 from tests.launching import ROOT, output
 from zero_topo.quant import reference
-from zero_topo.quant.operands import FLOATS, Messages, View, from_sources, to_members
+from zero_topo.quant.operands import FLOATS, View, from_sources, to_members
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 pytest.importorskip("triton")
@@ -130,7 +130,7 @@ class TestBackend:
                 backend.quantize([piece], spec, to_members(odd[0]))
 
 
-FAR = 2**32 + 5000
+FAR = golden_members.FAR
 
 
 def tail_of(message: torch.Tensor, spec: BlockSpec | Cast, numel: int, tail: int) -> torch.Tensor:
@@ -165,36 +165,14 @@ class TestFar:
         monkeypatch.setattr(backend, "launch", launch)
         monkeypatch.setattr(triton_sparse, "launch", launch)
 
-    def test_members_and_rows_far_apart(self, backend: Any) -> None:
+    @pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
+    def test_members_rows_and_messages_far_apart(self, backend: Any, case: tuple[Any, int, int | None]) -> None:
         """Each is read from, and written to, where it lies."""
-        for columns, present in ((100, None), (128, 77)):
-            flat = golden.untouched(FAR, torch.bfloat16)
-            piece = View(flat, 2, columns, 2**31 + 8, 3, 2**30 + 80, present)
-            piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
-            for spec in (BlockSpec(8, 64), Cast("fp32")):
-                messages = golden.same_message(backend, [piece], spec)
-                wanted = View(torch.zeros(3 * 2 * 128), 2, columns, 128, 3, 256, present)
-                reference.dequantize_reduce(to_members(messages), spec, [wanted])
-                piece.write(torch.zeros(3, 2 * columns))
-                backend.dequantize_reduce(to_members(messages), spec, [piece])
-                golden.assert_same(piece.read(), wanted.read().bfloat16().float(), f"{spec} {columns}")
-                piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
+        golden_members.check_far(backend, *case)
 
     def test_codes_far_apart(self, backend: Any) -> None:
         """Slots of codes, their masters' rows and messages."""
         golden_codes.check_far(backend, golden.untouched)
-
-    def test_messages_far_apart(self, backend: Any) -> None:
-        """So are messages, of each source and member."""
-        for spec in (BlockSpec(4, 64), Cast("fp16")):
-            few = golden.messages_of(spec, 100, 27).view(3, 3, 3, -1)
-            strides = (2**30, 2**30 + 2**12, 2**30 + 2**16)  # of 32 bits, but not when they are taken twice
-            table = golden.untouched(3 * 2**31 + 2**18, torch.uint8).as_strided(few.shape, (*strides, 1))
-            table.copy_(few)
-            piece, expected = (View(torch.zeros(900), 1, 100, 100, 9, 100) for _ in range(2))
-            reference.dequantize_reduce(Messages(few), spec, [expected])
-            backend.dequantize_reduce(Messages(table), spec, [piece])
-            golden.assert_same(piece.flat, expected.flat, f"{spec} far apart")
 
     @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256), Cast("bf16")], ids=str)
     def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:

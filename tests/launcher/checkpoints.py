@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -125,6 +127,13 @@ def describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__} {value}" if isinstance(value, torch.Size | str) else type(value).__name__
     return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in {value.untyped_storage().nbytes()} bytes"
+
+
+def to_universal(saved: Path, universal: Path) -> None:
+    """Have DeepSpeed make a universal checkpoint of a saved tag."""
+    more = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(saved), "output_folder": str(universal)}
+    ds_to_universal.main(Namespace(**folders, **more, inject_missing_state=False))
 
 
 def poison(flat: torch.Tensor, numel: int) -> None:

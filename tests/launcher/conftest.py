@@ -1,6 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tests that need real ranks: `make test-launcher K=<part of a name>` runs them, 8 processes in one launch."""
+"""Refuses to run these tests outside a launch."""
 
 from __future__ import annotations
 
-from tests.rank_plugin import *  # noqa: F403 (the plugin's hooks and fixtures)
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """They need the fixtures of `tests/rank_plugin.py`, and its process group."""
+    if not config.pluginmanager.hasplugin("tests.rank_plugin"):
+        raise pytest.UsageError("these tests run on every rank of a launch: `make test-launcher K=<part of a name>`")

@@ -337,10 +337,8 @@ def started_again(zero_topo: Block) -> Result:
 def resumed(zero_topo: Block) -> Result:
     """Saved half-way, loaded by an engine of other weights."""
     job = checkpoints.job(zero_topo)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     with tempfile.TemporaryDirectory() as own:
-        path = Path(folder[0] or own)
+        path = checkpoints.common_directory(Path(own))
         saved = checkpoints.save(job, path)
         with checkpoints.loaded(job, path) as engine:
             losses = advance(job, engine, checkpoints.SAVED_AT, job.steps)

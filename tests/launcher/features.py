@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -178,7 +178,7 @@ def expected(name: str) -> Result:
     return feature.like() if feature.like else feature.run(None)
 
 
-def verdict(name: str, scheme: str) -> str:
+def verdict(name: str, ways: Sequence[Way]) -> str:
     """A cell: "pass", or the sentence of the refusal.
 
     Raises:
@@ -187,9 +187,9 @@ def verdict(name: str, scheme: str) -> str:
     feature = FEATURES[name]
     if feature.refused:
         with pytest.raises((ValueError, RuntimeError, AssertionError), match=re.escape(feature.refused)) as error:
-            feature.run(SCHEMES[scheme][-1].block)
+            feature.run(ways[-1].block)
         return next(line.strip(" -") for line in str(error.value).splitlines() if feature.refused in line)
-    for way in SCHEMES[scheme]:
+    for way in ways:
         mine = feature.run(way.block)
         if way.tolerance is None:
             assert_equal(mine, expected(name), feature.tolerance)

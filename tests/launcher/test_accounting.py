@@ -20,7 +20,6 @@ from zero_topo.cost.volume import step_bytes
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.report import Stats
 
-pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp
 
 
@@ -48,6 +47,7 @@ def assert_memory_equals(stats: Stats) -> None:
     assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
 
 
+@pytest.mark.eight_ranks
 @pytest.mark.parametrize(
     ("scheme", "quantized"),
     [
@@ -62,6 +62,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
     assert_memory_equals(stats)
 
 
+@pytest.mark.eight_ranks
 @pytest.mark.parametrize("scheme", ["topo", late("topo-zero2")])
 def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     """What publish sends hangs on how many blocks escape, which the engine tells the formula."""

@@ -48,7 +48,7 @@ def plan(path: Path) -> tuple[object, ...]:
 CONFIGS = {plan(path): path for path in sorted((ROOT / "configs").glob("*.json"), reverse=True)}
 
 
-OFTEN = [ROOT / f"configs/{name}.json" for name in ("default", "topo-q4", "topo-scape")]
+OFTEN = [ROOT / f"configs/{name}.json" for name in ("default", "topo-scape")]
 
 
 @pytest.mark.parametrize("path", often(OFTEN, CONFIGS.values()), ids=[path.stem for path in CONFIGS.values()])

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from tests.device import DEVICE
+from tests.launcher import training
 from tests.launcher.checkpoints import poison
 from tests.launcher.feature_jobs import matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
@@ -107,16 +108,14 @@ PAIRS += [("inference", "trained"), ("trained", "init")]
 
 def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
     """A model of an engine, of one without an optimizer, or of none; taken apart at the end."""
-    job = Job(zero_topo=zero_topo)
-    config = ds_config(job)
-    if kind != "trained":
-        config = {key: value for key, value in config.items() if key != "optimizer"}
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = Net()
-    engine = None if kind == "init" else deepspeed.initialize(model=model, config=config)[0]
-    yield model if engine is None else engine
-    if engine is not None:
-        engine.destroy()
+    job = Job(zero_topo=zero_topo, zero_init=True)
+    if kind == "init":
+        with deepspeed.zero.Init(config_dict_or_path=ds_config(job)):
+            model = Net()
+        yield model
+        return
+    with running(job, training.start if kind == "trained" else training.without_optimizer) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("quantize", [{"block_size": 64}, late(PLAIN)], ids=["codes", "plain"])
@@ -155,11 +154,7 @@ def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero
     """
     job = Job(zero_topo=block("topo"), steps=4, ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
     x, _ = batch(0, 0, torch.float32)
-    config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
-    torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
-        model = Net()
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = training.without_optimizer(replace(job, zero_init=zero_init))
     assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
     torch.manual_seed(0)
     with torch.no_grad():

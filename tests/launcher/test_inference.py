@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zero_topo
 from tests.device import DEVICE
+from tests.launcher import training
 from tests.launcher.checkpoints import assert_same_bits, poison
 from tests.launcher.training import PLAIN, Job, Net, advance, batch, block, close, ds_config, running, train, weights
 from tests.marks import late
@@ -34,16 +35,17 @@ def job(scheme: str | None, quantize: dict[str, Any], kept: int = 0) -> Job:
     return Job(partial(Net, 64), block(scheme, quantize=quantize) if scheme else None, dtype="bf16", ds=zero)
 
 
+def poisoned() -> nn.Module:
+    """The policy's model with garbage beyond the end of each parameter that `zero.Init` has partitioned."""
+    model = Net(64)
+    for param in model.parameters():
+        poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
+    return model
+
+
 def started(run: Job) -> Any:
     """An engine without an optimizer, of the policy's first weights."""
-    config = {key: value for key, value in ds_config(run).items() if key != "optimizer"}
-    torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=run.zero_init):
-        model = run.model()
-    if run.zero_init:
-        for param in model.parameters():
-            poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = training.without_optimizer(replace(run, model=poisoned) if run.zero_init else run)
     engine.eval()
     return engine
 

@@ -189,7 +189,9 @@ def test_a_shard_that_is_set_to_another_tensor_is_noticed() -> None:
         shard.data = home
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(
+    "offload", [late({}), {"offload_optimizer": {"device": "cpu"}}], ids=["on the device", "offloaded"]
+)
 def test_norms_are_of_the_synced_gradient_before_the_step_too(offload: dict[str, Any]) -> None:
     """As `engine.get_global_grad_norm` says after it; under offload it was zero."""
     more = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}

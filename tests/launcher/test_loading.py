@@ -4,27 +4,25 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint import ds_to_universal
-from torch import Tensor, nn
+from torch import nn
 
-from tests.launcher.checkpoints import SAVED_AT, STEPS, TAG, assert_same_bits, common_directory, job, loaded, net
+from tests.launcher import checkpoints
+from tests.launcher.checkpoints import SAVED_AT, TAG, Saved, assert_same_bits, common_directory, job, loaded, save
+from tests.launcher.test_checkpoint import RESUMED
 from tests.launcher.training import Job, Net, advance, block, close, start, weights
 from tests.marks import often
 
 DAMAGED = 1  # the rank
 UNIVERSAL = "universal"
-Q4: dict[str, Any] = {"quantize": {}, "sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
-CODES: dict[str, Any] = {"quantize": {"resident": "int8", "block_size": 64}}
 Harm = Callable[[Path], object]
 
 
@@ -43,8 +41,8 @@ def unscheduled(run: Job, **ds: Any) -> Job:
 
 
 RUNS: dict[str, Job] = {
-    "q4": job(block("topo", **Q4), "bf16"),
-    "codes": replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64)),
+    "q4": RESUMED["quantized"],
+    "codes": RESUMED["codes"],
     "replicated": job(block("topo", optimizer="node"), "bf16"),
     UNIVERSAL: replace(
         unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
@@ -52,22 +50,11 @@ RUNS: dict[str, Job] = {
 }
 
 
-@dataclass
-class Trained:
-    """An engine that was saved after ``SAVED_AT`` steps, or the same run's before, and what it goes on to.
+class Trained(NamedTuple):
+    """A run that was saved, and an engine that has come as far as the save."""
 
-    Attributes:
-        engine: at the step it was saved.
-        path: holds the checkpoint, whose tag is the only one.
-        losses: of the steps that follow.
-        weights: now.
-    """
-
-    run: Job
+    saved: Saved
     engine: Any
-    path: Path
-    losses: list[float]
-    weights: dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +64,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
     def get(name: str) -> Trained:
         if name not in made:
-            made[name] = saved(RUNS[name], common_directory(tmp_path_factory.mktemp(name)))
+            saved = save(RUNS[name], common_directory(tmp_path_factory.mktemp(name)))
+            if name == UNIVERSAL:
+                converted(saved.path)
+            made[name] = Trained(saved, start(saved.job))
+            advance(saved.job, made[name].engine, 0, SAVED_AT)
         return made[name]
 
     yield get
@@ -85,26 +76,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         close(one.engine)
 
 
-def saved(run: Job, path: Path) -> Trained:
-    """Train and save into the folder, train on; and an engine that has come as far as the save."""
-    first = start(run)
-    advance(run, first, 0, SAVED_AT)
-    first.save_checkpoint(str(path), tag=TAG)
-    losses = advance(run, first, SAVED_AT, STEPS)
-    close(first)
-    if run is RUNS[UNIVERSAL]:
-        converted(path)
-    engine = start(run)
-    advance(run, engine, 0, SAVED_AT)
-    return Trained(run, engine, path, losses, weights(engine))
-
-
 def converted(path: Path) -> None:
     """Make a universal checkpoint of the one that was saved. Collective."""
     if dist.get_rank() == 0:
-        folders = {"input_folder": str(path / TAG), "output_folder": str(path / UNIVERSAL)}
-        more = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        ds_to_universal.main(Namespace(**folders, **more, inject_missing_state=False))
+        checkpoints.to_universal(path / TAG, path / UNIVERSAL)
         (path / "latest_universal").write_text(UNIVERSAL)
         torch.save({"owed": {}, "ages": {}}, path / UNIVERSAL / "zero_topo_owed.pt")
     dist.barrier()
@@ -206,12 +181,12 @@ OFTEN = (
 )
 
 
-def damaged(run: Trained, tmp_path: Path, file: str, harm: Harm) -> Path:
+def damaged(saved: Saved, tmp_path: Path, file: str, harm: Harm) -> Path:
     """The folder to load from, which on one rank is a damaged copy."""
     if dist.get_rank() != DAMAGED:
-        return run.path
-    own = Path(shutil.copytree(run.path, tmp_path / "own"))
-    harm(own / (UNIVERSAL if run.run is RUNS[UNIVERSAL] else TAG) / file)
+        return saved.path
+    own = Path(shutil.copytree(saved.path, tmp_path / "own"))
+    harm(own / (UNIVERSAL if saved.job is RUNS[UNIVERSAL] else TAG) / file)
     return own
 
 
@@ -221,16 +196,16 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(
 ) -> None:
     """With the rank, the file or what differs in it, and a way out; the engine is as it was."""
     name, file, harm, words = KINDS[kind]
-    run = trained(name)
-    folder = damaged(run, tmp_path, file, harm)
+    saved, engine = trained(name)
+    folder = damaged(saved, tmp_path, file, harm)
     with pytest.raises(
         ValueError, match=rf"the checkpoint is not loaded: .*rank {DAMAGED} of host .*{words}"
     ) as caught:
-        run.engine.load_checkpoint(str(folder))
+        engine.load_checkpoint(str(folder))
     assert str(caught.value).endswith("copy that rank's files anew, or name another tag")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-    assert run.engine.global_steps == SAVED_AT
-    assert_same_bits(weights(run.engine), run.weights)
+    assert engine.global_steps == SAVED_AT
+    assert_same_bits(weights(engine), saved.weights)
 
 
 @pytest.mark.parametrize(("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", SHORT_MASTERS)])
@@ -238,12 +213,12 @@ def test_training_goes_on_after_a_load_that_failed(
     name: str, harm: Harm, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     """Bit for bit as if it had not been tried; masters of several rows are laid out for the load and back."""
-    run = trained(name)
-    stock = run.engine.checkpoint_engine
+    saved, engine = trained(name)
+    stock = engine.checkpoint_engine
     with pytest.raises(ValueError, match="not loaded"):
-        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, harm)))
-    assert run.engine.checkpoint_engine is stock
-    assert advance(run.run, run.engine, SAVED_AT, STEPS) == run.losses
+        engine.load_checkpoint(str(damaged(saved, tmp_path, OPTIM, harm)))
+    assert engine.checkpoint_engine is stock
+    assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
 
 
 def test_a_folder_without_a_checkpoint_is_none_on_all_ranks(rank: int, tmp_path: Path) -> None:
@@ -259,8 +234,8 @@ def test_a_folder_without_a_checkpoint_is_none_on_all_ranks(rank: int, tmp_path:
 
 def test_parameter_groups_keep_their_settings_over_a_universal_checkpoint(trained: Callable[[str], Trained]) -> None:
     """DeepSpeed's loader gives all of them the first one's rate and decay; then losses would be 1e-3 off."""
-    run = trained(UNIVERSAL)
-    with loaded(run.run, run.path) as engine:
+    saved, _ = trained(UNIVERSAL)
+    with loaded(saved.job, saved.path) as engine:
         rates = [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
         assert rates == [(1e-2, 0.1), (3e-2, 0.0), (5e-3, 0.3)]
-        assert advance(run.run, engine, SAVED_AT, STEPS) == pytest.approx(run.losses, abs=1e-5)
+        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == pytest.approx(saved.losses, abs=1e-5)

@@ -47,7 +47,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-OFTEN = ("clipped", "on the host")
+OFTEN = ("on the host",)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading"), [("hsdp", "topo"), ("", "topo"), late("topo", "topo"), late("hsdp", "hsdp")]
+    ("saving", "loading"), [("", "topo"), late("hsdp", "topo"), late("topo", "topo"), late("hsdp", "hsdp")]
 )
 def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path: Path) -> None:
     """Of the same scheme, of another, or of stock ZeRO-3: training goes on as if it had not stopped."""

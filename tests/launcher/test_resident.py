@@ -94,7 +94,7 @@ CASES: dict[str, Job] = {
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
 }
-OFTEN = ("offloaded", "replicated optimizer", "steps skipped")
+OFTEN = ("offloaded", "steps skipped")
 
 
 @pytest.mark.parametrize("name", often(OFTEN, CASES))

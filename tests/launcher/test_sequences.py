@@ -8,10 +8,9 @@ same update a loss is the whole sequence's, gathered with its gradient, as Huggi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, block, ds_config
+from tests.launcher.training import Job, block
 from tests.marks import late, often
 
 TOKENS, WIDTH, HEADS = 8, 12, 4
@@ -99,11 +98,3 @@ def stock() -> Result:
 @pytest.mark.parametrize("name", often(("zero++", "topo"), BLOCKS))
 def test_ranks_that_share_a_sequence_train_as_under_stock(name: str) -> None:
     assert_equal(run(job(BLOCKS[name])), stock())
-
-
-def test_a_mesh_that_divides_the_ranks_is_refused() -> None:
-    """DeepSpeed would shard over the first of its two sizes."""
-    model, config = Attending(), ds_config(job(BLOCKS["topo"]))
-    start = partial(deepspeed.initialize, model=model, model_parameters=list(model.parameters()), config=config)
-    with pytest.raises(ValueError, match=r"mesh_param = \(2, 2\), so DeepSpeed shards over 2 ranks: .* the mpu"):
-        start(mesh_param=(2, 2))

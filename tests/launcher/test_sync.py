@@ -19,11 +19,10 @@ from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
 from tests.launcher.training import AGED, Job, advance, block, largest_difference, running, start
 from tests.marks import late
 
-NODE: dict[str, Any] = {"optimizer": "node"}
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"delta": "int8"}}
 
 
-@pytest.mark.parametrize("plan", [late({}), NODE], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("plan", [late({}), {"optimizer": "node"}], ids=["sharded", "replicated"])
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
     """AgedAdamW: the loss falls, and ages are what the sums say."""
     thin = Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED)

@@ -121,10 +121,7 @@ def start(job: Job, seed: int = 0) -> Any:
     """The DeepSpeed engine of a run."""
     torch.manual_seed(seed)
     config = ds_config(job)
-    if job.zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = job.model()
-    else:
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=job.zero_init):
         model = job.model()
     parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
     own: dict[str, Any] = {"model_parameters": parameters, "lr_scheduler": job.scheduler, "mpu": job.mpu}
@@ -135,6 +132,15 @@ def start(job: Job, seed: int = 0) -> Any:
     if job.zero_topo is not None:
         zero_topo.stats(engine)  # raises for a stock engine: else a test could compare stock with itself
     return engine
+
+
+def without_optimizer(job: Job) -> Any:
+    """The engine of a run's model alone, as for inference."""
+    torch.manual_seed(0)
+    config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=job.zero_init):
+        model = job.model()
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

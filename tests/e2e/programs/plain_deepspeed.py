@@ -1,16 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 with no zero_topo block.
+"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 without a block, without the hook and with it.
 
-Started as ``plain_deepspeed.py FILE [--hook]``. It imports nothing of zero_topo unless asked for the hook.
+Started as ``plain_deepspeed.py FILE``. It imports zero_topo, and with it the hook, after the first runs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
-if "--hook" in sys.argv:
-    import zero_topo  # noqa: F401
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -49,12 +48,20 @@ def train(stage: int) -> tuple[list[Tensor], list[Tensor]]:
     return losses, weights
 
 
+def runs() -> dict[str, Any]:
+    """What the stages compute, and whether the hook is installed."""
+    return {"hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False), "runs": {s: train(s) for s in STAGES}}
+
+
 def main(path: str) -> None:
-    """Every run; rank 0 writes."""
+    """Every run without the hook, then with it; rank 0 writes."""
     deepspeed.init_distributed(dist_backend="gloo")
-    found = {stage: train(stage) for stage in STAGES}
+    found = [runs()]
+    import zero_topo  # noqa: F401 (installs the hook)
+
+    found.append(runs())
     if dist.get_rank() == 0:
-        torch.save({"hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False), "runs": found}, path)
+        torch.save(found, path)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

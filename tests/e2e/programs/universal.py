@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,11 +20,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from tests.launcher.checkpoints import loaded, net
+from tests.launcher.checkpoints import loaded, net, to_universal
 from tests.launcher.test_loading import unequal
 from tests.launcher.training import AGED, Job, advance, block, running, weights
 from zero_topo.engine.residual_transfer import carry
@@ -138,9 +136,7 @@ def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
     if dist.get_rank() == 0:
         torch.save(whole, directory / "weights.pt")
         saved, universal = directory / "half-way", directory / "universal"
-        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        folders = {"input_folder": str(saved), "output_folder": str(universal)}
-        ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=False))
+        to_universal(saved, universal)
         if residuals:
             carry(saved, universal)
     dist.barrier()
