@@ -89,6 +89,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
+            BenchScheme("topo-q4-gpu", {**_quantized(4), "two_hop": "gpu"}),
             BenchScheme("topo-16bit", {"scheme": "topo", "quantize": {"resident": None}}),
             # INT4 sync with INT8 weights; such names fit a table.
             BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),

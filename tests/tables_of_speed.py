@@ -18,14 +18,10 @@ BUSY = 10  # processes that computed in the minute before, above the eight ranks
 
 def cluster_rows() -> list[str]:
     """The table of the emulated cluster, from the record committed."""
-    rows = []
-    for (name, count), (result, faster) in _cluster().items():
-        step = result["step_s"]
-        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
-        rows.append(
-            row([str(count), f"`{name}`", spread, faster, format_bytes(result["uplink_bytes_per_step_per_node"])])
-        )
-    return rows
+    return [
+        row([str(count), f"`{name}`", _spread(result), faster, format_bytes(result["uplink_bytes_per_step_per_node"])])
+        for (name, count), (result, faster) in _cluster().items()
+    ]
 
 
 QUANTIZED = ("topo-q4", "codes-q4", "zero2-q4")
@@ -48,17 +44,17 @@ def modes_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
     for name in schemes:
         result, faster = results[name, 1]
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", optimizers[name], sent, f"{_median(result):.2f} s", faster]))
+        rows.append(row([f"`{name}`", optimizers[name], sent, _spread(result), faster]))
     return rows
 
 
 def many_rows() -> list[str]:
     """The table of steps of eight micro-batches, from the record committed."""
     found, rows = _cluster("cluster-t8-modes-8", "zero++"), []
-    for name in ("zero++", "topo-q4", "codes-q4", "topo-ternary"):
+    for name in ("zero++", "topo-q4", "topo-q4-gpu", "codes-q4", "topo-ternary"):
         result, faster = found[name, 8]
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", sent, f"{_median(result):.1f} s", faster]))
+        rows.append(row([f"`{name}`", sent, _spread(result), faster]))
     return rows
 
 
@@ -111,6 +107,11 @@ def muon_sentences() -> list[str]:
     ]
 
 
+def _spread(result: Any) -> str:
+    step = result["step_s"]
+    return f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
+
+
 def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
     """Scheme and micro-batches -> result, and times faster than the slowest."""
     found = {(result["scheme"], result["micro_batches"]): result for result in record(name)["results"]}
@@ -161,7 +162,9 @@ def cluster_sentences() -> list[str]:
         grown[ranks] = next(row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1))
     seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
     share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
+    pair = {name: _spread(result) for (name, _), (result, _) in _cluster("cluster-t8-ternary-8", "codes-q4").items()}
     return [
+        f"`topo-ternary` took {pair['topo-ternary']} and `codes-q4` {pair['codes-q4']}",
         f"its floor with 8 micro-batches is {_floor(zero3):.1f} s",
         f"of its {_median(few):.1f} s the links need {_floor(few):.1f} s",
         f"and {few['cpu_s_per_step']:.0f} s of processor time on two cores",
@@ -206,7 +209,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "cluster": cluster_rows,
         "cluster, short": cluster_rows_in_short,
-        "cluster, large": partial(modes_rows, "zero++", ("zero++", *QUANTIZED, *TERNARY)),
+        "cluster, large": partial(modes_rows, "zero++", ("zero++", "topo-q4-gpu", *QUANTIZED, *TERNARY)),
         "cluster, large, 8": many_rows,
         "cluster, sparse": sparse_speed_rows,
         "cluster, muon": muon_rows,

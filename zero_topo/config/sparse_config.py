@@ -10,7 +10,8 @@ Note [Expected, not exact]
 
 Note [At the peak]
     A run of ``n`` elements is read as gradient plus residual in FP32, ``4 n`` bytes, when it is exchanged and again
-    when the step is decided. In addition, depending on the mode, an exchange stores the magnitudes to select from
+    when the step is decided; then it is not, if its gradients are adjacent and nothing has overwritten them, but the
+    formulas count it. In addition, depending on the mode, an exchange stores the magnitudes to select from
     (``4 n``) or the sums, and the selected elements: an index and a value take 12 bytes, and 41 while they are sorted
     for summation in a fixed order. Until the step is decided every run keeps what it sent, and the gradients that its
     sums overwrote. The internal scratch of torch's selection and sort is not counted.
