@@ -2,9 +2,9 @@
 """``python -m benchmarks formats``: the loss of a training in which only what ranks send is quantized.
 
 All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
-each rank's gradients reach the owners of its node, and in ``paper`` also that of the weights, which the two GCDs of a
-GPU send each other. Model, data and optimizer are those of ``benchmarks convergence``,
-which trains with the whole engine and takes far longer. ``chaos`` is a run whose initial weights are changed: a
+each rank's gradients reach the owners of its node, in ``int4-gpu`` and ``nf4-gpu`` through its GPU (``"two_hop":
+"gpu"``), and in ``paper`` also that of the weights, which the two GCDs of a GPU send each other. Model, data and
+optimizer are those of ``benchmarks convergence``, which trains with the whole engine and takes far longer. ``chaos`` is a run whose initial weights are changed: a
 smaller difference from ``stock``, whose gradients are exact, shows nothing.
 """
 
@@ -30,7 +30,7 @@ from zero_topo.examples.gpt import GPT
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.plan import Plan
 from zero_topo.quant import ops
-from zero_topo.quant.operands import View, at_blocks
+from zero_topo.quant.operands import View, at_blocks, total_numel
 from zero_topo.quant.operators import select
 from zero_topo.quant.spec import NF4, BlockSpec
 
@@ -43,6 +43,8 @@ RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
     "int4": (BlockSpec(4), None, 0.0),
     "int4-64": (BlockSpec(4, 64), None, 0.0),
     "nf4": (NF4, None, 0.0),
+    "int4-gpu": (BlockSpec(4), None, 0.0),
+    "nf4-gpu": (NF4, None, 0.0),
     "paper": (BlockSpec(4), BlockSpec(8), 0.0),
 }
 """The formats of gradients and of weights, and the standard deviation of a change of the initial weights."""
@@ -86,7 +88,7 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
     settings = {"setup": asdict(SETUP), "ranks": RANKS, "node": OF_NODE, **asdict(bench), "jobs": jobs}
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     for name, seed in bench.jobs():
-        curves.setdefault(name, {})[seed] = train(*RUNS[name], bench, seed)
+        curves.setdefault(name, {})[seed] = train(*RUNS[name], bench, seed, OF_GPU if name.endswith("-gpu") else 1)
         tick(f"{name}, seed {seed}", 1)
         if name == bench.runs[-1]:
             found = {of: {str(s): run["losses"] for s, run in seeds.items()} for of, seeds in curves.items()}
@@ -94,9 +96,18 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
 
 
 def train(
-    spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int
+    spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int, summed: int
 ) -> dict[str, Any]:
-    """One run: the mean loss of each step, and the evaluation loss at the end."""
+    """One run: the mean loss of each step, and the evaluation loss at the end.
+
+    Args:
+        spec: format of the gradients; None is exact.
+        of_weights: format of the weights; None is exact.
+        change: standard deviation of a change of the initial weights.
+        bench: steps and warm-up.
+        seed: of weights and data.
+        summed: ranks whose gradients are summed, and quantized again, before they are sent on.
+    """
     torch.manual_seed(seed)
     model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
     params, generator = list(model.parameters()), torch.Generator().manual_seed(seed)
@@ -110,13 +121,19 @@ def train(
         data = [batch(corpus.train, shape, seed, step, rank) for rank in range(RANKS)]
         if spec is None:  # one batch has the same mean
             data = [(torch.cat(tokens), torch.cat(targets)) for tokens, targets in [zip(*data, strict=True)]]
-        total, loss_sum = [torch.zeros_like(param) for param in params], 0.0
+        total, loss_sum, messages = [torch.zeros_like(param) for param in params], 0.0, list[Tensor]()
         with as_gathered(params, of_weights):
             for tokens, targets in data:
                 loss = model(tokens, targets)
                 grads = torch.autograd.grad(loss, params)
-                total = list(grads) if spec is None else scattered(grads, total, spec)
                 loss_sum += float(loss.detach())
+                if spec is None:
+                    total = list(grads)
+                    continue
+                messages.append(ops.quantize(at_blocks(_shards(grads, OF_NODE), spec.block_size), spec))
+                if len(messages) == summed:
+                    scatter(messages, total, spec)
+                    messages.clear()
         for param, grad in zip(params, total, strict=True):
             param.grad = grad.div_(len(data))
         torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -132,11 +149,18 @@ def train(
     return {"losses": losses, "evaluation": sum(held) / len(held), "crossing_bytes": None}
 
 
-def scattered(grads: Sequence[Tensor], total: list[Tensor], spec: BlockSpec) -> list[Tensor]:
-    """Add one rank's gradients to the totals, as the owners of its node receive them: each parameter begins a block."""
-    read, written = (at_blocks(_shards(tensors, OF_NODE), spec.block_size) for tensors in (grads, total))
-    ops.dequantize(ops.quantize(read, spec), spec, written, accumulate=True)
-    return total
+def scatter(messages: Sequence[Tensor], total: Sequence[Tensor], spec: BlockSpec) -> None:
+    """Add the gradients of one rank, or of the ranks of a GPU, to the totals, as the owners of their node receive them.
+
+    Args:
+        messages: of each rank, ``[owners, bytes]``; each parameter begins a block.
+        total: the sums, changed in place.
+        spec: their format.
+    """
+    written, found = at_blocks(_shards(total, OF_NODE), spec.block_size), messages[0]
+    if len(messages) > 1:
+        found = ops.requantize(torch.stack(list(messages)), spec, torch.empty_like(found), total_numel(written))
+    ops.dequantize(found, spec, written, accumulate=True)
 
 
 @contextmanager

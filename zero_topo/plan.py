@@ -26,7 +26,7 @@ Note [Hierarchical collectives]
     sums inside the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
     inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
     ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group. With the ranks of a GPU in place of ``L``,
-    collectives inside a node go through the GPU in the same way.
+    gathers and the scatter inside a node go through the GPU in the same way; the part of a sync inside a node does not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
         inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical collectives]); None
             makes every collective use a single process group.
-        gpu: ranks of a GPU, if collectives inside a node are hierarchical too.
+        gpu: ranks of a GPU, if gathers and the scatter inside a node are hierarchical too.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
@@ -213,7 +213,9 @@ class Plan:
 
     def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical collectives])."""
-        middle = self.gpu if self.inner is not None and hi <= self.inner else self.inner
+        middle = self.inner
+        if middle is not None and hi <= middle:
+            middle = self.gpu if lo == 1 < self.gradients else None  # with one gradient shard a rank, only sync is left
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]
         return [(lo, middle), (middle, hi)]

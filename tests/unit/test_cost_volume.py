@@ -62,7 +62,8 @@ class Walk:
     def hops(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes two hops of it."""
         node, gpu = map(self.config.topology.degree, ("node", "gpu"))
-        through = (node if hi > node else gpu if self.plan.gpu else 0) if self.plan.inner else 0
+        by_gpu = self.plan.gpu and lo == 1 < self.plan.gradients  # what begins at rank level inside a node, but sync
+        through = (node if hi > node else gpu if by_gpu else 0) if self.plan.inner else 0
         nests = lo < through < hi and through % lo == 0 and hi % through == 0
         return [(lo, through), (through, hi)] if nests else [(lo, hi)]
 

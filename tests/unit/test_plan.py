@@ -94,6 +94,7 @@ def test_two_hops_go_through_the_node() -> None:
     by_gpu = Plan.build(machine, ("gpu", "node", "node", "world"), two_hop="gpu")
     routes = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
     assert [by_gpu.route(*hop) for hop in ((1, 4), (1, 16), (2, 4), (4, 16))] == routes
+    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").route(1, 4) == [(1, 4)]  # of a sync
     through = Plan(24, 1, None, 1, 24, inner=6)
     assert [through.route(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
 

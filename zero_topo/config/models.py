@@ -89,8 +89,8 @@ class ZeroTopoConfig(StrictModel):
     two_hop: StrictBool | Literal["gpu"] = Field(
         True,
         description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; "
-        '"gpu": those inside a node also go through the GPU, if it has several ranks; false sends every message '
-        "straight.",
+        '"gpu": gathers and the scatter inside a node also go through the GPU, if it has several ranks; false sends '
+        "every message straight.",
     )
     overlap: StrictBool = Field(
         True,
