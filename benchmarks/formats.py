@@ -4,8 +4,8 @@
 All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
 each rank's gradients reach the owners of its node, in ``int4-gpu`` and ``nf4-gpu`` through its GPU (``"two_hop":
 "gpu"``), and in ``paper`` also that of the weights, which the two GCDs of a GPU send each other. Model, data and
-optimizer are those of ``benchmarks convergence``, which trains with the whole engine and takes far longer. ``chaos`` is a run whose initial weights are changed: a
-smaller difference from ``stock``, whose gradients are exact, shows nothing.
+optimizer are those of ``benchmarks convergence``, which trains with the whole engine and takes far longer. ``chaos`` is
+a run whose initial weights are changed: a smaller difference from ``stock``, whose gradients are exact, shows nothing.
 """
 
 from __future__ import annotations
