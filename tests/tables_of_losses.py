@@ -29,8 +29,9 @@ def convergence_rows(name: str = "convergence", baseline: str = "stock") -> list
 
 
 def formats_rows() -> list[str]:
-    """The table of what ranks send in one format or another; the record of `paper` has the baseline of the other."""
-    return [*convergence_rows("formats", "exact"), convergence_rows("formats-paper")[-1]]
+    """The table of what ranks send in one format or another; the other records have the baseline of the first."""
+    found = *convergence_rows("formats", "exact"), *convergence_rows("formats-gpu")[1:]
+    return [*found, convergence_rows("formats-paper")[-1]]
 
 
 def scatter_rows() -> list[str]:
