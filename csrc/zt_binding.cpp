@@ -232,6 +232,7 @@ void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, co
                 const at::Tensor &steps, const at::Tensor &ends, const at::Tensor &message) {
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
+    TORCH_CHECK(ends.numel() / 2 >= blocks_of(part), "two ends for each block of the part");
     const zt_change made = {scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>(),
                             ends.data_ptr<int64_t>()};
     ZT_STREAM(held);
