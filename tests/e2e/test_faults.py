@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
     heard, said = list[str](), list[float]()
 
     def wake(text: str) -> None:
-        """When the survivor has said it, as somebody who looked there would."""
+        """Continue the stopped rank as soon as the other one reports that it does not answer."""
         heard.append(text)
         if not said and "did not answer" in "".join(heard):
             faulty = tmp_path / "faulty"

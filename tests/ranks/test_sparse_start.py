@@ -29,7 +29,7 @@ ALL = [*MODES, "tagc"]
 @pytest.mark.parametrize("setting", often(("topo", "data parallel"), PLACES))
 @pytest.mark.parametrize("mode", ALL)
 def test_the_first_steps_are_those_of_dense_sync(mode: str, setting: str) -> None:
-    """All of the gradient arrives, and nothing is owed; then the mode begins, and nothing is lost."""
+    """All of the gradient arrives, and the residual is zero; then the mode begins, and nothing is lost."""
     peers = 4 if setting == "data parallel" else None
     w = sparse_world(PLACES[setting], peers, mode, NUMELS, start=START, value_dtype="fp32")
     results = run(w, START + 3)
@@ -55,12 +55,12 @@ def test_the_residual_of_another_run_comes_with_the_first_dense_step() -> None:
         synced(engine, w.grads(rank, 1))
         return first, mode_of(engine).residual, owned(engine)
 
-    for rank, (first, owed, second) in enumerate(run_threads(w.size, rank_main)):
+    for rank, (first, residual, second) in enumerate(run_threads(w.size, rank_main)):
         added = torch.full((w.columns,), 2.0)  # of two peers
         added[: w.config.plan.shard_numel(NUMELS[0])] = 0  # a vector, which is not sparse
         torch.testing.assert_close(first, w.own_mean(rank, 0) + added, atol=1e-5, rtol=0)
         torch.testing.assert_close(second, w.own_mean(rank, 1), atol=1e-6, rtol=1e-6)
-        assert not owed.any()
+        assert not residual.any()
 
 
 @pytest.mark.parametrize("mode", ALL)

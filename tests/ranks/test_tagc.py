@@ -62,7 +62,7 @@ def test_nothing_is_lost(
 ) -> None:
     """At the shares that follow from the ratio every step is peeled, whatever the shape of the hierarchy.
 
-    Rows too short for a sketch, from one element on, are sent as they are, and what rounding takes away is owed.
+    Rows too short for a sketch, from one element on, are sent as they are, and the residual keeps the rounding errors.
     """
     w = tagc(numels, peers, PLACES[setting], **sync)
     results = run(w, 3)
@@ -91,7 +91,7 @@ def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) ->
 
 @pytest.mark.parametrize("numel", [3000, 2 * ROW])
 def test_theta_zero_is_dense(numel: int) -> None:
-    """Everything is picked: the mean gradient, and nothing owed; no sketch can hold it."""
+    """Everything is picked: the mean gradient, and a residual of zero; no sketch can hold it."""
     w = tagc((numel,), 2, SHARDED, theta=0.0)
     for rank, found in enumerate(run(w, 1)):
         torch.testing.assert_close(found[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
@@ -127,11 +127,11 @@ def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
     assert all(found[0].report["beside"] > 1000 and found[0].report["ratio"] == 4 for found in results)
     assert all(found[0].report["estimated"] == 0 for found in results)
     for rank, found in enumerate(results):
-        owed = sum(
+        residual = sum(
             (part for other in results for member, part in other[0].residuals if member == rank), torch.zeros(())
         )
         due = w.own_mean(rank, 0) * w.own_columns(rank, [hot])
-        torch.testing.assert_close(found[0].own + owed, due, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(found[0].own + residual, due, atol=2e-5, rtol=1e-5)
 
 
 def test_a_warm_up_too_dense_for_a_sketch_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:

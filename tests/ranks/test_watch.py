@@ -93,7 +93,7 @@ def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
 
 @pytest.mark.parametrize("destroyed", [False, True])
 def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word(destroyed: bool) -> None:
-    """It asks nobody, and the others, who fail or hang for it, say what it died of.
+    """It exchanges nothing more; the others, which fail or hang because of it, report its error.
 
     An engine that is destroyed while the error is handled, as by a `finally`, does not end in good order either.
     """
