@@ -361,7 +361,7 @@ class Sparse(Crossing):
             pairs = [(run, exchanges[run.number]) for run in self.runs.values() if run.number in exchanges]
             for run, exchange in pairs if self.residual.numel() else ():
                 residual = self._residual_of(run)
-                residual.copy_(self._settle(run, exchange, residual.to(self.context.device)))
+                residual.copy_(self._settle(run, exchange, residual.to(self.context.device, non_blocking=True)))
             self._reports = [(run.width / self._columns, asked | exchange.report) for run, exchange in pairs]
             self._state = self.decided([exchange for _, exchange in pairs])
             self.steps += 1
