@@ -19,8 +19,8 @@ from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.hook import optimizer
-from zero_topo.hook.pace import Pace
 from zero_topo.hook.seam import Stock
+from zero_topo.observe.pace import Pace
 
 
 class Copies(TorchDispatchMode):

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tests.launching import ROOT
 from tests.marks import late
 from zero_topo.collectives.meter import Meter
-from zero_topo.hook import watch as watch_module
-from zero_topo.hook.watch import Position, Watch, main_thread_position, poll_s, standstill
+from zero_topo.observe import watch as watch_module
+from zero_topo.observe.watch import Position, Watch, main_thread_position, poll_s, standstill
 
 SHORT_S = 0.6
 IN_TIME_S = 30 * SHORT_S  # of a busy machine
@@ -110,7 +110,7 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word(destroyed: bool) -
 
 DIES = """
 import torch.distributed as dist
-from zero_topo.hook.watch import Watch
+from zero_topo.observe.watch import Watch
 Watch(dist.HashStore(), (0, 2, "n0"), lambda: ("in step", ()), print, 60, 0.1)
 raise RuntimeError("Connection closed by peer")
 """
@@ -162,7 +162,7 @@ def test_a_rank_whose_script_came_to_its_end_is_named_as_such(monkeypatch: pytes
 LEAVES = """
 import sys, time
 import torch.distributed as dist
-from zero_topo.hook.watch import Watch
+from zero_topo.observe.watch import Watch
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 watch = Watch(store, (0, 2, "n0"), lambda: ("in step", (time.monotonic(),)), print, 60)
 print(store.port, flush=True)

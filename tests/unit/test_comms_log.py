@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group, as_bytes
-from zero_topo.hook.monitor import NAMES, comms_timing, record
+from zero_topo.observe.monitor import NAMES, comms_timing, record
 
 GATHER: tuple[Any, int, bool] = ("all_gather", 300, True)
 SCATTER: tuple[Any, int, bool] = ("all_to_all", 300, True)

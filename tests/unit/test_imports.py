@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mesh": (*_PLANNING, "quant", "collectives"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
     "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
-    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
+    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe", "measure"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
+    "measure": ("units", "topology"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each
 other's privates; a room is a module or a package below `zero_topo`, the longest name that fits."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from zero_topo.hook import log
-from zero_topo.hook.log import OTHERS_WAIT_S
+from zero_topo.observe import log
+from zero_topo.observe.log import OTHERS_WAIT_S
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_topo.collectives import measure
+from zero_topo import measure
 
 
 def test_a_rank_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import deepspeed  # noqa: F401 (the hook is installed into it, with all of its modules)
-
-from zero_topo.hook.monitor import breakdown, step_events
+from zero_topo.observe.monitor import breakdown, step_events
 
 
 def test_events_sum_phases_by_domain_and_name_each_phase_and_figure() -> None:

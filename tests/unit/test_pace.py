@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import deepspeed  # noqa: F401 (the hook is installed into it, with all of its modules)
 import pytest
 import torch
 
 from zero_topo.cost.transformer import scaled
-from zero_topo.hook import pace as pace_of
-from zero_topo.hook.pace import Pace
+from zero_topo.observe import pace as pace_of
+from zero_topo.observe.pace import Pace
 
 IDS, FLOATS = torch.zeros(4, 128, dtype=torch.int64), torch.zeros(4, 128)
 

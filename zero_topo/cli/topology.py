@@ -138,9 +138,9 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 
-    from zero_topo.collectives.measure import choose_device, measure
     from zero_topo.examples.process import behave
     from zero_topo.hook.leaving import leave
+    from zero_topo.measure import choose_device, measure
 
     behave()
     device = choose_device(os.environ)

@@ -19,8 +19,8 @@ from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.explain import module_request, planned
 from zero_topo.cost.planner import Request
 from zero_topo.cost.step import method_of
-from zero_topo.hook.log import refusals
 from zero_topo.hook.seam import wrapping
+from zero_topo.observe.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -251,7 +251,7 @@ def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_siz
         return resolve_topology(setting, env, world_size)
     if engine is None:
         return resolve_topology("auto", env, world_size)
-    from zero_topo.collectives.measure import measure
+    from zero_topo.measure import measure
 
     return measure(engine.device)
 

@@ -23,7 +23,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import deepspeed_hints
@@ -31,13 +30,13 @@ from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.leaving import unlink_shared_memory
 from zero_topo.hook.loading import loading_together
-from zero_topo.hook.log import one_line, refusals, show_log, tell
-from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import saving_beside
 from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
+from zero_topo.hook.stats import report_steps
+from zero_topo.observe.log import one_line, refusals, show_log, tell
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
 
@@ -109,7 +108,7 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
     tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
-    report(engine, built, log_dist, deepspeed.comm.comms_logger)
+    report_steps(engine, built)
     seed_everything(resolved.seed, rank)
     return built
 

@@ -26,11 +26,11 @@ from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
 from zero_topo.hook.muon import check_muon, orthogonalized
-from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
-from zero_topo.hook.watch import watched
+from zero_topo.observe.pace import Pace
+from zero_topo.observe.watch import watched
 from zero_topo.sync import AgedAdamW, Moment
 
 logger = logging.getLogger(__name__)

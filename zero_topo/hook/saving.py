@@ -29,8 +29,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
-from zero_topo.hook.pace import tensors_in
 from zero_topo.hook.seam import RECOVERY_SCRIPT, replaced, wrapping
+from zero_topo.observe.pace import tensors_in
 from zero_topo.units import format_bytes
 
 PART = ".part"

@@ -19,8 +19,8 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
-from zero_topo.hook.log import refusals
 from zero_topo.hook.seam import wrapping
+from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
 
 LOCAL: Mapping[str, str] = MappingProxyType(

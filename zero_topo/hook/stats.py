@@ -13,20 +13,24 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comms_logger
+from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.initialize import request_of
-from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json, wrapping
+from zero_topo.observe.log import LOGGER
+from zero_topo.observe.monitor import breakdown, comms_timing, step_events
 from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import METRICS, log_step, log_timeline
 from zero_topo.sync import AdamS, AgedAdamW
@@ -204,3 +208,42 @@ class Recorder:
             LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
         else:
             LOGGER.info("zero_topo: report in %s", self.folder)
+
+
+def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
+    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and the run's folder.
+
+    Args:
+        engine: DeepSpeed's engine.
+        optimizer: its optimizer.
+    """
+    optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log_dist)
+    folder = optimizer.topo.config.report
+    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
+        return
+    if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
+        return
+    optimizer.recorder = Recorder(engine, Path(folder)) if folder else None
+
+    def step_reported(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > before:
+            _report_step(engine, optimizer)
+        return result
+
+    engine.step = wrapping(step_reported)(engine.step)
+
+
+def _report_step(engine: Any, optimizer: TopoStage3) -> None:
+    topo, pace = optimizer.topo, optimizer.pace.last
+    seconds = topo.meter.last_seconds
+    if optimizer.recorder is not None:
+        optimizer.recorder.step(topo.meter.last_step, pace)
+    if engine.monitor.enabled:
+        of_mode, more = topo.gradients.mode.report(), {**pace, "peak_bytes": float(peak_memory()[0])}
+        events = step_events(topo.meter.last_step, seconds, of_mode, more, engine.global_samples)
+        engine.monitor.write_events(events)
+    every = engine.steps_per_print()
+    if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
+        LOGGER.info(breakdown(seconds, pace))

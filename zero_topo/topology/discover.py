@@ -58,7 +58,7 @@ def resolve_topology(
     Args:
         setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
             File and object hold the fields of :class:`Topology`, or ``{"emulated": {"nodes", "gpus_per_node",
-            "gcds_per_gpu"}}``. "measured" is not resolved here, see ``collectives/measure.py``.
+            "gcds_per_gpu"}}``. "measured" is not resolved here, see ``measure.py``.
         env: environment variables, usually ``os.environ``.
         world_size: ranks of the job, if known; None takes the launcher's number.
         ask: queries the device tools of this node; called at most once, and only for "auto".

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
-from zero_topo.collectives.measure import measure
 from zero_topo.hook.leaving import leave
+from zero_topo.measure import measure
 
 
 def ring(settings: dict[str, Any], control: Control) -> None:

@@ -14,18 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_topo.collectives.transport import Group
-from zero_topo.hook.inference import TopoInference
-from zero_topo.hook.log import LOGGER
-from zero_topo.hook.optimizer import TopoStage3
-from zero_topo.hook.seam import wrapping
-from zero_topo.hook.stats import Recorder, peak_memory
 from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
 from zero_topo.units import GB, format_bytes
@@ -65,47 +58,6 @@ def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
     """Return one line with the host's time in each phase, in the order of a step, and the speed of the rank."""
     parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
     return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
-
-
-def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[..., None], comms_logger: Any) -> None:
-    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and the run's folder.
-
-    Args:
-        engine: DeepSpeed's engine.
-        optimizer: its optimizer.
-        log: DeepSpeed's ``log_dist(line, ranks)``, for the comms logger's lines.
-        comms_logger: DeepSpeed's comms logger; its own switches select the exchanges.
-    """
-    optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log)
-    folder = optimizer.topo.config.report
-    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
-        return
-    if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
-        return
-    optimizer.recorder = Recorder(engine, Path(folder)) if folder else None
-
-    def step_reported(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = engine.global_steps
-        result = step(*args, **kwargs)
-        if engine.global_steps > before:
-            _report_step(engine, optimizer)
-        return result
-
-    engine.step = wrapping(step_reported)(engine.step)
-
-
-def _report_step(engine: Any, optimizer: TopoStage3) -> None:
-    topo, pace = optimizer.topo, optimizer.pace.last
-    seconds = topo.meter.last_seconds
-    if optimizer.recorder is not None:
-        optimizer.recorder.step(topo.meter.last_step, pace)
-    if engine.monitor.enabled:
-        of_mode, more = topo.gradients.mode.report(), {**pace, "peak_bytes": float(peak_memory()[0])}
-        events = step_events(topo.meter.last_step, seconds, of_mode, more, engine.global_samples)
-        engine.monitor.write_events(events)
-    every = engine.steps_per_print()
-    if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
-        LOGGER.info(breakdown(seconds, pace))
 
 
 NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from zero_topo.collectives.meter import Meter
-from zero_topo.hook.log import users_line
+from zero_topo.observe.log import users_line
 
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
