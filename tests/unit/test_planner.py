@@ -267,7 +267,7 @@ def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bo
     assert bool(ranking.best.candidate.losses) == wins
     text = explain(ranking)[1]
     assert text.startswith("it sends int8 weights, int8 secondary, int4 gradients, which saves 2.5%") == wins
-    assert text.startswith("it loses nothing") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
+    assert text.startswith("it is lossless") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
 
 
 def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:

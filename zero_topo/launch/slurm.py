@@ -105,7 +105,7 @@ def script(job: SlurmJob) -> str:
     target = job.target
     asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}
     sbatch = (*target.sbatch, *(target.disk_sbatch if job.environment else ()))
-    doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
+    doctor = "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens without the variable."
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
     unpacked = ""
     if job.environment is not None:
