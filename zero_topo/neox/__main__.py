@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     options = parser().parse_args(argv)
     try:
+        if options.ranks is not None and options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: give a whole number of at least 1")
         if options.command == "check":
             print(check(options))
             if (note := unasked()) is not None:
