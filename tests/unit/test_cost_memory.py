@@ -53,21 +53,7 @@ def test_the_papers_36_billion_parameters_fit_64_gb_gcds_and_46_cannot() -> None
     assert at_36 < 64 * GB < at_46
 
 
-def test_an_unquantized_secondary_inside_the_weight_shard_is_free_and_a_narrower_one_is_not() -> None:
-    work = Workload.uniform([8192])
-    inside = resolve(scheme="topo", quantize={"secondary": None})
-    assert memory_bytes(inside, work, 2)["secondary"] == 0
-    assert memory_bytes(resolve(scheme="zero++"), work, 2)["secondary"] == 2 * 2048
-
-
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
-
-
-@pytest.mark.parametrize(("weights", "held"), [("gpu", 15.89), ("rank", 26.04), ("node", 8.27)])
-def test_codes_hold_20_billion_weights_on_384_dies_in_few_bytes(weights: str, held: float) -> None:
-    """In all but what sync keeps; a secondary copy and 16 bits beside took 35.78 GB over the dies of a GPU."""
-    config = resolve(FRONTIER, weights=weights, gradients="node", optimizer="world", quantize=CODES)
-    assert round(sum(memory_bytes(config, Workload.uniform([20 * 10**9]), 2).values()) / GB, 2) == held
 
 
 def test_what_a_rank_holds_of_codes_by_hand() -> None:
