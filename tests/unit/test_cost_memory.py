@@ -20,7 +20,6 @@ from zero_topo.cost.planner import Request
 from zero_topo.cost.step import Job, deepspeed_settings
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
-from zero_topo.units import GB
 
 FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
@@ -45,12 +44,6 @@ def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
 )
 def test_our_plans_are_the_rows_of_the_papers_table(row: str, block: dict[str, Any]) -> None:
     assert ideal_bytes(resolve(FRONTIER, **block), 10**9) == paper_memory_table(10**9, nodes=48)[row]
-
-
-def test_the_papers_36_billion_parameters_fit_64_gb_gcds_and_46_cannot() -> None:
-    at_36 = sum(paper_memory_table(36 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
-    at_46 = sum(paper_memory_table(46 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
-    assert at_36 < 64 * GB < at_46
 
 
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
