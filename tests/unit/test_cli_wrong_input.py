@@ -103,7 +103,7 @@ WRONG = {
     "report FOLDER": "has no report.json",
     "simulate --machine fronter": "did you mean 'frontier'",
     "simulate --gcds 12": "does not fill whole nodes",
-    "simulate --gcds many": "--ranks 'many'",
+    "simulate --gcds many": "--ranks 'many' is not a positive whole number, such as 8 or 4K",
     "simulate --gcds 1e400": "more than 1,048,576",
     "simulate --micro-batches 1e9": "--micro-batches '1e9' is more than 1,024",
     "simulate --gcds ,": "names no number",
