@@ -128,9 +128,16 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
-    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world."""
+    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
+
+    The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
+    """
     if route.size == 1:
         return
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
-    all_gather_views(route, range_views(rows, merged(ranges)), wire).wait()
+    views = range_views(rows, merged(ranges))
+    own = [view.member(route.index) for view in views]
+    message = quantize(own, wire)
+    dequantize(message, wire, own)
+    all_gather_views(route, views, wire, message).wait()
