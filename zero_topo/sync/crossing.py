@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_topo.collectives.transport import all_gather_views, members, reduce_scatter, rows_of
 from zero_topo.mesh import Route
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
-from zero_topo.quant.ops import dequantize, quantize
+from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.sync.base import ResidualOwners, SyncContext, SyncMode
 
@@ -139,5 +139,6 @@ def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], ro
     views = range_views(rows, merged(ranges))
     own = [view.member(route.index) for view in views]
     message = quantize(own, wire)
-    dequantize(message, wire, own)
+    if wire != cast_to(shard.dtype):
+        dequantize(message, wire, own)
     all_gather_views(route, views, wire, message).wait()
