@@ -42,6 +42,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,15 +195,15 @@ class Sparse(Crossing):
 
         return Handle(None, (), finish)
 
-    def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None] | None:
-        """Begin the exchange of a run; return the function that ends it, or None if all of the run is NaN."""
+    def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None]:
+        """Begin the exchange of a run; return the function that ends it. Where values are not finite, all are NaN."""
         exchange_of = self._exchange_all if self.since_start < 0 else self.exchange
         try:
             finish, exchange = exchange_of(self._total(shard, run, scale), run)
         except _NotFiniteError:
             for begin, past in run.ranges:
                 shard[:, begin:past] = torch.nan
-            return None
+            return partial(self._spread_inside, shard, run)  # with other ranks of the node, whose peers may have no NaN
         exchange.scale = scale
         self._exchanges[run.number] = exchange
 
@@ -303,7 +304,7 @@ class Sparse(Crossing):
         return slice(None) if self.everywhere else slice(own, own + 1)
 
     def _deliver(self, shard: Tensor, run: Run, exchange: Exchange, reduced: Tensor) -> None:
-        """Write the sums to the shard, and gather them inside the node if its ranks need more rows."""
+        """Write the sums to the shard."""
         which = self._delivered
         if self.everywhere or not exchange.settles_own_row:
             views = range_views(self.rows(shard)[which, None], merged(run.ranges))
@@ -312,6 +313,10 @@ class Sparse(Crossing):
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.
         self.deliver(shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which)
+        self._spread_inside(shard, run)
+
+    def _spread_inside(self, shard: Tensor, run: Run) -> None:
+        """Gather the sums inside the node if its ranks need more rows; collective there."""
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
