@@ -39,7 +39,7 @@ Note [Rounding]
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -426,11 +426,14 @@ class Sparse(Crossing):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual, the step count, and the mode's other state."""
+        rows = self.residual_rows()
+        return self._entries() if rows is None else self._entries() | {"residual": rows.view(-1)}
+
+    def _entries(self) -> dict[str, Tensor]:
+        """Return :meth:`state_dict` without a copy of the residual, whose elements are in the order of the runs."""
         if not self.active:
             return {}
-        rows = self.residual_rows()
-        residual = self.residual if rows is None else rows.view(-1)
-        return {"residual": residual, "step": torch.tensor(self.steps), **self.save(self._state)}
+        return {"residual": self.residual, "step": torch.tensor(self.steps), **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict`; raise ValueError for other entries or shapes."""
@@ -439,7 +442,7 @@ class Sparse(Crossing):
             self.residual.zero_()
             self._state = self.fresh()
             return
-        self.check_shapes(state)
+        self.check_shapes(state, self._entries())
         if self.residual.numel():
             self.store_residual(state["residual"].view(self.peers.size, -1))
         self.steps = int(state["step"])
@@ -501,6 +504,22 @@ class Masked(Sparse):
             again[places] = sent.view(-1)
 
         return finish, Exchange(settle, {"density": kept / width})
+
+
+def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
+    """Return by part (columns) the number of elements that a saved mask has in each row.
+
+    Args:
+        bits: the mask, each row packed separately.
+        parts: the columns of each part.
+
+    Raises:
+        ValueError: if rows differ, because the mask was selected of other parts.
+    """
+    counts = [unpacked(bits, begin, end).sum(dim=1).tolist() for begin, end in parts]
+    if any(len(set(of_rows)) > 1 for of_rows in counts):
+        raise ValueError("its mask was selected of other parts; set sync.select and reduce_bucket_size as in that run")
+    return tuple(of_rows[0] for of_rows in counts)
 
 
 def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
