@@ -514,12 +514,15 @@ def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
         parts: the columns of each part.
 
     Raises:
-        ValueError: if rows differ, because the mask was selected of other parts.
+        ValueError: if rows differ or a part has no element, because the mask was selected of other parts.
     """
-    counts = [unpacked(bits, begin, end).sum(dim=1).tolist() for begin, end in parts]
-    if any(len(set(of_rows)) > 1 for of_rows in counts):
-        raise ValueError("its mask was selected of other parts; set sync.select and reduce_bucket_size as in that run")
-    return tuple(of_rows[0] for of_rows in counts)
+    kept = []
+    for begin, end in parts:
+        least, *others = sorted(set(unpacked(bits, begin, end).sum(dim=1).tolist()))
+        if others or least < min(1, end - begin):
+            raise ValueError("its mask was selected of other parts; set sync.select and reduce_bucket_size as it had")
+        kept.append(least)
+    return tuple(kept)
 
 
 def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
