@@ -90,11 +90,9 @@ class Crossing(SyncMode, ABC):
             left[fitting] = False
         return int(left.sum())
 
-    def check_shapes(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a checkpoint has other entries than :meth:`state_dict`, or entries of other shapes."""
-        needed, found = (
-            {name: tuple(x.shape) for name, x in entries.items()} for entries in (self.state_dict(), state)
-        )
+    def check_shapes(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a checkpoint has other entries than this run, or entries of other shapes."""
+        needed, found = ({name: tuple(x.shape) for name, x in entries.items()} for entries in (own, state))
         if found != needed:
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 
