@@ -30,6 +30,8 @@ def on_cpu(path: Path) -> dict[str, Any]:
     config = load_deepspeed_config(path)
     config["zero_topo"] = config["zero_topo"] | {"topology": EMULATED}
     config["steps_per_print"] = 10**9
+    if config.pop("fp16", None):  # which DeepSpeed refuses on CPUs
+        config["bf16"] = {"enabled": True}
     config["gradient_accumulation_steps"] = min(2, config["gradient_accumulation_steps"])
     if config["optimizer"]["type"] == "AdamW":
         config["optimizer"]["params"]["torch_adam"] = True
