@@ -141,7 +141,8 @@ class Launches(Allocations):
                 self._now.kernels += func not in BY_REFERENCE
             elif not func.is_view and name not in FREE:
                 self._now.operations += 1
-            self._now.syncs += name in SYNCS or (name in MASKED and _by_mask(args[1]))
+            unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+            self._now.syncs += unsized or name in SYNCS or (name in MASKED and _by_mask(args[1]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def made(self, nbytes: int) -> None:

@@ -44,7 +44,7 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | No
     names, low = {name.lower(): name for name in known}, str(word).lower()
     # Similarity of letters alone would not match "dgx" with "dgx-a100".
     begun = [name for name in names if low and name.startswith(low)]
-    near = begun or difflib.get_close_matches(low, names, n=1, cutoff=cutoff)
+    near = begun or difflib.get_close_matches(low, names if low else (), n=1, cutoff=cutoff)
     return names[near[0]] if near else None
 
 
@@ -242,7 +242,7 @@ Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
 Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
+Positive = Annotated[float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")]
 
 
 def describe(

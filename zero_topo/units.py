@@ -43,9 +43,9 @@ def format_bytes(n: float) -> str:
 def format_count(n: int) -> str:
     """Write a number of parameters as people say it, to three digits: ``"350M"``, ``"20.0B"``, ``"1.50T"``."""
     for name, unit in (("", 1), ("K", KB), ("M", MB), ("B", GB), ("T", TB)):
-        if float(f"{n / unit:.3g}") < 1000 or name == "T":
+        if float(f"{n / unit:.3g}") < 1000:
             return str(n) if n < KB else f"{n / unit:#.3g}".rstrip(".") + name
-    raise AssertionError("the last unit takes any size")
+    return f"{n / TB:,.0f}T"
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -74,7 +74,7 @@ def commands(stage: int, gpu: bool, folder: Path) -> list[Command]:
 
 def _kernels(gpu: bool, folder: Path) -> list[Command]:
     native, triton = "tests/kernels/test_native.py", "tests/kernels/test_triton.py"
-    few = (*PYTEST, native, "-k", "large or any_length or misaligned or codes")
+    few = (*PYTEST, native, "-k", "large or limited or refuse or codes")
     if not gpu:
         interpreted = (*PYTEST, triton, "-k", "large or misaligned or codes_give")
         emulated = (

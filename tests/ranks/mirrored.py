@@ -7,15 +7,12 @@ and in the right region, so that a mode makes all of its calls.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import fake_world
 from tests.ranks.test_sparse_modes import mode_of
@@ -24,18 +21,7 @@ from tests.ranks.worlds import World
 from zero_topo.collectives import transport
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
-from zero_topo.quant import ops
 from zero_topo.sync import picks
-
-_VIEWS = (
-    "view as_strided slice select split detach _unsafe_view transpose t permute unsqueeze expand alias unbind squeeze "
-    "split_with_sizes narrow view_as unflatten empty empty_strided new_empty empty_like new_empty_strided lift_fresh "
-    "_local_scalar_dense"
-)
-VIEWS = frozenset(_VIEWS.split())
-"""Operators that queue nothing on a device."""
-WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive"})
-"""Operators for which the host waits."""
 
 
 class Mirrored(Group):
@@ -73,47 +59,6 @@ def mirrored(size: int) -> Iterator[None]:
         patch.object(picks, "_on_cpu", lambda x: False),
     ):
         yield
-
-
-class Queued(TorchDispatchMode):
-    """Counts what is queued on a device, and how often the host waits for it.
-
-    Attributes:
-        calls: operators that are no views, by name, and calls of kernels.
-        waits: by name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count it."""
-        name = func._schema.name.removeprefix("aten::")
-        if name not in VIEWS and func.namespace == "aten":
-            self.calls[name] += 1
-        by_mask = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
-        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if name in WAITS or by_mask or unsized:
-            self.waits[name] += 1
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Also lists made of tensors, and calls of the kernels."""
-
-        def counted(owner: Any, name: str, counter: Counter[str]) -> Any:
-            call = getattr(owner, name)
-
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                counter[name] += 1
-                return call(*args, **kwargs)
-
-            return patch.object(owner, name, wrapped)
-
-        with self, counted(Tensor, "tolist", self.waits), counted(ops, "sketch", self.calls):
-            yield
 
 
 def steps(w: World, count: int, around: Callable[[int], Any]) -> None:

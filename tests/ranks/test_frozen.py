@@ -150,6 +150,18 @@ def test_gathers_bring_the_parameters(name: str) -> None:
         assert len({sums[rank] for rank in group}) == 1
 
 
+def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
+    """No frozen parameter then has a column in the model's own type, and the check compares empty tensors."""
+    w = world(block("topo", debug_checks=True), numels=TRAINED)
+
+    def rank_main(rank: int) -> None:
+        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=matrices([8 * BLOCK]))
+        assert not engine.weights.frozen_primary.numel()
+        engine.end_step(skipped=True)
+
+    run_threads(w.size, rank_main)
+
+
 @pytest.mark.parametrize("name", ["topo", "plain topo", "replicated optimizer", "zero++", "paper"])
 def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
     """Edited on all ranks or loaded into each rank's own shard: the same bits everywhere, gathers and exact ones."""

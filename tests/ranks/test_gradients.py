@@ -157,6 +157,21 @@ def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: 
         assert seen < 1e-6 and final < 1e-6
 
 
+def test_replicas_of_an_optimizer_shard_get_the_same_bits_of_a_rounded_sum() -> None:
+    """Sums of FP32 gradients are sent in BF16: the owner of a row must not go on with more bits than the others."""
+    w = world({"scheme": "hsdp", "quantize": PLAIN, "sync": {"dtype": "bf16"}})
+
+    def rank_main(rank: int) -> torch.Tensor:
+        engine = w.engine()
+        backward(engine, w, rank, 0, [SLOTS])
+        engine.gradients.sync()
+        return engine.gradients.optimizer_rows().clone()
+
+    found = run_threads(w.size, rank_main)
+    for group in w.config.plan.groups(w.config.plan.optimizer, w.size):
+        assert all(torch.equal(found[rank], found[group[0]]) for rank in group)
+
+
 def test_zeroed_gradients_leave_nothing_behind() -> None:
     w = world({"scheme": "topo", "quantize": PLAIN})
     second = mean_gradient(w, 2)

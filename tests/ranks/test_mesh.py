@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
-from tests.ranks.worlds import either_placement, shuffled
+from tests.ranks.worlds import shuffled
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
-from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated, load_preset
 from zero_topo.versions import torch_has
 
@@ -36,44 +34,6 @@ def test_a_destroyed_mesh_lets_go_of_works() -> None:
         hop.done.append(dist.barrier(async_op=True))
         mesh.destroy()
         assert not hop.done
-
-
-def test_rows_are_gathered_in_chunks() -> None:
-    """Columns do not fill whole chunks, and outnumber the rows: all of them arrive."""
-    machine = emulated(2, 1, 2)
-    plan = Plan.build(machine, ("world", None, "world", "world"))
-
-    def rank_main(rank: int) -> torch.Tensor:
-        mesh, rows = Mesh(plan, machine, Meter(), plan.hops()), torch.full((4, 7), -1.0)
-        rows[rank] = torch.arange(7) + 10.0 * rank
-        all_gather_rows(mesh.route(1, 4).metered("publish"), rows, chunk_numel=9)
-        return rows
-
-    expected = torch.arange(7) + 10.0 * torch.arange(4)[:, None]
-    assert all(torch.equal(rows, expected) for rows in run_threads(4, rank_main))
-
-
-@either_placement
-def test_members_sit_at_the_slots_the_mesh_says(machine: Topology) -> None:
-    """Torch sorts a group by rank; slots lead from tree order to that."""
-    plan = Plan.build(machine, ("gpu", None, "node", "world"))
-
-    def rank_main(rank: int) -> bool:
-        mesh = Mesh(plan, machine, Meter(), plan.hops())
-        right = []
-        for lo, hi in (pair for whole in plan.hops() for pair in plan.route(*whole)):
-            hop = mesh.hop(lo, hi)
-            if hop.group is None:
-                continue
-            seen = torch.empty(hop.size, dtype=torch.int64)
-            dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
-            right.append([int(seen[rank]) for rank in hop.group_ranks] == plan.group(rank, lo, hi))
-            right.append(plan.group(rank, lo, hi)[hop.index] == rank)
-        for lo, hi in plan.hops():
-            right.append(plan.group(rank, lo, hi)[mesh.route(lo, hi).index] == rank)
-        return all(right)
-
-    assert all(run_threads(8, rank_main))
 
 
 def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours() -> None:

@@ -18,13 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.harness import run_threads
 from tests.launching import ROOT
-from tests.ranks.test_scape import DECAY, RATE, scape_world
-from tests.ranks.test_scape import Reference as ScapeAlgorithm
-from tests.ranks.test_scape import train as train_scape
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, mode_of, sparse_world
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World, synced
-from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 
 STEPS, LR = 30, 0.05
@@ -149,39 +145,6 @@ def test_weights_after_thirty_steps_are_the_algorithms(
         reference.step(step)
     for weights in trained(w, optimizer, clip):
         torch.testing.assert_close(weights.double(), reference.weights.detach(), atol=1e-6, rtol=1e-6)
-
-
-class ScapeAlgorithm2(ScapeAlgorithm):
-    """SCAPE, Algorithm 2: each worker has all weights and updates its own row, then the selected weights are gathered.
-
-    All others decay in place on every worker.
-    """
-
-    def __init__(self, w: World, mode: ScapeSync, clip: float) -> None:
-        super().__init__(w, mode, clip)
-        self.replicas = torch.ones(w.size, *self.weights.shape, dtype=torch.float64)
-
-    def step(self, step: int) -> None:
-        """One step, after which ``weights`` has each row as its owner computes it."""
-        mask = self.mask
-        super().step(step)
-        own = torch.eye(len(mask), dtype=torch.bool)[:, :, None]
-        self.replicas = torch.where(mask | own, self.weights, self.replicas * (1 - RATE * DECAY))
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.7], ids=["free", "clipped"])
-@pytest.mark.parametrize("setting", ["data parallel", "algorithm 2"])
-def test_scape_after_thirty_steps_is_the_algorithm(setting: str, clip: float) -> None:
-    """SCAPE, Algorithms 1 and 2; the momentum is made of the clipped gradient. Shorter runs are in `test_scape.py`."""
-    w = scape_world(setting, LAYERS, density=0.1)
-    assert isinstance(w.config.sync, ScapeSync)
-    reference = ScapeAlgorithm2(w, w.config.sync, clip)
-    for step in range(STEPS):
-        reference.step(step)
-    for rank, steps in enumerate(train_scape(w, STEPS, clip)):
-        rows = [w.config.plan.position(owner) for owner in w.config.plan.rows(rank, w.config.plan.optimizer)]
-        for replica in reference.replicas:
-            torch.testing.assert_close(steps[-1].weights.double(), replica[rows], atol=1e-6, rtol=1e-6)
 
 
 def test_the_page_judges_every_mechanism() -> None:

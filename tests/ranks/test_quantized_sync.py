@@ -15,7 +15,6 @@ from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.quant.operands import merged
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -174,21 +173,3 @@ def test_memory_and_bytes_are_the_formulas(dtype: torch.dtype) -> None:
 
     held = run_threads(w.size, rank_main)[0]
     assert ("residual" in held) == (dtype == torch.float16)
-
-
-@pytest.mark.parametrize(
-    ("spans", "block", "found"),
-    [
-        ([(0, 3), (3, 7)], 1, ((0, 7),)),
-        ([(0, 3), (3, 7)], 3, ((0, 7),)),
-        ([(0, 3), (3, 7)], 2, ((0, 3), (3, 7))),
-        ([(1000, 1512), (1512, 2000)], 256, ((1000, 2000),)),  # integers that are equal, not the same
-        ([(0, 3), (4, 7)], 1, ((0, 3), (4, 7))),
-        ([], 4, ()),
-    ],
-)
-def test_neighbouring_spans_are_one_where_a_block_ends_between_them(
-    spans: list[tuple[int, int]], block: int, found: tuple[tuple[int, int], ...]
-) -> None:
-    """Counted from where the first begins; a gap keeps them apart."""
-    assert merged([(int(str(begin)), int(str(end))) for begin, end in spans], block) == found

@@ -23,7 +23,6 @@ from tests.ranks.test_sparse_modes import (
 )
 from tests.ranks.trainer import Trainer, computed, usual_rate
 from tests.ranks.worlds import NUMELS, World
-from zero_topo.config import DenseSync
 from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
@@ -109,28 +108,12 @@ def chosen(w: World, update: Tensor) -> Tensor:
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
-    """What has not arrived is in the residual at every step, in and between resamplings; also where the sum is read."""
+    """What has not arrived is in the residual at every step; a resampling in FP32 leaves none, read or not."""
     w = radius_world(setting, value_dtype=value_dtype)
     results = trained(setting)[1] if value_dtype == "fp32" else train(w, 2 * INTERVAL + 2, peeks_at=(1, INTERVAL))
     check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
-
-
-@pytest.mark.parametrize("setting", PLACES)
-def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None:
-    """Its sum is the mean gradient plus all that was skipped since the last one; no residual is left then.
-
-    The residual is not divided by the interval.
-    """
-    w, results = trained(setting)
-    for rank, steps in enumerate(results):
-        waiting = torch.zeros(w.columns)
-        for step, seen in enumerate(steps):
-            waiting += w.own_mean(rank, step)
-            if step % INTERVAL == 0:
-                torch.testing.assert_close(seen.step.own, waiting, atol=1e-5, rtol=1e-5)
-            waiting -= seen.step.own
-            assert all(bool(part.any()) == (step % INTERVAL != 0) for _, part in seen.step.residuals)
-            assert seen.step.residuals
+    between = [step % INTERVAL != 0 for step in range(2 * INTERVAL + 2)]
+    assert value_dtype == "bf16" or all(has_residual(steps) == between for steps in results)
 
 
 @pytest.mark.parametrize("setting", PLACES)
@@ -162,16 +145,6 @@ def test_replicas_agree_bit_for_bit() -> None:
             assert torch.equal(mine.after, theirs.after)
 
 
-@pytest.mark.parametrize("setting", PLACES)
-def test_density_one_is_dense(setting: str) -> None:
-    """A mask of everything: the mean gradient at every step, and no residual."""
-    w = radius_world(setting, density=1.0)
-    for rank, steps in enumerate(train(w, INTERVAL + 2)):
-        for step, seen in enumerate(steps):
-            torch.testing.assert_close(seen.step.own, w.own_mean(rank, step), atol=1e-6, rtol=1e-6)
-            assert all(not part.any() for _, part in seen.step.residuals)
-
-
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     """What an update said is forgotten with a step that is skipped after all, though the next one says nothing."""
 
@@ -196,15 +169,6 @@ def has_residual(steps: Sequence[Seen]) -> list[bool]:
     return [any(bool(part.any()) for _, part in seen.step.residuals) for seen in steps]
 
 
-def test_the_first_steps_are_dense() -> None:
-    """Everything is reduced, and no mask is chosen before the first resampling, from which intervals count."""
-    start = 2
-    for steps in train(radius_world("data parallel", start=start), start + INTERVAL + 2):
-        empty = [not seen.after.any() for seen in steps]
-        assert empty == [True] * start + [False] * (INTERVAL + 2)
-        assert has_residual(steps) == [False] * (start + 1) + [True] * (INTERVAL - 1) + [False, True]
-
-
 def test_a_learning_rate_of_zero_chooses_nothing() -> None:
     """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
     rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
@@ -227,18 +191,18 @@ def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> No
 
 
 def test_updates_are_asked_for_at_resamplings_only() -> None:
-    """Other steps, and other modes, pay nothing for the hook."""
-    w = radius_world("topo")
+    """Other steps, the dense ones at the start too, and other modes pay nothing for the hook."""
+    w = radius_world("topo", start=1)
 
     def rank_main(rank: int) -> list[bool]:
         trainer, asked = Run(w, rank), []
-        for step in range(INTERVAL + 1):
+        for step in range(INTERVAL + 2):
             trainer.sync(step)
             asked.append(trainer.engine.gradients.mode.wants_updates)
             trainer.step(step)
         return asked
 
-    assert run_threads(w.size, rank_main)[0] == [True, False, False, True]
+    assert run_threads(w.size, rank_main)[0] == [False, True, False, False, True]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -260,12 +224,3 @@ def test_the_meter_counts_what_the_formulas_say(setting: str, value_dtype: str) 
     work = replace(Workload.uniform(w.numels, itemsize=4), sync_itemsize=4)
     booked = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
     assert booked == round((resampling + (INTERVAL - 1) * between) / INTERVAL)
-
-
-@pytest.mark.parametrize("setting", PLACES)
-def test_two_fifths_of_dense_at_the_papers_settings(setting: str) -> None:
-    """About 0.403 of dense at a density of 0.4 and intervals of 200 steps."""
-    w = radius_world(setting, density=0.4, interval=200)
-    work, dense = Workload.uniform([1 << 20], itemsize=4), replace(w.config, sync=DenseSync())
-    mine, whole = (step_bytes(config, work)["sync", "world"] for config in (w.config, dense))
-    assert mine / whole == pytest.approx(0.403, abs=5e-4)

@@ -12,12 +12,11 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.test_delta_publish import block as delta_block
 from tests.ranks.test_delta_publish import masters_of, publish_step
-from tests.ranks.worlds import World, either_placement, loaded, shuffled, world
+from tests.ranks.worlds import World, either_placement, loaded, world
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.topology.model import Topology
-from zero_topo.topology.presets import emulated
 
 BLOCK = 64
 NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100, 8 * BLOCK)
@@ -120,22 +119,6 @@ def test_overlap_and_the_size_of_runs_change_no_bit(of: dict[str, Any]) -> None:
     for found in others:
         for ours, theirs in zip(first, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_exact_gathers_give_the_owners_rows(name: str) -> None:
-    """Not the codes: the masters, rounded to the model's type and to nothing else."""
-    w = world(WORLDS[name], shuffled(emulated(2, 2, 2)), NUMELS)
-
-    def rank_main(rank: int) -> bool:
-        engine = begun(w)
-        walked(w, engine, range(1, 3))
-        found = engine.weights.gather(SLOTS, "gather_exact").wait()
-        masters = masters_of(w, rank, 1, 2, 1e-3)
-        wanted = [engine.layout.flat_of(engine.layout.slot(masters, i).flatten(), i).bfloat16() for i in SLOTS]
-        return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-    assert all(run_threads(w.size, rank_main))
 
 
 @either_placement

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.test_sparse_modes import PLACES, mode_of
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, PLACES, Step, mode_of, observed, sparse_world
 from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, carry, restore
@@ -126,6 +127,40 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
 
     for said in run_threads(w.size, rank_main):
         assert said is not None and "masks, thresholds and first steps start anew" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "was", "now", "said"),
+    [
+        ("topk_a", {"exclude": ["p0"]}, {"exclude": ["p1"]}, "other parameters take part in sync now: 3 rows"),
+        ("scape", {"select": "all"}, {"select": "run"}, "its mask was selected of other parts"),
+        ("oktopk", {"sharded": False}, {"sharded": True}, ""),
+    ],
+)
+def test_state_of_other_settings_is_not_misread(
+    mode: str, was: dict[str, Any], now: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same plan, and tensors of the same shapes: no element goes to another, and the next step loses nothing."""
+    place = {**DATA_PARALLEL, "optimizer": "world"}
+    old, new = (replace(sparse_world(place, 3, mode, (300, 300), **sync), chunk=300) for sync in (was, now))
+
+    def rank_main(rank: int) -> tuple[Tensor, Step]:
+        engine = old.engine()
+        for step in range(3):
+            synced(engine, old.grads(rank, step))
+            engine.end_step(skipped=False)
+        saved, engine = engine.state_dict(), new.engine()
+        engine.load_state_dict(saved)
+        loaded = mode_of(engine).residual_table()
+        synced(engine, new.grads(rank, 3))
+        return loaded, observed(engine)
+
+    results = run_threads(new.size, rank_main)
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+    for owner, (_, seen) in enumerate(results):
+        due = new.own_mean(owner, 3) + sum(loaded[owner] for loaded, _ in results)
+        left = sum(dict(step.residuals)[owner] for _, step in results)
+        torch.testing.assert_close(seen.own + left, due, atol=1e-5, rtol=1e-5)
 
 
 def test_a_warm_up_goes_on_under_another_plan(tmp_path: Path) -> None:

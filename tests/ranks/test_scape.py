@@ -186,17 +186,6 @@ def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select:
     check_against_reference(w, train(w, 6), 0.0)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
-@pytest.mark.parametrize("setting", often(FEW, SETTINGS))
-def test_density_one_is_dense(setting: str, clip: float) -> None:
-    """Everything in the mask: AdamS with the mean gradient, clipped alike."""
-    sparse = train(scape_world(setting, density=1.0), 4, clip)
-    dense = train(scape_world(setting, mode="dense"), 4, clip)
-    for found, expected in zip(sparse, dense, strict=True):
-        torch.testing.assert_close(found[-1].weights, expected[-1].weights, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(found[-1].momentum, expected[-1].momentum, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("numel", "density", "value_dtype"),
     [(2, 0.5, "fp32"), (1000, 0.01, "bf16"), (30_000, 0.001, "fp32"), (30_000, 0.3, "bf16")],
@@ -240,14 +229,6 @@ def test_the_meter_counts_what_the_formula_says(setting: str) -> None:
     expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
     for found in train(w, 3):
         assert [seen.sent for seen in found[1:]] == [expected] * 2
-
-
-@pytest.mark.parametrize(("density", "share"), [(0.1, 5), (0.01, 20)])
-def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, share: int) -> None:
-    """Of what crosses nodes when sync is dense in FP32 and weights are published in 16 bits: 6 bytes an element."""
-    w = scape_world("hierarchy", (40_000,), density=density)
-    dense = 6 * 40_000 / w.config.plan.gradients / 2
-    assert step_bytes(w.config, Workload.uniform(w.numels, itemsize=4))["sync", "world"] <= dense / share
 
 
 def test_another_optimizer_is_refused() -> None:

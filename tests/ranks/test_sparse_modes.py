@@ -198,16 +198,6 @@ def test_what_does_not_take_part_costs_nothing() -> None:
     assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
 
 
-def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
-    """What a mode selects of all is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
-    sparse = [sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, select=select) for select in ("all", "run")]
-    with fake_world(2):
-        dense = world({**DATA_PARALLEL, "quantize": PLAIN}, emulated(2, 1, 1))
-        engines = [w.engine(chunk=640) for w in (*sparse, dense)]
-    assert [engine.run_numel for engine in engines] == [None, 640, 640]
-    assert not any(engine.gradients.mode.wants_updates for engine in engines)
-
-
 # -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------
 
 NUMEL = 19_200

@@ -25,23 +25,6 @@ def stepped(count: int, **settings: Any) -> tuple[list[Tensor], AdamS]:
     return params, optimizer
 
 
-def test_it_is_its_formula() -> None:
-    """Four steps in FP64 arithmetic, written down once more."""
-    rate, b1, b2, eps, decay = 0.01, 0.8, 0.9, 1e-6, 0.1
-    params, _ = stepped(4, lr=rate, betas=(b1, b2), eps=eps, weight_decay=decay)
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.ones(p.shape, dtype=torch.float64) for p in params]
-    means = [torch.zeros_like(w) for w in weights]
-    for t in range(1, 5):
-        for w, m in zip(weights, means, strict=True):
-            g = torch.randn(w.shape, generator=generator).double()
-            v = b2 * m**2 + (1 - b2) * g**2
-            m.mul_(b1).add_((1 - b1) * g)
-            w -= rate * (m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps) + decay * w)
-    for p, w in zip(params, weights, strict=True):
-        torch.testing.assert_close(p.detach(), w.float(), atol=1e-6, rtol=1e-6)
-
-
 def test_lists_and_single_tensors_give_the_same_bits() -> None:
     """``foreach`` changes the calls, not the result."""
     together, _ = stepped(3, weight_decay=0.1, foreach=True)

@@ -18,31 +18,8 @@ from tests.plans import config_file, printed
 from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
 from zero_topo.config import SCHEMES, json_schema
-from zero_topo.topology import Topology
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["frontier", "--world-size", "16"], ["frontier: 16 ranks", "2 x node", "4 x gpu"]),
-        (["frontier"], ["frontier: 8 ranks"]),
-        ([json.dumps(EMULATED)], ["8 ranks (emulated)"]),
-    ],
-    ids=["a preset of the given size", "without a size one node", "an inline machine"],
-)
-def test_topology_draws_a_machine(run: Run, words: list[str], parts: list[str]) -> None:
-    status, out, _ = run("topology", "--from", *words)
-    assert status == 0 and all(part in out for part in parts)
-
-
-def test_topology_json_is_read_back_by_from(run: Run, tmp_path: Path) -> None:
-    _, out, _ = run("topology", "--from", "frontier", "--world-size", "16", "--json")
-    path = tmp_path / "machine.json"
-    path.write_text(out)
-    again = run("topology", "--from", str(path), "--json")[1]
-    assert Topology.from_json(json.loads(again)) == Topology.from_json(json.loads(out))
 
 
 def test_schema_prints_the_schema(run: Run) -> None:
@@ -150,12 +127,6 @@ def test_decimal_counts_are_exact(text: str, value: int) -> None:
 def test_what_is_not_a_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a positive whole number"):
         read_count(text, "n")
-
-
-def test_a_wrong_count_is_answered_with_numbers_that_the_option_takes(run: Run) -> None:
-    """Nobody has 20e9 ranks."""
-    status, _, err = run("simulate", "--gcds", "0")
-    assert status == 2 and "--ranks '0' is not a positive whole number, such as 8 or 4K" in err
 
 
 def test_no_command_has_more_options_than_a_user_reads() -> None:

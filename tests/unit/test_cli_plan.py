@@ -16,13 +16,6 @@ from zero_topo.config import SCHEMES
 FRONTIER = ("--machine", "frontier", "--nodes", "48")
 
 
-def test_machine_and_nodes_are_the_same_as_topology_and_world_size(run: Run) -> None:
-    words = ("--params", "20e9", "--set", "scheme=topo")
-    assert printed(run, "plan", *words, *FRONTIER) == printed(
-        run, "plan", *words, "--topology", "frontier", "--world-size", "384"
-    )
-
-
 def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run) -> None:
     status, out, _ = run("plan", "--model", "llama-2-7b", "--machine", "dgx-a100", "--nodes", "4", "--recommend")
     assert status == 0

@@ -27,10 +27,12 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
 
 
 def test_the_table_fits_80_columns(run: Run) -> None:
+    """A wider one, of all plans on all of Frontier, is printed wider rather than cut."""
     status, out, _ = run("simulate", "--gcds", "75264")
     assert status == 0 and "75,264" in out
     table = [line.rstrip() for line in out.splitlines() if not line.startswith("- ")]
     assert max(map(len, table)) <= 80 and "…" not in out
+    assert "…" not in run("plan", "--params", "1B", "--machine", "frontier", "--ranks", "75264", "--recommend")[1]
 
 
 def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path: Path) -> None:

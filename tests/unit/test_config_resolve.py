@@ -88,11 +88,6 @@ def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
     assert resolve(scheme="paper", sync={"reduce": "reduce_scatter"}).sync == DenseSync(reduce="reduce_scatter")
 
 
-def test_collectives_go_through_the_node_unless_told_otherwise() -> None:
-    assert resolve(scheme="zero++").plan.route(1, 8) == [(1, 4), (4, 8)]
-    assert resolve(scheme="zero3", two_hop=False).plan.route(1, 8) == [(1, 8)]
-
-
 def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> None:
     """And not where they are sharded, or held by everyone on purpose."""
     config = resolve(FLAT, scheme="topo")
@@ -134,11 +129,6 @@ def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
     assert not has(resolve(scheme="mics", weights=2), "scheme mics: shards")
 
 
-def test_the_plan_follows_the_placement_of_the_ranks() -> None:
-    cyclic = Topology("cyclic", 2, 2, 2, order=(0, 4, 1, 5, 2, 6, 3, 7))
-    assert resolve(cyclic, scheme="topo").plan.group(0, 1, 2) == [0, 2]
-
-
 def test_the_resolved_config_is_json_for_reports() -> None:
     report = resolve(scheme="topo", quantize={"resident": "int8"}, seed=3).to_json()
     assert report["degrees"] == {"weights": 2, "secondary": None, "gradients": 4, "optimizer": 8}
@@ -172,12 +162,6 @@ def test_resident_codes_are_what_both_passes_gather() -> None:
     changes = "all-gather of updated weights after each step (publish): as the INT8 values that changed, lossless"
     assert f"{changes}, over world" in config.notes
     assert resolve(scheme="zero++").resident_spec is None
-
-
-def test_every_rank_may_hold_all_weights_as_codes() -> None:
-    """Alone too: nothing is gathered, but the codes still have their format."""
-    config = resolve(**CODED | {"weights": "rank"})
-    assert degrees(config) == (1, None, 4, 8) and config.resident_spec == config.weights_spec == BlockSpec(8)
 
 
 @pytest.mark.parametrize(("change", "message"), OBSTACLES)

@@ -20,7 +20,6 @@ from zero_topo.cost.planner import Request
 from zero_topo.cost.step import Job, deepspeed_settings
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
-from zero_topo.units import GB
 
 FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
@@ -47,27 +46,7 @@ def test_our_plans_are_the_rows_of_the_papers_table(row: str, block: dict[str, A
     assert ideal_bytes(resolve(FRONTIER, **block), 10**9) == paper_memory_table(10**9, nodes=48)[row]
 
 
-def test_the_papers_36_billion_parameters_fit_64_gb_gcds_and_46_cannot() -> None:
-    at_36 = sum(paper_memory_table(36 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
-    at_46 = sum(paper_memory_table(46 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
-    assert at_36 < 64 * GB < at_46
-
-
-def test_an_unquantized_secondary_inside_the_weight_shard_is_free_and_a_narrower_one_is_not() -> None:
-    work = Workload.uniform([8192])
-    inside = resolve(scheme="topo", quantize={"secondary": None})
-    assert memory_bytes(inside, work, 2)["secondary"] == 0
-    assert memory_bytes(resolve(scheme="zero++"), work, 2)["secondary"] == 2 * 2048
-
-
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
-
-
-@pytest.mark.parametrize(("weights", "held"), [("gpu", 15.89), ("rank", 26.04), ("node", 8.27)])
-def test_codes_hold_20_billion_weights_on_384_dies_in_few_bytes(weights: str, held: float) -> None:
-    """In all but what sync keeps; a secondary copy and 16 bits beside took 35.78 GB over the dies of a GPU."""
-    config = resolve(FRONTIER, weights=weights, gradients="node", optimizer="world", quantize=CODES)
-    assert round(sum(memory_bytes(config, Workload.uniform([20 * 10**9]), 2).values()) / GB, 2) == held
 
 
 def test_what_a_rank_holds_of_codes_by_hand() -> None:

@@ -20,7 +20,6 @@ from zero_topo.config.sparse_config import SparseSync
 from zero_topo.config.sync_config import QuantizedSync, SyncSettings
 from zero_topo.cost.volume import (
     Workload,
-    by_domain,
     change_bytes,
     gather_spec,
     largest_change_bytes,
@@ -257,39 +256,6 @@ def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, s
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
-
-
-def test_topo_on_two_nodes_by_hand() -> None:
-    # N = 8, one parameter of 8 * 1024 elements: n = 1024. W = S = 2, G = 4, O = 8; K = 3.
-    config = resolve(scheme="topo", quantize={"resident": None})
-    sent = step_bytes(config, Workload.uniform([8192], itemsize=2, micro_batches=3))
-    int8_half = 4096 + 128  # 16 scales of 4 bytes, padded to 128
-    int4_quarter = 1024 + 128  # 2048 values, 8 scales
-    assert sent == {
-        ("gather_forward", "gpu"): 3 * int8_half,
-        ("gather_backward", "gpu"): 3 * int8_half,
-        ("scatter", "node"): 3 * 3 * int4_quarter,
-        ("sync", "world"): 1024 * 2,
-        ("publish", "world"): 1024 * 2,  # one message to the other node, where a GPU neighbour's pair has the other
-        ("publish", "node"): 2 * 1024 * 2,  # then this rank's and that one inside
-    }
-
-
-INT4_SYNC: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}}
-CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
-
-
-def test_codes_of_20_billion_weights_are_published_in_a_tenth_of_the_bytes() -> None:
-    """Across nodes under 0.55 GB where weights are 4.9, on 384 dies; with INT4 sync a step sends under 1.8 GB there."""
-    work = Workload.uniform([20 * 10**9])
-    whole = step_bytes(resolve(FRONTIER, scheme="topo", **INT4_SYNC, quantize={"resident": None}), work)
-    for weights, inside in (("gpu", 20.4e9), ("rank", 0)):
-        places = {"weights": weights, "gradients": "node", "optimizer": "world"}
-        sent = step_bytes(resolve(FRONTIER, **places, **INT4_SYNC, quantize=CODES), work)
-        assert whole["publish", "world"] > 4.89e9 and sent["publish", "world"] < 0.55e9
-        assert by_domain(sent)["world"] < 1.8e9
-        gathered = sum(nbytes for (phase, _), nbytes in sent.items() if phase.startswith("gather"))
-        assert gathered <= inside and (weights == "rank") == (gathered == 0)
 
 
 def test_the_expected_bytes_of_changes() -> None:

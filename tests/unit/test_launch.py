@@ -163,6 +163,12 @@ def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
         assert set(range(rank * h100.cpus_per_rank, (rank + 1) * h100.cpus_per_rank)) <= near
 
 
+def test_options_after_the_program_are_the_programs(run: Run) -> None:
+    """Also without the two dashes before it, as srun takes them."""
+    _, out, _ = run("launch", "slurm", "--machine", "dgx-h100", "python", "train.py", "--lr", "3", "--nodes", "2")
+    assert "#SBATCH --nodes=1" in out and out.endswith("  python train.py --lr 3 --nodes 2\n")
+
+
 def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     for words, expected in (([], "standard-g"), (["--partition", "dev-g"], "dev-g")):
         _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *WHO, *words, "--", "true")
@@ -180,6 +186,7 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
         (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
+        (["slurm", "--machine", "dgx-h100", "--time", "1h", "--", "true"], "--time '1h'"),
         (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
         (["env", "--machine", "fronteir"], "did you mean 'frontier'"),
     ],

@@ -137,6 +137,8 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert main(["check", "--ranks", "384", str(config)]) == 0
     expected = "ok: scheme topo on 384 ranks: weights 2, gradients 8, optimizer 384\n"
     assert capsys.readouterr().out == expected
+    for words, said in ((("--ranks", "0"), "--ranks 0: "), (("--neox-path", "/nope"), "NEOX_PATH = /nope: ")):
+        assert main(["check", str(config), *words]) == 2 and said in capsys.readouterr().err
     assert main(["check", write(tmp_path / "bad.yml", "{pipe_parallel_size: 1}")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3 and all(line.startswith("zero_topo.neox: ") for line in lines)

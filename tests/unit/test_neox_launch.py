@@ -85,6 +85,13 @@ def test_srun_binds_tasks_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert srun_command(bound, WORDS) == [*started, sys.executable, "-u", "-m", MODULE, "train", *WORDS[5:]]
 
 
+def test_srun_takes_no_config_for_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse gives an option with an optional value the word after it."""
+    with pytest.raises(SystemExit):
+        main(["launch", "--srun", "a.yml", "b.yml"])
+    assert "'a.yml' is no option of srun; put the configs before --srun" in capsys.readouterr().err
+
+
 def test_srun_needs_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From Slurm, or from the command line."""
     monkeypatch.delenv("SLURM_NTASKS", raising=False)

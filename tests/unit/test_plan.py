@@ -28,14 +28,6 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-def test_shards_of_one_degree_partition_the_world(plan: Plan) -> None:
-    for degree in (plan.weights, plan.gradients, plan.optimizer):
-        for group in plan.groups(1, degree):
-            held = [shard for rank in group for shard in plan.rows(rank, degree)]
-            assert sorted(held) == list(range(plan.world_size))
-
-
-@given(plans())
 def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row(plan: Plan) -> None:
     for rank in range(plan.world_size):
         nested = [set(plan.rows(rank, d)) for d in (plan.optimizer, plan.gradients, plan.weights)]

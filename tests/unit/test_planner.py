@@ -29,7 +29,7 @@ from zero_topo.cost.memory import (
     publish_bytes,
 )
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import Price, Ranking, Request, max_params, rank_plans
+from zero_topo.cost.planner import Price, Ranking, Request, rank_plans
 from zero_topo.cost.step import Job, Step, deepspeed_settings
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
@@ -212,17 +212,6 @@ def test_messages_of_publish_are_counted_as_if_all_blocks_were_sent_whole() -> N
     assert 1.9 < publish_bytes(whole, work) / publish_bytes(config, work) < 2
 
 
-def test_codes_hold_models_of_58_billion_on_frontier() -> None:
-    """In 16 bits with a copy to gather from, 30; on 384 dies and on ten times as many."""
-    for ranks in (384, 4096):
-        wanted = request(load_preset("frontier", ranks))
-        most = {
-            key: max_params(resolve(wanted.topology, scheme="topo", quantize={"resident": key}), wanted) or 0
-            for key in ("int8", None)
-        }
-        assert most["int8"] > 58 * 10**9 and most[None] < 32 * 10**9
-
-
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:
     assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
     assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ("oktopk",))}
@@ -267,7 +256,7 @@ def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bo
     assert bool(ranking.best.candidate.losses) == wins
     text = explain(ranking)[1]
     assert text.startswith("it sends int8 weights, int8 secondary, int4 gradients, which saves 2.5%") == wins
-    assert text.startswith("it loses nothing") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
+    assert text.startswith("it is lossless") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
 
 
 def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:

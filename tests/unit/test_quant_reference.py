@@ -119,29 +119,6 @@ def test_nf4_has_the_bytes_of_int4_and_less_error() -> None:
     assert errors[NF4] < 0.6 * errors[BlockSpec(4)] and errors[NF4] < 0.8 * errors[BlockSpec(4, 64)]
 
 
-def test_strided_input_and_output_equal_the_packed_ones() -> None:
-    spec = BlockSpec(8, 64)
-    table = torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(2)).bfloat16()
-    strided = table[::2, 1]
-    message = ops.quantize(strided, spec)
-    assert torch.equal(message, ops.quantize(strided.contiguous(), spec))
-    out = torch.zeros(3, 7, 50, dtype=torch.bfloat16)
-    ops.dequantize(message, spec, out[:, 2])
-    expected = ops.dequantize(message, spec, torch.empty(3, 50, dtype=torch.bfloat16))
-    assert torch.equal(out[:, 2], expected) and out[:, 3:].abs().sum() == 0
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_reduction_sums_in_the_order_given(spec: BlockSpec) -> None:
-    parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
-    messages = torch.stack([ops.quantize(p, spec) for p in parts])
-    total = ops.dequantize_reduce(messages, spec, torch.empty(300))
-    expected = torch.zeros(300)
-    for part in parts:
-        expected = expected + roundtrip(part, spec)
-    assert torch.equal(total, expected)
-
-
 def test_wrong_arguments_are_refused_with_the_sizes() -> None:
     spec = BlockSpec(8)
     with pytest.raises(ValueError, match="int64"):
@@ -227,13 +204,15 @@ def test_pieces_are_one_message(numels: list[int], spec: BlockSpec) -> None:
     assert torch.equal(torch.cat(out), roundtrip(torch.cat(parts), spec))
 
 
-def test_a_reduction_scales_then_accumulates_then_rounds() -> None:
-    """Three roundings in this order: factor, accumulation, dtype of the output."""
-    spec, held = BlockSpec(8, 64), torch.randn(100, generator=torch.Generator().manual_seed(9)).bfloat16()
-    parts = [torch.randn(100, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_reduction_sums_in_order_then_scales_then_accumulates_then_rounds(spec: BlockSpec) -> None:
+    """Parts in the order given; then three roundings: factor, accumulation, dtype of the output."""
+    held = torch.randn(300, generator=torch.Generator().manual_seed(9)).bfloat16()
+    parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
     messages = torch.stack([ops.quantize(p, spec) for p in parts])
-    total = ops.dequantize_reduce(messages, spec, torch.empty(100))
+    total = ops.dequantize_reduce(messages, spec, torch.empty(300))
+    assert torch.equal(total, sum((roundtrip(part, spec) for part in parts), torch.zeros(300)))
     out = ops.dequantize_reduce(messages, spec, held.clone(), 1 / 3, accumulate=True)
     assert torch.equal(out, (held.float() + total * torch.tensor(1 / 3)).bfloat16())
-    again = ops.requantize(messages, spec, torch.empty_like(messages[0]), 100)
+    again = ops.requantize(messages, spec, torch.empty_like(messages[0]), 300)
     assert torch.equal(again, ops.quantize(total, spec))

@@ -32,6 +32,7 @@ from zero_topo.sync.picks import (
     largest_of_each,
     positions,
 )
+from zero_topo.sync.sparse import masked_of_rows
 from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -252,3 +253,11 @@ def test_on_rocm_only_likely_elements_are_sorted(
     assert len(found.indices.unique()) == k and (lengths[-1] < x.numel() // 50) == (kind == "normal")
     expected = x.abs().sort(descending=True).values[:k].flip(0)
     assert torch.equal(x[found.indices].abs().sort().values, expected) or kind == "nan"
+
+
+def test_a_mask_without_elements_of_a_part_is_refused() -> None:
+    """A rank marks values that are not finite in the first masked element, which each part must have."""
+    bits = ops.pack(torch.arange(8) < 2)[None]
+    assert masked_of_rows(bits, [(0, 4), (4, 4)]) == (2, 0)
+    with pytest.raises(ValueError, match="selected of other parts"):
+        masked_of_rows(bits, [(0, 4), (4, 8)])

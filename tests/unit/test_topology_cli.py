@@ -78,7 +78,8 @@ def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
 
 
 def test_a_machine_without_tools_is_drawn_as_before(run: Run) -> None:
-    assert run("frontier")[1] == render_tree(load_preset("frontier", 8)) + "\n"
+    for ranks, words in ((8, ()), (16, ("--world-size", "16"))):
+        assert run("frontier", *words)[1] == render_tree(load_preset("frontier", ranks)) + "\n"
     assert run()[1].startswith("one process: 1 rank\n") and "node:" not in run()[1]
 
 

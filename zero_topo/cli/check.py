@@ -188,7 +188,7 @@ def _forecast(
 def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
     """Model by degrees, predicted step, memory, and how many times as fast ``"lossy": true`` would be."""
     title = "Chosen for models of these sizes, and the gain of a lossy one"
-    table = figures_table(["parameters", "degrees", "step", "held", "lossy"], title)
+    table = figures_table(["parameters", "degrees", "step", "memory", "lossy"], title)
     for params, ranking in chosen.items():
         if not ranking.timed:
             table.add_row(format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-")

@@ -55,7 +55,10 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
     Raises:
         ValueError: for what are no rates, or incomplete ones without a preset.
     """
-    given = parse_object(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
+    try:
+        given = parse_object(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
+    except OSError as error:
+        raise ValueError(f"rates {text!r}: cannot be read ({error.strerror}); give a JSON file or object") from None
     known = {} if preset is None else to_json(preset)
     merged = {**known, **given}
     for key in ("link_efficiency", "rings"):

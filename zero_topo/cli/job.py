@@ -35,7 +35,7 @@ Machine = Annotated[
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks. simulate takes several."),
+    typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks; in simulate a list."),
 ]
 
 
@@ -55,17 +55,20 @@ class JobOptions:
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch; default: 1."),
+        typer.Option(
+            min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch; default: the config's, or 1."
+        ),
     ] = None
     micro_batches: Annotated[
         str | None,
-        typer.Option(metavar="K", help="Micro-batches per optimizer step; default: 1. simulate takes several."),
+        typer.Option(
+            metavar="K",
+            help="Micro-batches per optimizer step; default: the config's, or 1. In simulate a list; default: 1,8.",
+        ),
     ] = None
     overlap: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=1, help="Share of the communication that computation hides, of that which it may hide."
-        ),
+        typer.Option(min=0, max=1, help="Share that computation hides of the communication it may hide; default: 0."),
     ] = None
     machine: Machine = "auto"
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None

@@ -21,7 +21,7 @@ launch = typer.Typer(
 )
 
 
-@launch.command()
+@launch.command(context_settings={"allow_interspersed_args": False})  # the program's options are its own
 @taking(SlurmJob)
 def slurm(options: SlurmJob) -> None:
     """Print a Slurm batch script. Read it, then submit it: zero-topo launch slurm ... | sbatch."""

@@ -126,7 +126,8 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
     key, _, value = text.partition("=")
     name = key.strip().replace("-", "_")
     if name not in rare or "=" not in text:
-        raise ValueError(f"--set {cut(text)}: write KEY=VALUE{did_you_mean(key, rare)} (keys: {', '.join(rare)})")
+        keys, wrong = [name.replace("_", "-") for name in rare], "unknown key" if "=" in text else "write KEY=VALUE"
+        raise ValueError(f"--set {cut(text)}: {wrong}{did_you_mean(key, keys, cutoff=0.5)} (keys: {', '.join(keys)})")
     kind, mark = rare[name]
     words = words_of(value)
     if strange := [word for word in words if mark.values and word not in mark.values]:

@@ -299,10 +299,11 @@ def largest_models(options: PlanOptions) -> None:
             "in a .json file of the machine, or take a preset"
         )
     found = {name: max_params(config, request) for name, config in _schemes(options, request.machine).items()}
+    assumed = f"models of conventional shape; {setting(request.job).partition('; ')[2]}"  # not of the request's size
     if options.as_json:
         schemes = {name: {"max_params": n} for name, n in found.items()}
         place = {"topology": machine.to_json(), "memory_limit": request.limit}
-        print_json(fill(MaxParams, request, **place, setting=setting(request.job), schemes=schemes))
+        print_json(fill(MaxParams, request, **place, setting=assumed, schemes=schemes))
         return
     table = figures_table(["", "parameters"], f"Largest model on {machine.world_size} ranks of {machine.name}")
     for name, params in found.items():
@@ -310,7 +311,7 @@ def largest_models(options: PlanOptions) -> None:
     show(table)
     counted = "weights, gradients and optimizer alone; " if request.states_only else ""
     print(f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in reserve)")
-    print(f"- {setting(request.job)}")
+    print(f"- {assumed}")
 
 
 DOCUMENT = Schemes | Recommendation | MaxParams

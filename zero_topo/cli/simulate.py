@@ -19,8 +19,9 @@ from zero_topo.cli.options import SCHEME_NAMES, Force, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
-from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
+from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, method_of
 from zero_topo.observe.console import figures_table
@@ -42,7 +43,6 @@ SHOWN = {
 }
 """Column of the table -> phases."""
 DEGREES = re.compile(r"(\d+)/(\d+|-)/(\d+)/(\d+)")
-PIPELINE = re.compile(rf"{NAME}-(\d+)x(\d+)")
 
 
 @dataclass(frozen=True)
@@ -157,23 +157,30 @@ def _price(name: str, place: Request, count: int) -> Price:
     content = load_deepspeed_config(plain) if plain.endswith(".json") else {}
     job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
     request = replace(place, job=job)
-    if degrees := PIPELINE.fullmatch(name):
-        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
-    if name == NAME:
-        tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
-        return best_pipeline(request) or min(tried, key=lambda price: price.held)
+    if name.startswith(NAME):
+        tried = {plan.name: PipelinePrice(plan, request) for plan in pipelines(place.topology, job)}
+        if name != NAME and name not in tried:
+            raise ValueError(
+                f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
+                f"with {', '.join(plan.removeprefix(f'{NAME}-') for plan in tried)}"
+            )
+        return tried.get(name) or best_pipeline(request) or min(tried.values(), key=lambda price: price.held)
     if degrees := DEGREES.fullmatch(plain):
         pairs = zip(ROLES, degrees.groups(), strict=True)
         content = {role: int(degree) for role, degree in pairs if degree != "-"}
     elif plain in SCHEMES:
         content = {"scheme": plain}
     elif not plain.endswith(".json"):
-        near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
+        near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES), NAME], cutoff=0.4)
         raise ValueError(
             f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    return request.price(resolve_config(ZeroTopoConfig.parse(content.get("zero_topo", content)), place.topology))
+    elif ROOT in content:
+        content = content[ROOT]
+    else:
+        raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
+    return request.price(resolve_config(ZeroTopoConfig.parse(content), place.topology))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tables of plans and their costs; each fits 80 columns."""
+"""Tables of plans and their costs; those of up to some thousand ranks fit 80 columns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from zero_topo.observe.tables import bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
-NARROWEST = 80
+NARROWEST, WIDEST = 80, 1000
 DEGREES = "degrees: ranks that share weights/secondary/gradients/optimizer"
 
 
 def show(table: Table) -> None:
-    """Print a table to stdout."""
-    console = wide_console(NARROWEST)
+    """Print a table to stdout, with no cell cut."""
+    console = wide_console(WIDEST)
+    console.width = max(NARROWEST, console.measure(table).maximum)
     console.print(table)
     console.print()
 
@@ -73,7 +74,9 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
 
 def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None) -> Table:
     """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
-    table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
+    table = figures_table(
+        ["scheme", "degrees", "lossy", "sync", "step", "range", "memory"], title, ("scheme", "degrees")
+    )
     for plan in plans:
         config = plan.config
         moves = config.plan.gradients < config.plan.world_size

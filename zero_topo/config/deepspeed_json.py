@@ -40,9 +40,12 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     if isinstance(source, Mapping):
         return dict(within_limits(source, "DeepSpeed config"))
     path = Path(source)
-    if os.path.isfile(path):  # unlike Path.is_file, false for base64 text that is longer than a path may be
+    if os.path.exists(path):  # unlike Path.exists, false for base64 text that is longer than a path may be
         name = f"DeepSpeed config {path}"
-        config = parse_object(read_text(path, name, MOST_BYTES), name)
+        try:
+            config = parse_object(read_text(path, name, MOST_BYTES), name)
+        except OSError as error:
+            raise ValueError(f"{name}: cannot be read ({error.strerror}); give the path of a JSON file") from None
         if "distributed_type" in config:  # a key of every file of Accelerate, whose YAML often passes for Hjson
             raise ValueError(
                 f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "

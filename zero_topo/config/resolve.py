@@ -114,8 +114,8 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     """
     if is_automatic(config, topology):
         raise ValueError(
-            f'{ROOT}.scheme: "{AUTO}" depends on the size of the model, which is not known here; a training run has '
-            'it; "zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
+            f'{ROOT}.scheme: "{AUTO}" is chosen for a model, which only a training run, check and plan do; '
+            '"zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
         )
     name = None if config.scheme is None and config.weights is not None else config.scheme or DEFAULT_SCHEME
     block = config if name is None else _completed(config, SCHEMES[name])

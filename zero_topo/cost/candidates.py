@@ -149,9 +149,9 @@ def _name(own: Block, config: ResolvedConfig) -> str:
     parts = [own["scheme"] if "scheme" in own else ", ".join(degrees)]
     quantize = own.get("quantize", {})
     if "weights" in quantize:
-        parts.append("paper's bits")
+        parts.append("paper's formats")
     if quantize.get("resident"):
-        parts.append("resident weights")
+        parts.append("int8 stored")
     elif "scheme" in own and "resident" in _quantized(own["scheme"]) and config.resident_spec is None:
         parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:

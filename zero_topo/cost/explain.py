@@ -119,7 +119,7 @@ def _loss_lines(ranking: Ranking) -> list[str]:
         fastest = next((plan for plan in by_time if plan.candidate.losses), best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
-        return [f"it loses nothing: all is sent uncompressed{less}"]
+        return [f"it is lossless: everything is sent uncompressed{less}"]
     rival = next((plan for plan in by_time if not plan.candidate.losses), None)
     gains = "and no lossless plan fits"
     if rival is not None:

@@ -27,7 +27,7 @@ from zero_topo.cost.memory import memory_bytes, predict_memory
 from zero_topo.cost.step import Job, Range, Step, predict_step, rates_of, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
-from zero_topo.topology.model import DOMAINS, Topology
+from zero_topo.topology.model import DOMAINS, MOST_RANKS, Topology
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes, format_count
@@ -353,15 +353,23 @@ def _way_out(leanest: Priced, request: Request) -> str:
     all_of_it = replace(request, job=job)
     enough = topology.nodes if _on(leanest, all_of_it).fits else _enough_nodes(leanest, all_of_it)
     if enough is None:
-        return f"even {topology.nodes * 2**MOST_DOUBLINGS:,} nodes would not do; shorten the sequence (--seq)"
+        most = max([topology.nodes, *_more_nodes(topology)])
+        return f"even {most:,} nodes would not do; make the model smaller, or the sequence (--seq) shorter"
     return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
 
 
 def _enough_nodes(plan: Priced, request: Request) -> int | None:
     """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is none."""
-    counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
-    larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
+    larger = (
+        replace(request, topology=replace(request.machine, nodes=count)) for count in _more_nodes(request.machine)
+    )
     return next((changed.topology.nodes for changed in larger if _on(plan, changed).fits), None)
+
+
+def _more_nodes(machine: Topology) -> list[int]:
+    """Return the numbers of nodes to try, each twice the one before, up to the ranks that a machine may have."""
+    counts = (machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1))
+    return [count for count in counts if count * machine.ranks_per_node <= MOST_RANKS]
 
 
 def _on(plan: Priced, request: Request) -> Price:

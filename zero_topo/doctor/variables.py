@@ -62,5 +62,7 @@ def variables(seen: Surroundings) -> Iterator[Finding]:
     judged = [rule.judge(seen.env) for rule in rules]
     problems = [finding for finding in judged if finding.state in (WARN, FAIL)]
     yield from problems
-    where = machine or "no machine that is known"
-    yield Finding(OK, "variables", f"{len(judged) - len(problems)} of {len(judged)} known to matter are well ({where})")
+    where = machine or "the machine is not known"
+    yield Finding(
+        OK, "variables", f"{len(judged) - len(problems)} of {len(judged)} that can do harm are set well ({where})"
+    )

@@ -50,9 +50,9 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     """Load a checkpoint's state into a mode of sync.
 
-    A residual depends on the set of peers; a mode's other state also depends on which rank needs which sums. Both
-    follow from the degrees of gradients and optimizer, and from the placement. From another plan, only rows of owners
-    that are peers in this run too are loaded.
+    A residual depends on the set of peers and on the parameters that take part; a mode's other state also depends on
+    which rank needs which sums. Peers and needs follow from the degrees of gradients and optimizer, and from the
+    placement. From another plan, only rows of owners that are peers in this run too are loaded.
 
     Args:
         mode: newly built.
@@ -68,7 +68,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     degrees, now, sync = state.get("degrees") or {}, plan.degrees(), state.get("sync", {})
     was, present = state.get("owed"), mode.residual_owners()
     alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
-    if not state or (alike and (was is None or present is None or was["owners"] == present.owners)):
+    if not state or (alike and (was is None or present is None or was == present._asdict())):
         mode.load_state_dict(sync)
         return None
     residual = sync.get("residual")
@@ -85,7 +85,8 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
     owed = "each rank's residual of sync is" if dropped is None else f"{dropped} rows of a rank's residual of sync are"
     return (
-        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere: {owed} dropped"
+        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere, or other "
+        f"parameters take part in sync now: {owed} dropped"
         f"{', masks, thresholds and first steps start anew' if beside else ''}; a universal checkpoint and "
         '"zero-topo carry" keep the whole residual'
     )

@@ -26,7 +26,7 @@ from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machin
 
 EXPORT = "export {0.bash}"
 WIDTH = 110
-_PLAIN = re.compile(r"[\w./:=@%+,-]+")
+_PLAIN, _TIME = re.compile(r"[\w./:=@%+,-]+"), re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 MachineName = Annotated[
     str,
     typer.Option(
@@ -85,6 +85,8 @@ class SlurmJob:
             value = getattr(self, option)
             if value is not None and not _PLAIN.fullmatch(value):
                 raise ValueError(f"--{option} {value!r}: use letters, digits and . / : = @ % + - only")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ValueError(f"--time {self.time!r}: Slurm does not read it; write H:MM:SS, MM:SS or D-HH:MM:SS")
 
     @cached_property
     def target(self) -> LaunchMachine:
@@ -105,7 +107,7 @@ def script(job: SlurmJob) -> str:
     target = job.target
     asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}
     sbatch = (*target.sbatch, *(target.disk_sbatch if job.environment else ()))
-    doctor = "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without."
+    doctor = "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens without the variable."
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
     unpacked = ""
     if job.environment is not None:

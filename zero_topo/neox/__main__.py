@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     options = parser().parse_args(argv)
     try:
+        if options.ranks is not None and options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: give a whole number of at least 1")
         if options.command == "check":
             print(check(options))
             if (note := unasked()) is not None:
@@ -61,12 +63,19 @@ def parser() -> argparse.ArgumentParser:
         "--srun",
         nargs="?",
         const=FRONTIER_STEP,
+        type=_srun_options,
         metavar="OPTIONS",
         help=f'start by srun with these options (default "{FRONTIER_STEP}", Frontier\'s) rather than by DeepSpeed',
     )
     train_.add_argument("--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them")
     train_.add_argument("--deepspeed_config", help="accepted and left to NeoX's autotuning")
     return whole
+
+
+def _srun_options(text: str) -> str:
+    if text and not text.startswith("-"):  # argparse gives --srun the word after it, mostly a config
+        raise argparse.ArgumentTypeError(f"{text!r} is no option of srun; put the configs before --srun")
+    return text
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zero_topo.neox import cpu
+from zero_topo.neox.config import checkout
 
 
 def reach(options: Namespace) -> None:
@@ -32,10 +32,7 @@ def reach(options: Namespace) -> None:
         ValueError: if there is no NeoX, or something it imports is not installed.
     """
     if options.neox_path is not None:
-        path = Path(options.neox_path).resolve()
-        if not (path / "megatron").is_dir():
-            raise ValueError(f"NEOX_PATH = {options.neox_path}: holds no folder megatron; give a checkout of gpt-neox")
-        sys.path.insert(0, str(path))
+        sys.path.insert(0, str(checkout(options.neox_path)))
     elif importlib.util.find_spec("megatron") is None:
         raise ValueError("GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of EleutherAI/gpt-neox")
     if options.cpu:

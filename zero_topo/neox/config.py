@@ -110,11 +110,25 @@ def part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def checkout(neox_path: str) -> Path:
+    """Return the folder of a checkout of NeoX.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    path = Path(neox_path).resolve()
+    if not (path / "megatron").is_dir():
+        raise ValueError(f"NEOX_PATH = {neox_path}: holds no folder megatron; give a checkout of gpt-neox")
+    return path
+
+
 def known_keys(neox_path: str | None) -> frozenset[str] | None:
     """Return the keys that a checkout of NeoX accepts, read from its source text; None without a checkout."""
-    folder = Path(neox_path or "") / "megatron" / "neox_arguments"
+    if not neox_path:
+        return None
+    folder = checkout(neox_path) / "megatron" / "neox_arguments"
     files = [folder / name for name in ("neox_args.py", "deepspeed_args.py")]
-    if neox_path is None or not all(file.is_file() for file in files):
+    if not all(file.is_file() for file in files):
         return None
     classes = (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body)
     fields = (node for cls in classes if isinstance(cls, ast.ClassDef) for node in cls.body)

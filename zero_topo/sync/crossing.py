@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_topo.collectives.transport import all_gather_views, members, reduce_scatter, rows_of
 from zero_topo.mesh import Route
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
-from zero_topo.quant.ops import dequantize, quantize
+from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.sync.base import ResidualOwners, SyncContext, SyncMode
 
@@ -90,11 +90,9 @@ class Crossing(SyncMode, ABC):
             left[fitting] = False
         return int(left.sum())
 
-    def check_shapes(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a checkpoint has other entries than :meth:`state_dict`, or entries of other shapes."""
-        needed, found = (
-            {name: tuple(x.shape) for name, x in entries.items()} for entries in (self.state_dict(), state)
-        )
+    def check_shapes(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a checkpoint has other entries than this run, or entries of other shapes."""
+        needed, found = ({name: tuple(x.shape) for name, x in entries.items()} for entries in (own, state))
         if found != needed:
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 
@@ -128,9 +126,17 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
-    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world."""
+    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
+
+    The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
+    """
     if route.size == 1:
         return
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
-    all_gather_views(route, range_views(rows, merged(ranges)), wire).wait()
+    views = range_views(rows, merged(ranges))
+    own = [view.member(route.index) for view in views]
+    message = quantize(own, wire)
+    if wire != cast_to(shard.dtype):
+        dequantize(message, wire, own)
+    all_gather_views(route, views, wire, message).wait()

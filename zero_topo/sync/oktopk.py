@@ -258,7 +258,7 @@ class OkTopk(Sparse):
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
         """Read thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].to(self.context.device)
-        bounds = saved["bounds"].to(self.context.device, copy=True)
+        bounds = self.fresh().bounds if self.config.sharded else saved["bounds"].to(self.context.device, copy=True)
         return OkTopkState(float(local), world, bounds)
 
 

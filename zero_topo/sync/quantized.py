@@ -202,7 +202,7 @@ class Quantized(Crossing):
         if not state:
             rows.zero_()
             return
-        self.check_shapes(state)
+        self.check_shapes(state, {"residual": rows})
         self.store_residual(state["residual"])
 
 

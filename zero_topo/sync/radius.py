@@ -33,7 +33,7 @@ from torch import Tensor
 from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, unpacked
+from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, masked_of_rows, unpacked
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ class Radius(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        own = unpacked(bits[:1], 0, self._columns)[0]
-        kept = tuple(int(own[low:high].sum()) for low, high in self._places) if saved["chosen"] else ()
-        return RadiusState(kept, bits)
+        return RadiusState(masked_of_rows(bits, self._places) if saved["chosen"] else (), bits)
 
 
 build_mode.register(RadiusSync, Radius)

@@ -42,7 +42,7 @@ from zero_topo.quant.operands import Range, merged, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.optimizers import AdamS
 from zero_topo.sync.picks import largest, largest_of_each
-from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, unpacked
+from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, masked_of_rows, unpacked
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ class Scape(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
         """Read mask and momentum from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        row = unpacked(bits[:1], 0, self._columns)[0]
-        kept = tuple(int(row[run.low : run.low + run.width].sum()) for run in self.runs.values())
+        kept = masked_of_rows(bits, ((run.low, run.low + run.width) for run in self.runs.values()))
         return ScapeState(Handle(None, (), lambda: bits), kept, saved["momentum"].to(self.context.device, copy=True))
 
 

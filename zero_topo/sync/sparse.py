@@ -39,9 +39,10 @@ Note [Rounding]
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,15 +195,15 @@ class Sparse(Crossing):
 
         return Handle(None, (), finish)
 
-    def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None] | None:
-        """Begin the exchange of a run; return the function that ends it, or None if all of the run is NaN."""
+    def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None]:
+        """Begin the exchange of a run; return the function that ends it. Where values are not finite, all are NaN."""
         exchange_of = self._exchange_all if self.since_start < 0 else self.exchange
         try:
             finish, exchange = exchange_of(self._total(shard, run, scale), run)
         except _NotFiniteError:
             for begin, past in run.ranges:
                 shard[:, begin:past] = torch.nan
-            return None
+            return partial(self._spread_inside, shard, run)  # with other ranks of the node, whose peers may have no NaN
         exchange.scale = scale
         self._exchanges[run.number] = exchange
 
@@ -303,7 +304,7 @@ class Sparse(Crossing):
         return slice(None) if self.everywhere else slice(own, own + 1)
 
     def _deliver(self, shard: Tensor, run: Run, exchange: Exchange, reduced: Tensor) -> None:
-        """Write the sums to the shard, and gather them inside the node if its ranks need more rows."""
+        """Write the sums to the shard."""
         which = self._delivered
         if self.everywhere or not exchange.settles_own_row:
             views = range_views(self.rows(shard)[which, None], merged(run.ranges))
@@ -312,6 +313,10 @@ class Sparse(Crossing):
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.
         self.deliver(shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which)
+        self._spread_inside(shard, run)
+
+    def _spread_inside(self, shard: Tensor, run: Run) -> None:
+        """Gather the sums inside the node if its ranks need more rows; collective there."""
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
@@ -421,11 +426,14 @@ class Sparse(Crossing):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual, the step count, and the mode's other state."""
+        rows = self.residual_rows()
+        return self._entries() if rows is None else self._entries() | {"residual": rows.view(-1)}
+
+    def _entries(self) -> dict[str, Tensor]:
+        """Return :meth:`state_dict` without a copy of the residual, whose elements are in the order of the runs."""
         if not self.active:
             return {}
-        rows = self.residual_rows()
-        residual = self.residual if rows is None else rows.view(-1)
-        return {"residual": residual, "step": torch.tensor(self.steps), **self.save(self._state)}
+        return {"residual": self.residual, "step": torch.tensor(self.steps), **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict`; raise ValueError for other entries or shapes."""
@@ -434,7 +442,7 @@ class Sparse(Crossing):
             self.residual.zero_()
             self._state = self.fresh()
             return
-        self.check_shapes(state)
+        self.check_shapes(state, self._entries())
         if self.residual.numel():
             self.store_residual(state["residual"].view(self.peers.size, -1))
         self.steps = int(state["step"])
@@ -496,6 +504,25 @@ class Masked(Sparse):
             again[places] = sent.view(-1)
 
         return finish, Exchange(settle, {"density": kept / width})
+
+
+def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
+    """Return by part (columns) the number of elements that a saved mask has in each row.
+
+    Args:
+        bits: the mask, each row packed separately.
+        parts: the columns of each part.
+
+    Raises:
+        ValueError: if rows differ or a part has no element, because the mask was selected of other parts.
+    """
+    kept = []
+    for begin, end in parts:
+        least, *others = sorted(set(unpacked(bits, begin, end).sum(dim=1).tolist()))
+        if others or least < min(1, end - begin):
+            raise ValueError("its mask was selected of other parts; set sync.select and reduce_bucket_size as it had")
+        kept.append(least)
+    return tuple(kept)
 
 
 def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:

@@ -64,12 +64,12 @@ class Ternary(Sparse):
             picked = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
             mine[0, :width] += added(picked, lambda: mine.new_zeros(width))
             sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
-            sums = self._decoded(sums_sent, now, begins[:1])
-            sums.subtract_from(mine[0])
             if self.everywhere:
-                sums = self._decoded(self.peers.gather(sums_sent[0]), now, begins)
-            reduced = mine.new_zeros((size if self.everywhere else 1) * width)
+                sums_sent = self.peers.gather(sums_sent[0])
+            sums = self._decoded(sums_sent, now, begins[: len(sums_sent)])
+            reduced = mine.new_zeros(len(sums_sent) * width)
             reduced.index_add_(0, sums.indices, sums.values)
+            mine[0, :width] -= reduced.view(-1, width)[own if self.everywhere else 0]
             report["union"] = sums.values.count_nonzero().double() / len(reduced)
             return reduced
 

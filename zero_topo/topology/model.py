@@ -52,17 +52,15 @@ class Link:
         latency: seconds before the first byte arrives.
 
     Raises:
-        ValueError: if a number is not finite, the bandwidth not positive or the latency negative.
+        ValueError: if the bandwidth is not positive, the latency negative, or a number too large to compute with.
     """
 
     bandwidth: Annotated[
         float,
-        Field(strict=True, gt=0, allow_inf_nan=False),
-        must_be("a finite number of bytes/s, above 0 (leave the link out if it is not known)"),
+        Field(strict=True, ge=1e-30, le=1e30),
+        must_be("bytes/s, a number from 1e-30 to 1e30 (leave the link out if it is not known)"),
     ]
-    latency: Annotated[
-        float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a finite number of seconds, not negative")
-    ]
+    latency: Annotated[float, Field(strict=True, ge=0, le=1e30), must_be("seconds, a number from 0 to 1e30")]
 
 
 @strict_dataclass

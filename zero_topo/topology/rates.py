@@ -12,7 +12,7 @@ from pydantic import Field
 from zero_topo.strict import Flag, Positive, must_be, strict_dataclass
 from zero_topo.topology.model import LinkedDomain
 
-Share = Annotated[float, Field(strict=True, gt=0, le=1), must_be("a share of the peak, above 0 and at most 1")]
+Share = Annotated[float, Field(strict=True, ge=1e-9, le=1), must_be("a share of the peak, from 1e-9 to 1")]
 Spread = Annotated[float, Field(strict=True, ge=0, lt=1), must_be("a share, at least 0 and under 1")]
 Unknown = Literal["compute", "memory", "links", "latency"]
 UNKNOWN_SPREAD = 0.3
