@@ -61,10 +61,13 @@ class ClusterOptions(Outputs):
     """Of ``benchmarks cluster``."""
 
     spec: Annotated[str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")] = "t8"
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4,codes-q4,zero2-q4"
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "zero3,zero++,paper,topo,topo-q4,topo-q4-gpu,codes-q4,zero2-q4,topo-ternary,node-ternary,zero2-ternary,"
+        "all-reduce,topo-oktopk,topo-radius,topo-tagc,topo-scape"
+    )
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
     steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 3
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them: Adam's first updates are the largest.")] = 1
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them: Adam's first updates are the largest.")] = 10
     params: Params = "20e6"
     layers: Layers = 4
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16

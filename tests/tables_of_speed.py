@@ -16,58 +16,31 @@ from zero_topo.units import format_bytes
 BUSY = 10  # processes that computed in the minute before, above the eight ranks of a run that just ended
 
 
-def cluster_rows() -> list[str]:
-    """The table of the emulated cluster, from the record committed."""
-    return [
-        row([str(count), f"`{name}`", _spread(result), faster, format_bytes(result["uplink_bytes_per_step_per_node"])])
-        for (name, count), (result, faster) in _cluster().items()
-    ]
-
-
-QUANTIZED = ("topo-q4", "codes-q4", "zero2-q4")
+COMPARED = ("zero3", "zero++", "paper", "topo", "topo-q4", "codes-q4", "zero2-q4")
+DENSE = (*COMPARED[:5], "topo-q4-gpu", *COMPARED[5:])
 TERNARY = ("topo-ternary", "node-ternary", "zero2-ternary")
 SPARSE = ("topo-oktopk", "topo-radius", "topo-tagc", "topo-scape")
 
 
-def cluster_rows_in_short() -> list[str]:
-    """The same, a row for each scheme."""
-    rows: dict[str, list[str]] = {}
-    for (name, _), (result, faster) in _cluster().items():
-        rows.setdefault(name, [f"`{name}`"]).extend([f"{result['step_s']['median']:.2f} s", faster])
-    return [row(cells) for cells in rows.values()]
-
-
-def modes_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
-    """A table of schemes at a large model's learning rate, from the record committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-modes")["settings"]["jobs"]}
-    results, rows = _cluster("cluster-t8-modes", slowest), []
+def cluster_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
+    """A table of schemes on the emulated cluster, with one and eight micro-batches, from the record committed."""
+    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8")["settings"]["jobs"]}
+    found, rows = _cluster(slowest=slowest), []
     for name in schemes:
-        result, faster = results[name, 1]
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", optimizers[name], sent, _spread(result), faster]))
+        cells = [f"`{name}`", optimizers[name]]
+        for count in (1, 8):
+            result, faster = found[name, count]
+            cells += [format_bytes(result["uplink_bytes_per_step_per_node"]), _spread(result), faster]
+        rows.append(row(cells))
     return rows
 
 
-def many_rows() -> list[str]:
-    """The table of steps of eight micro-batches, from the record committed."""
-    found, rows = _cluster("cluster-t8-modes-8", "zero++"), []
-    for name in ("zero++", "topo-q4", "topo-q4-gpu", "codes-q4", "topo-ternary"):
-        result, faster = found[name, 8]
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", sent, _spread(result), faster]))
-    return rows
-
-
-def sparse_speed_rows() -> list[str]:
-    """Sparse modes beside torch's all-reduce, with one and eight micro-batches, from the records committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-modes")["settings"]["jobs"]}
-    few, many = (_cluster(name, "all-reduce") for name in ("cluster-t8-modes", "cluster-t8-modes-8"))
-    rows = []
-    for name in ("all-reduce", "topo", *QUANTIZED, *TERNARY, *SPARSE):
-        (result, faster), (other, more) = few[name, 1], many.get((name, 8), (None, "-"))
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        step = "-" if other is None else f"{_median(other):.1f} s"
-        rows.append(row([f"`{name}`", optimizers[name], sent, f"{_median(result):.2f} s", faster, step, more]))
+def cluster_rows_in_short() -> list[str]:
+    """The same of some schemes: medians alone."""
+    found, rows = _cluster(), []
+    for name in COMPARED:
+        cells = [(f"{_median(result):.2f} s", faster) for result, faster in (found[name, count] for count in (1, 8))]
+        rows.append(row([f"`{name}`", *cells[0], *cells[1]]))
     return rows
 
 
@@ -162,9 +135,7 @@ def cluster_sentences() -> list[str]:
         grown[ranks] = next(row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1))
     seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
     share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
-    pair = {name: _spread(result) for (name, _), (result, _) in _cluster("cluster-t8-ternary-8", "codes-q4").items()}
     return [
-        f"`topo-ternary` took {pair['topo-ternary']} and `codes-q4` {pair['codes-q4']}",
         f"its floor with 8 micro-batches is {_floor(zero3):.1f} s",
         f"of its {_median(few):.1f} s the links need {_floor(few):.1f} s",
         f"and {few['cpu_s_per_step']:.0f} s of processor time on two cores",
@@ -181,7 +152,7 @@ def stock_sentences() -> list[str]:
     """What the README says of unmodified DeepSpeed beside its table."""
     stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
     return [
-        f"unmodified DeepSpeed took {stock['stock']:.2f} s for the first step over gloo, "
+        f"unmodified DeepSpeed took {stock['stock']:.2f} s over gloo, "
         f"{stock['stock-ring']:.2f} s with a ring for gloo's reduce-scatter"
     ]
 
@@ -207,11 +178,9 @@ def _floor(result: Any) -> float:
 
 SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
-        "cluster": cluster_rows,
+        "cluster": partial(cluster_rows, "zero3", (*DENSE, *TERNARY)),
         "cluster, short": cluster_rows_in_short,
-        "cluster, large": partial(modes_rows, "zero++", ("zero++", "topo-q4-gpu", *QUANTIZED, *TERNARY)),
-        "cluster, large, 8": many_rows,
-        "cluster, sparse": sparse_speed_rows,
+        "cluster, sparse": partial(cluster_rows, "all-reduce", ("all-reduce", *DENSE[3:], *TERNARY, *SPARSE)),
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),

@@ -73,7 +73,7 @@ SHAPE = {"nodes": 2, "gpus_per_node": 2}
         (load_machine, "fronter", "unknown machine 'fronter'; did you mean 'frontier"),
         (load_machine, "dgx", "unknown machine 'dgx'; did you mean 'dgx-a100"),
         (load_machine, "LUMI", "unknown machine 'LUMI'; did you mean 'lumi-g"),
-        (load_machine, "", "unknown machine ''; did you mean '"),
+        (load_machine, "", r"unknown machine '' \(known: "),
         (emulated_from_json, SHAPE, "missing key 'gcds_per_gpu'"),
         (emulated_from_json, SHAPE | {"ranks_per_gpu": 2}, "did you mean 'gcds_per_gpu'"),
         (emulated_from_json, SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2}, "gpus_per_node: must be .*, got -2"),
