@@ -65,7 +65,7 @@ def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     ("change", "complaint"),
     [
         ({"peak_flops": 0}, "peak_flops: must be .*, got 0"),
-        ({"compute_efficiency": 1.5}, "at most 1"),
+        ({"compute_efficiency": 1.5}, "from 1e-9 to 1, got 1.5"),
         ({"gather": "rings"}, '"rings" is not one of'),
         ({"shared": ["worlds"]}, "did you mean 'world'"),
         ({"link_efficiency": {"nod": 1}}, "did you mean 'node'"),
