@@ -44,7 +44,7 @@ def test_choices_are_seen_once(before: str, rank: int, expected: list[str], caps
         ours.setLevel(logging.WARNING if before == "quiet" else logging.NOTSET)
         for engine in range(2):
             log.show_log(rank)
-            log.tell(rank, [f"choice {engine}"])
+            log.log_notes(rank, [f"choice {engine}"])
         logging.getLogger("zero_topo.sync.of_its_own").warning("trouble")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(expected)

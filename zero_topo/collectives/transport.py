@@ -396,11 +396,12 @@ def all_gather_views(
     spec: Format,
     message: Tensor | None = None,
     accumulate: bool = False,
+    own: bool = False,
 ) -> Handle[None]:
     """All-gather the values of each member, and write them to the views where they belong.
 
     1. encode this rank's views into one message; gather;
-    2. on ``wait``, decode every other member's message into its views; this rank's own are not touched.
+    2. on ``wait``, decode every other member's message into its views.
 
     Args:
         route: the members.
@@ -408,12 +409,13 @@ def all_gather_views(
         spec: the format.
         message: the message of this rank, if it is encoded already.
         accumulate: add the decoded values to those that the views have.
+        own: also decode this rank's own message, so that all members have the same bits of a format that rounds.
     """
     if message is None:
         message = quantize([view.member(route.index) for view in views], spec)
 
     def finish(received: Tensor) -> None:
-        dequantize(received, spec, views, accumulate=accumulate, without=route.index)
+        dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else route.index)
 
     return all_gather(route, message).then(finish)
 

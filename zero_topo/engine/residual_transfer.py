@@ -83,10 +83,10 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     if dropped == 0 and not beside:
         return None
     plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
-    owed = "each rank's residual of sync is" if dropped is None else f"{dropped} rows of a rank's residual of sync are"
+    lost = "each rank's residual of sync is" if dropped is None else f"{dropped} rows of a rank's residual of sync are"
     return (
         f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere, or other "
-        f"parameters take part in sync now: {owed} dropped"
+        f"parameters take part in sync now: {lost} dropped"
         f"{', masks, thresholds and first steps start anew' if beside else ''}; a universal checkpoint and "
         '"zero-topo carry" keep the whole residual'
     )

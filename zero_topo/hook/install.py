@@ -36,7 +36,7 @@ from zero_topo.hook.saving import saving_beside
 from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
-from zero_topo.observe.log import one_line, refusals, show_log, tell
+from zero_topo.observe.log import log_notes, one_line, refusals, show_log
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
 
@@ -91,9 +91,11 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
     rank = dist.get_rank()
     unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
     show_log(rank)
-    tell(rank, filter(None, [untried("deepspeed", deepspeed.__version__)]))
+    log_notes(rank, filter(None, [untried("deepspeed", deepspeed.__version__)]))
     if optimizer is None and not follows_plan(engine):
-        tell(rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"])
+        log_notes(
+            rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"]
+        )
         seed_everything(resolved.seed, rank)
         return configure(engine, None)
     if optimizer is None:
@@ -103,11 +105,11 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
     else:
         on_cpu = get_accelerator().is_synchronized_device()
-        tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
+        log_notes(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
         kind = partial(TopoStage3, resolved=resolved)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
-    tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+    log_notes(rank, filter(None, [*built.notes(), *built.topo.notes()]))
     report_steps(engine, built)
     seed_everything(resolved.seed, rank)
     return built

@@ -46,7 +46,7 @@ def stats(engine: Any) -> Stats:
     Raises:
         ValueError: if the engine runs without zero_topo.
     """
-    optimizer = getattr(engine, "optimizer", engine)  # a DistributedDataParallel has none
+    optimizer: Any = getattr(engine, "optimizer", None)  # a DistributedDataParallel has none
     trains = isinstance(optimizer, TopoStage3)
     if not trains and not isinstance(optimizer, TopoInference):
         raise ValueError(

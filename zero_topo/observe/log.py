@@ -41,7 +41,7 @@ def show_log(rank: int) -> None:
         LOGGER.addHandler(handler)
 
 
-def tell(rank: int, notes: Iterable[str]) -> None:
+def log_notes(rank: int, notes: Iterable[str]) -> None:
     """Log one line on rank 0 for each note.
 
     Args:

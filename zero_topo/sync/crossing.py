@@ -134,9 +134,4 @@ def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], ro
         return
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
-    views = range_views(rows, merged(ranges))
-    own = [view.member(route.index) for view in views]
-    message = quantize(own, wire)
-    if wire != cast_to(shard.dtype):
-        dequantize(message, wire, own)
-    all_gather_views(route, views, wire, message).wait()
+    all_gather_views(route, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype)).wait()
