@@ -50,7 +50,7 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 class Cost(Document):
     """Of a step of a rank, and the memory it needs; the limit is None if the memory is not known."""
 
-    step_s: float
+    seconds: float
     sent_by_domain: dict[str, int]
     held: int
     limit: int | None
@@ -107,8 +107,8 @@ def check(
     else:
         request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        resolved, cost = price.config, fill(Cost, price, request, step_s=price.seconds)
-        notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
+        resolved, cost = price.config, fill(Cost, price, request)
+        notes = [*resolved.notes, price_sentence(price), setting(request), *assumed_lines(request)]
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
@@ -165,7 +165,7 @@ def _forecast(
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME",
-        setting(chosen[USUAL[0]].request.job)
+        setting(chosen[USUAL[0]].request)
         if chosen
         else f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
         "from its devices; here give --machine, such as --machine dgx-h100",

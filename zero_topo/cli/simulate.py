@@ -21,9 +21,10 @@ from zero_topo.cli.tables import show
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
-from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipelines
+from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipeline_price, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, method_of
+from zero_topo.cost.tensor import tree_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -70,13 +71,14 @@ class Point(Document):
     scheme: str
     ranks: int
     micro_batches: int
-    step_s: float
+    seconds: float
     tflops_per_gpu: float
     breakdown: dict[str, float]
     range: Range
     sent_by_domain: dict[str, int]
     held: int
     fits: bool
+    checkpointing: bool
 
 
 class Simulated(Document):
@@ -119,12 +121,12 @@ def simulate(options: Options) -> None:
         places[0],
         machine=options.machine,
         model=job.model.name,
-        setting=setting(job),
+        setting=setting(places[0]),
         overlap=job.hidden,
         notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
-            fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
+            fill(Point, price, price.step, price.request.job, scheme=name, ranks=ranks, micro_batches=count)
             for (name, ranks, count), price in prices.items()
         ],
     )
@@ -145,7 +147,8 @@ def _places(options: Options) -> Iterator[Request]:
         options = replace(options, ranks=RANKS)
     model = need_model(options)
     for place in machines_of(options):
-        yield request_of(replace(options, micro_batches="1"), place, model)
+        request = request_of(replace(options, micro_batches="1"), place, model)
+        yield replace(request, keeps_if_fits=options.checkpointing is None)
 
 
 def _price(name: str, place: Request, count: int) -> Price:
@@ -158,7 +161,7 @@ def _price(name: str, place: Request, count: int) -> Price:
     job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
     request = replace(place, job=job)
     if name.startswith(NAME):
-        tried = {plan.name: PipelinePrice(plan, request) for plan in pipelines(place.topology, job)}
+        tried = {plan.name: pipeline_price(plan, request) for plan in pipelines(place.topology, job)}
         if name != NAME and name not in tried:
             raise ValueError(
                 f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
@@ -180,7 +183,7 @@ def _price(name: str, place: Request, count: int) -> Price:
         content = content[ROOT]
     else:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
-    return request.price(resolve_config(ZeroTopoConfig.parse(content), place.topology))
+    return request.price(resolve_config(ZeroTopoConfig.parse(content), tree_of(place.topology, job.tensor)))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
@@ -200,6 +203,8 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         title = f"{content['model']} on {content['machine']}, K = {count}, predicted"
         show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
     print(f"- {content['setting']}")
+    recomputed = [f"{key[0]} on {key[1]:,} ranks" for key, price in prices.items() if price.request.job.checkpointing]
+    print(f"- activations are recomputed by {', '.join(dict.fromkeys(recomputed)) or 'none'}")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:

@@ -72,17 +72,24 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None) -> Table:
-    """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
+def ranking_table(
+    plans: Sequence[Priced], title: str, tensor: Sequence[Priced] = (), pipeline: PipelinePrice | None = None
+) -> Table:
+    """Plans: degrees of the roles, sync, step and its range, memory.
+
+    The best plans with tensor parallelism follow, then the pipeline to compare with.
+    """
     table = figures_table(
         ["scheme", "degrees", "lossy", "sync", "step", "range", "memory"], title, ("scheme", "degrees")
     )
-    for plan in plans:
+    for plan in (*plans, *tensor):
         config = plan.config
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else few_bits.name
-        scheme = str(plan.candidate.settings.get("scheme", "-"))
+        scheme, divided = str(plan.candidate.settings.get("scheme", "-")), plan.request.job.tensor
+        if divided > 1:
+            scheme = f"TP {divided}" if scheme == "-" else f"TP {divided}, {scheme}"
         loses = "yes" if plan.candidate.losses else "no"
         table.add_row(scheme, degrees(config), loses, sync if moves else "-", *_costs(plan))
     if pipeline is not None:

@@ -71,6 +71,7 @@ from pydantic import Field
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
+from zero_topo.cost.tensor import all_reduces, part_of
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import Columns, Workload, count_moves, gather_spec, matrix_moves, phase_moves, sent_as
 from zero_topo.strict import must_be, read
@@ -126,6 +127,7 @@ class Job:
         sub_group: elements that the optimizer updates at a time (``sub_group_size``).
         offload: whether ``offload_optimizer`` names the CPU.
         loss_scaled: whether ``fp16`` is enabled.
+        tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor parallelism].
 
     Raises:
         ValueError: if a number is out of range.
@@ -148,9 +150,10 @@ class Job:
     sub_group: int = 10**9
     offload: bool = False
     loss_scaled: bool = False
+    tensor: int = 1
 
     def __post_init__(self) -> None:
-        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
+        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0), ("tensor", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
         if not 0 <= self.hidden <= 1:
@@ -162,10 +165,15 @@ class Job:
         return OVERLAP if self.overlap is None else self.overlap
 
     @property
+    def part(self) -> Model:
+        """Return a rank's part of the model: all of it without tensor parallelism."""
+        return part_of(self.model, self.tensor)
+
+    @property
     def flops(self) -> float:
         """Return the model FLOPs of one rank in a step: forward and backward, without recomputation."""
         tokens = self.micro_batch * self.model.sequence
-        return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
+        return 3.0 * self.micro_batches * sum(self.part.module_flops(tokens))
 
 
 def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,10 +226,12 @@ class Network:
     Attributes:
         topology: tree and links.
         rates: efficiencies, and which links are shared.
+        stride: ranks of the machine for each rank that process groups count, which is the first of them.
     """
 
     topology: Topology
     rates: Rates
+    stride: int = 1
 
     @cached_property
     def units(self) -> Mapping[str, int]:
@@ -240,6 +250,8 @@ class Network:
             sent: bytes to all other members together.
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
         """
+        # The other ranks' groups send at the same time, so members and rings are those of the machine.
+        lo, hi = lo * self.stride, hi * self.stride
         size, busy, latency = hi // lo, dict[str, float](), 0.0
         members = {domain: _members(lo, hi, unit) for domain, unit in self.units.items()}
         measured = self.rates.rings.get("reduce" if pattern == "reduce ring" else "gather", {})
@@ -407,14 +419,14 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
     Args:
-        config: plan, formats and machine, with all links that are used.
+        config: plan, formats and the whole machine, with all links that are used.
         job: what is trained.
         rates: rates of a rank.
     """
-    network = Network(config.topology, rates)
+    network = Network(config.topology, rates, config.topology.world_size // config.plan.world_size)
     sent_alike = replace(job, micro_batch=1, micro_batches=1, checkpointing=True, overlap=None)
     modules, packets = _collectives(config, sent_alike, network)
-    flops = job.model.module_flops(job.micro_batch * job.model.sequence)
+    flops = job.part.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
@@ -425,19 +437,28 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
     if job.muon:
-        whole = [shape for part in job.model.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
+        whole = [shape for part in job.part.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
         numels, owners = [*map(math.prod, whole)], config.plan.world_size if job.stock else config.plan.optimizer
         saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
         found["matrices"] = Packet("matrices", 0.0, _hops(network, exchange)).seconds
+    if job.tensor > 1:
+        found["tensor"] = _tensor_seconds(replace(network, stride=1), job)
     return Step(found, job.flops)
+
+
+def _tensor_seconds(network: Network, job: Job) -> float:
+    """Return the seconds of the all-reduces of activations, which nothing hides."""
+    count, sent = all_reduces(job)
+    halves = [network.hop(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")]
+    return count * sum(half.seconds for half in halves)
 
 
 @lru_cache(maxsize=512)  # of all plans of a machine: other micro-batches, recomputation or overlap ask again
 def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
     """Return the columns of a job's modules, each with their number, and their collectives by phase."""
-    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
+    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.part.parts]
     return modules, {
         phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
         for phase in PHASES[1:-1]
