@@ -320,7 +320,7 @@ class Sparse(Crossing):
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
-            spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            spread_back(self.context, shard, run.ranges, within, self._dense_wire).wait()
 
     def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
         """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
