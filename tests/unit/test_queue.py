@@ -19,3 +19,20 @@ def test_work_ends_at_once_or_in_the_order_in_which_it_began(overlap: bool) -> N
     assert ended[:2] == [0, 1]
     queue.finish()
     assert ended == [0, 1, 2]
+
+
+def test_a_handle_of_several_stages_ends_with_the_last() -> None:
+    """Each stage may begin another exchange; ``then`` keeps the stages, and waiting runs all that are left."""
+    done = list[str]()
+
+    def stage(name: str, following: Handle[str] | None = None) -> Handle[str]:
+        def finish() -> str | Handle[str]:
+            done.append(name)
+            return following or name
+
+        return Handle(None, (), finish)
+
+    handle = stage("inside", stage("across")).then(lambda name: f"decoded {name}")
+    assert not handle.advance() and done == ["inside"] and not handle.ended
+    assert handle.wait() == "decoded across" == handle.wait() and handle.ended
+    assert done == ["inside", "across"]
