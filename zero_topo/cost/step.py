@@ -34,6 +34,13 @@ Note [Measured rings]
     in each ring, ``L / g`` rings run in parallel and share the links. Each of the ``P - 1`` steps of a ring takes the
     step time of the widest domain: all ranks send at once, and the slowest pair sets the pace.
 
+Note [Runs]
+    Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run has stages: packing,
+    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in ``collectives/queue.py``):
+    one run crosses nodes while the next is exchanged inside the node and a third is packed. All runs then take as long
+    as their longest stage, and once, for one run, the others. Stages follow one another on a CPU, with ``overlap`` off,
+    and in sparse modes of sync.
+
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
     ZeRO++'s quantized scatter is hierarchical, by design. Each linear layer fetches its own weights, so a layer makes
@@ -306,17 +313,21 @@ class Packet:
         packing: seconds to pack and unpack one collective.
         hops: times of one collective by process group, in the order they run.
         count: number of collectives.
+        staged: runs whose stages overlap; 1 if stages follow one another. See Note [Runs].
     """
 
     phase: str
     packing: float
     hops: tuple[HopTime, ...]
     count: int = 1
+    staged: int = 1
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all collectives in sequence, from the first value packed to the last unpacked."""
-        return self.count * (self.packing + sum(hop.seconds for hop in self.hops))
+        """Return the seconds of all collectives, from the first value packed to the last unpacked."""
+        stages = [self.packing, *(hop.seconds for hop in self.hops)]
+        longest = max(stages)
+        return self.count * (longest + (sum(stages) - longest) / self.staged)
 
     def busy(self, host_codec: bool) -> Iterable[tuple[str, float]]:
         """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on its stream."""
@@ -327,8 +338,10 @@ class Packet:
             yield from ((domain, self.count * seconds) for domain, seconds in hop.busy.items())
 
 
-def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1) -> Packet:
-    """Return the collectives of a phase for ``count`` modules of these parameters."""
+def _packet(
+    config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1, runs: int = 1
+) -> Packet:
+    """Return the collectives of a phase for ``count`` modules, each with one of ``runs`` parts of these parameters."""
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
@@ -344,7 +357,21 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces), count)
+    parts = [move._replace(sent=move.sent / runs) for move in found]
+    return Packet(phase, touched / runs / network.rates.memory, _hops(network, parts, reduces), count)
+
+
+def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns) -> list[Packet]:
+    """Return the first run of sync or publish, and the other runs, of a model with these parameters; Note [Runs]."""
+    params, limit = job.part.params, max(1, job.bucket)
+    if phase == "sync":
+        limit = config.sync.run_numel(limit, params) or params
+    runs = -(-params // limit)
+    overlaps = config.overlap and not job.stock and not network.rates.host_codec
+    staged = overlaps and (phase == "publish" or config.sync.STAGED)
+    first = _packet(config, job, network, phase, columns, runs=runs)
+    first = replace(first, staged=runs if staged else 1)
+    return [first, replace(first, count=runs - 1)]
 
 
 def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> tuple[HopTime, ...]:
@@ -459,10 +486,13 @@ def _tensor_seconds(network: Network, job: Job) -> float:
 def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
     """Return the columns of a job's modules, each with their number, and their collectives by phase."""
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.part.parts]
-    return modules, {
+    packets = {
         phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-        for phase in PHASES[1:-1]
+        for phase in ("gather_forward", "gather_backward", "scatter")
     }
+    plain, coded = ([width for count, of in modules for width in of[kind] * count] for kind in (0, 1))
+    every = Columns(tuple(plain), tuple(coded))
+    return modules, packets | {phase: _run_packets(config, job, network, phase, every) for phase in ("sync", "publish")}
 
 
 def _passes(
@@ -483,12 +513,10 @@ def _passes(
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
         return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
-    whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
-    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or packets["sync"]
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
     forward = [split(packets["gather_forward"], gathers)]
     backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
-    published, reduced = split(packets["publish"], config.overlap), split(synced, config.overlap and not whole)
+    published, reduced = split(packets["publish"], config.overlap), split(packets["sync"], config.overlap and not config.sync.whole)
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
