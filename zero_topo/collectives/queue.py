@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,8 +55,10 @@ class Handle(Generic[T]):
         self._wait = wait
         self._buffers = buffers
         # The next stage; None once the last one has stored the result.
-        self._finish: Callable[[], T | Handle[T]] | None = finish
-        self._result: T
+        self._finish: Callable[[], Any] | None = finish
+        # What is computed of the last stage's result, in order.
+        self._following: list[Callable[[Any], Any]] = []
+        self._result: T = None  # type: ignore[assignment]  # until the last stage
 
     @property
     def ended(self) -> bool:
@@ -64,33 +66,39 @@ class Handle(Generic[T]):
         return self._finish is None
 
     def then(self, finish: Callable[[T], U | Handle[U]]) -> Handle[U]:
-        """Return a handle that has this handle's stages, and ``finish`` of its result as result."""
-        return Handle(None, (), lambda: finish(self._result) if self.advance() else self.then(finish))
+        """Return this handle, whose result becomes ``finish`` of the result."""
+        if self._finish is None:
+            result = self._result
+            self._finish = lambda: result
+        self._following.append(finish)
+        return cast("Handle[U]", self)
 
-    def advance(self) -> bool:
-        """Run the next stage, if there is one left; return whether the result is there."""
-        if self._finish is not None:
+    def wait(self, stages: int = -1) -> T:
+        """Wait for the collective and return its result; later calls return the stored result.
+
+        Args:
+            stages: the most stages to run, -1 for all; there is no result before the last one.
+        """
+        while self._finish is not None and stages:
+            stages -= 1
             if self._wait is not None:
                 self._wait()
             finish, self._finish = self._finish, None
             found = finish()
-            self._buffers, self._wait = (), None
-            if isinstance(found, Handle):
-                self._finish = partial(_go_on, found)
-                return False
-            self._result = found
-        return True
-
-    def wait(self) -> T:
-        """Wait for the collective and return its result; later calls return the stored result."""
-        while not self.advance():
-            pass
+            self._wait, self._buffers = None, ()
+            while isinstance(found, Handle) or self._following:
+                if not isinstance(found, Handle):
+                    found = self._following.pop(0)(found)
+                elif found.ended:
+                    found = found._result
+                else:
+                    # Nobody else has this handle, so its stages become those of the waiting one.
+                    self._wait, self._buffers, self._finish = found._wait, found._buffers, found._finish
+                    self._following = found._following + self._following
+                    break
+            else:
+                self._result = found
         return self._result
-
-
-def _go_on(handle: Handle[T]) -> T | Handle[T]:
-    """Run a handle's next stage; return its result, or the handle if stages are left."""
-    return handle._result if handle.advance() else handle
 
 
 class OrderedQueue:
@@ -152,7 +160,7 @@ class OrderedQueue:
     def _advance(self) -> None:
         """Take all runs but the newest one stage further, the newer first, and finish all but two of them."""
         for begun in list(self._begun)[-2::-1]:
-            self._beside(begun.advance)
+            self._beside(partial(begun.wait, 1))
         self._end(3)
         while self._begun[0].ended:
             self._end(len(self._begun) - 1)

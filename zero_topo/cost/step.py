@@ -38,8 +38,9 @@ Note [Runs]
     Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run has stages: packing,
     and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in ``collectives/queue.py``):
     one run crosses nodes while the next is exchanged inside the node and a third is packed. All runs then take as long
-    as their longest stage, and once, for one run, the others. Stages follow one another on a CPU, with ``overlap`` off,
-    and in sparse modes of sync.
+    as their longest stage, and once, for one run, the others. Stages follow one another with ``overlap``
+    off and in sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there is one
+    collective for each module.
 
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
@@ -361,14 +362,17 @@ def _packet(
     return Packet(phase, touched / runs / network.rates.memory, _hops(network, parts, reduces), count)
 
 
-def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns) -> list[Packet]:
-    """Return the first run of sync or publish, and the other runs, of a model with these parameters; Note [Runs]."""
-    params, limit = job.part.params, max(1, job.bucket)
+def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules) -> list[Packet]:
+    """Return the first run of sync or publish of a model's modules, and the other runs; see Note [Runs]."""
+    if (job.stock or network.rates.host_codec) and not (phase == "sync" and config.sync.whole):
+        return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
+    plain, coded = (tuple(width for count, of in modules for width in of[kind] * count) for kind in (0, 1))
+    columns, params = Columns(plain, coded), job.part.params
+    limit = max(1, job.bucket)
     if phase == "sync":
         limit = config.sync.run_numel(limit, params) or params
     runs = -(-params // limit)
-    overlaps = config.overlap and not job.stock and not network.rates.host_codec
-    staged = overlaps and (phase == "publish" or config.sync.STAGED)
+    staged = config.overlap and (phase == "publish" or config.sync.STAGED)
     first = _packet(config, job, network, phase, columns, runs=runs)
     first = replace(first, staged=runs if staged else 1)
     return [first, replace(first, count=runs - 1)]
@@ -490,9 +494,9 @@ def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Mo
         phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
         for phase in ("gather_forward", "gather_backward", "scatter")
     }
-    plain, coded = ([width for count, of in modules for width in of[kind] * count] for kind in (0, 1))
-    every = Columns(tuple(plain), tuple(coded))
-    return modules, packets | {phase: _run_packets(config, job, network, phase, every) for phase in ("sync", "publish")}
+    for phase in ("sync", "publish"):
+        packets[phase] = _run_packets(config, job, network, phase, modules)
+    return modules, packets
 
 
 def _passes(

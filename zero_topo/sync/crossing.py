@@ -132,13 +132,13 @@ class Crossing(SyncMode, ABC):
 
 def spread_back(
     context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format
-) -> Handle[None]:
+) -> Handle[None] | None:
     """Begin to gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
 
-    The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
+    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
     """
     if route.size == 1:
-        return Handle(None, (), lambda: None)
+        return None
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
     return all_gather_views(route, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype))

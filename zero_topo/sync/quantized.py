@@ -94,7 +94,7 @@ class Quantized(Crossing):
         if self._feedback:
             dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 
-        def finish(received: Tensor) -> Handle[None]:
+        def finish(received: Tensor) -> Handle[None] | None:
             mine = [view.member(own) for view in views]
             dequantize_reduce(received, self.wire, mine, accumulate=True, without=own)
             if copied:
