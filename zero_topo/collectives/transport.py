@@ -487,9 +487,10 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    received = first.scatter_later(send)
-    outer = route.hops[-1]
-    return (received if outer is first else received.then(forward)).then(finish)
+    received, outer = first.scatter_later(send), route.hops[-1]
+    if outer is not first:
+        received = received.then(forward)
+    return received.then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
