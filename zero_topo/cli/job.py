@@ -181,7 +181,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
     Raises:
         ValueError: for wrong settings.
     """
-    tensor = options.tensor_parallel or autotp_size(loaded)
+    tensor = tensor_of(options, loaded)
     micro, steps = _batches(options, topology.world_size // tensor, loaded)
     halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
     single = loaded and not any(half.get("enabled") for half in halves)
@@ -201,8 +201,10 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
 
 
-def autotp_size(loaded: Mapping[str, Any]) -> int:
-    """The tensor parallel ranks of a DeepSpeed config."""
+def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
+    """The number of ranks that share each micro-batch by tensor parallelism."""
+    if options.tensor_parallel is not None:
+        return options.tensor_parallel
     block = loaded.get("tensor_parallel") or {}
     size = block.get("autotp_size") or (block.get("tp") or {}).get("tp_size")
     return size if isinstance(size, int) and size > 1 else 1

@@ -185,9 +185,9 @@ def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
     for other in (ranking.best for ranking in tensor):
         job, share = other.request.job, other.seconds / best.seconds - 1
         lines.append(
-            f"with {job.tensor} tensor parallel ranks, {other.candidate.name} would take {format_seconds(other.seconds)}, "
-            f"{share:+.1%} time, and {format_bytes(other.held)}, for the same batch: {job.micro_batches} x "
-            f"{job.micro_batch} sequences on each {job.tensor} ranks"
+            f"with {job.tensor} tensor parallel ranks, {other.candidate.name} would take "
+            f"{format_seconds(other.seconds)}, {share:+.1%} time, and {format_bytes(other.held)}, for the same batch: "
+            f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
         )
     if tensor:
         lines.append(

@@ -520,7 +520,10 @@ def _passes(
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
     forward = [split(packets["gather_forward"], gathers)]
     backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
-    published, reduced = split(packets["publish"], config.overlap), split(packets["sync"], config.overlap and not config.sync.whole)
+    published, reduced = (
+        split(packets["publish"], config.overlap),
+        split(packets["sync"], config.overlap and not config.sync.whole),
+    )
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
