@@ -467,7 +467,8 @@ def reduce_scatter(
         accumulate: add the sums to the values of ``out``.
 
     Returns:
-        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does not quantize.
+        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
+        not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
