@@ -7,8 +7,9 @@ Note [What is tried]
     replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
     the bits of the ZeRO-topo paper, and additionally with sync and publish in INT4. If weights are sent in INT8, it is
     also tried with resident INT8 weights, whose publish is exact and needs no INT4. Where GPUs have several ranks, each
-    plan whose collectives inside a node can go through the GPU is tried with that too (``"two_hop": "gpu"``). Sparse modes change how training
-    converges, so they are tried only if asked for. Keys that the user wrote override those of every candidate.
+    plan whose collectives inside a node can go through the GPU is tried with that too (``"two_hop": "gpu"``). Sparse
+    modes change how training converges, so they are tried only if asked for. Keys that the user wrote override those of
+    every candidate.
 """
 
 from __future__ import annotations

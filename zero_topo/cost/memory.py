@@ -8,10 +8,11 @@ weights of parameters that are not quantized.
 Note [Activations]
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
     tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a layer keeps ``s b h (34 + 5 a s / h)``
-    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm take ``4 s b h``
-    (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores
-    one FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors that a
-    layer stores, which covers other widths, grouped-query attention and gated layers.
+    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of one layer is stored
+    at a time; embedding and last norm take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores. Only
+    eager attention stores it; flash attention stores one FP32 number per head and token. ``Part.stored`` replaces the
+    ``34 h`` by a count of the tensors that a layer stores, which covers other widths, grouped-query attention and gated
+    layers.
 
     The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's (transformers
     5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then. Fused losses, which

@@ -36,11 +36,11 @@ Note [Measured rings]
 
 Note [Runs]
     Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run has stages: packing,
-    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in ``collectives/queue.py``):
-    one run crosses nodes while the next is exchanged inside the node and a third is packed. All runs then take as long
-    as their longest stage, and once, for one run, the others. Stages follow one another with ``overlap``
-    off and in sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there is one
-    collective for each module.
+    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in
+    ``collectives/queue.py``): one run crosses nodes while the next is exchanged inside the node and a third is packed.
+    All runs then take as long as their longest stage, and once, for one run, the others. Stages follow one another with
+    ``overlap`` off and in sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there
+    is one collective for each module.
 
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only

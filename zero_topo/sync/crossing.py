@@ -135,7 +135,8 @@ def spread_back(
 ) -> Handle[None] | None:
     """Begin to gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
 
-    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
+    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay
+    equal if the format rounds.
     """
     if route.size == 1:
         return None
