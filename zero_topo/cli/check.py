@@ -143,6 +143,8 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
         notes.append(
             f"tensor parallelism: the plan is that of a data-parallel group, {group} of {found.world_size} ranks"
         )
+    if (loaded.get("expert_parallel") or {}).get("enabled") is True:
+        notes.append("expert parallelism is not priced: plan, seconds, bytes and memory are those without it")
     return found, notes
 
 
