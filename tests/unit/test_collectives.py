@@ -17,7 +17,7 @@ from benchmarks.__main__ import main as benchmarks
 from benchmarks.rings import Timed, fit_rings, read_tests
 from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.cost.step import Network
+from zero_topo.cost.network import Network
 from zero_topo.topology import load_preset
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Collective, Rates, Ring

@@ -19,7 +19,8 @@ from tests.launching import ROOT
 from tests.plans import rates_on, resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.step import PHASES, Job, Network, predict_step
+from zero_topo.cost.network import Network
+from zero_topo.cost.step import PHASES, Job, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.model import LINKED_DOMAINS

@@ -25,7 +25,8 @@ from typing import TypeVar
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.memory import memory_bytes, predict_memory
-from zero_topo.cost.step import Job, Range, Step, predict_step, rates_of, step_range
+from zero_topo.cost.network import rates_of
+from zero_topo.cost.step import Job, Range, Step, predict_step, step_range
 from zero_topo.cost.tensor import all_reduces, tensor_sizes, tree_of
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes

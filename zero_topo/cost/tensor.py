@@ -5,8 +5,8 @@ Note [Tensor parallelism]
     ``t`` consecutive ranks of a node divide each layer among them, as Megatron-LM does (Shoeybi et al., arXiv
     1909.08053). Of ``N`` ranks, ``N / t`` are the data-parallel ranks that a plan counts. A rank has ``1 / t`` of each
     matrix and of the biases before an activation; norms and other biases are on each rank. It computes ``1 / t`` of the
-    FLOPs, of the attention scores and of the logits, and stores 10 of a layer's 34 bytes per element in full and
-    ``1 / t`` of the other 24 (Korthikanti et al., arXiv 2205.05198, equation 2).
+    FLOPs, of the attention scores and of the logits, and stores 10 of a layer's 34 bytes per element and ``1 / t``
+    of the other 24 (Korthikanti et al., arXiv 2205.05198, equation 2).
 
     Each layer all-reduces its activations twice forward and twice backward, and twice more if it recomputes. Nothing
     can be computed meanwhile. Of ``b s h`` activations of ``w`` bytes a rank sends in a step of ``m`` micro-batches
