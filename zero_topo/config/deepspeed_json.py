@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import ABSENT, ZERO, lookup, on, translate
+from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
@@ -85,6 +86,8 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
+    if wrong := wrong_values(ds_config):
+        return list(wrong.values())  # what is said of their keys would mislead
     found = [_misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
@@ -161,7 +164,7 @@ def _holds(test: str, value: Any) -> bool:
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
     "on": on,
-    "off": lambda value: not on(value),
+    "off": off,
     "set": lambda value: value not in (None, "none"),
     "not one": lambda value: value != 1,
     "above one": lambda value: isinstance(value, int | float) and value > 1,
