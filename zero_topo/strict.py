@@ -125,7 +125,7 @@ def _parts(whole: Any) -> Iterable[Any]:
 class StrictModel(BaseModel):
     """A frozen block of settings that refuses unknown keys and names the nearest known one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -240,7 +240,7 @@ def must_be(words: str) -> WrapValidator:
 Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at least 1")]
 Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
-Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
+Strings = Annotated[tuple[str, ...], Field(strict=False), must_be("a list of strings")]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")]
 Positive = Annotated[float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")]
 

@@ -46,7 +46,7 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     (changed(zero_optimization__offload_optimizer={"devise": "cpu"}), None, "did you mean 'device'?"),
     (changed(zero_optimization__reduce_bucket_size="many"), None, "reduce_bucket_size"),
     (changed(fp16={"enabled": True}), None, "cannot be simultaneously enabled"),
-    (changed(fp16={"fp16": True, "enabled": False}), None, "DeepSpeed would refuse fp16.fp16: unknown key; remove it"),
+    (changed(fp16={"fp16": True, "enabled": False}), None, "fp16.fp16: unknown key; did you mean"),
     (optimizer("OneBitAdam"), None, 'optimizer.type = "OneBitAdam"'),
     (optimizer("ZeroOneAdam"), None, 'optimizer.type = "ZeroOneAdam"'),
     (optimizer("lr_scheduler"), None, "neither DeepSpeed nor torch.optim has it"),
@@ -98,7 +98,6 @@ def test_keys_that_the_installed_release_has_no_more_are_refused(key: str) -> No
         (optimizer("AdamW", torch_adam=True, adam_w_mode=True, betas=[0.9, 0.95], fused=True), None),
         ({"zero_allow_untested_optimizer": True, **optimizer("SGD")}, None),
         (scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps="auto"), None),
-        (scheduler("CosineAnnealingLR", T_max=100), None),
         ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}, "communication_data_type": "bf16"}, None),
         ({"data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1, "steps_per_print": 10}, None),
         (changed(zero_topo={}, zero_optimization__mics_shard_size=4), None),  # the block takes it over

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from zero_topo.cli.inputs import naming, refuse
 from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import fill, print_json, print_notes
@@ -89,12 +90,14 @@ def check(
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    loaded = with_environment_block(load_deepspeed_config(ds_config))
-    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
-    block = ZeroTopoConfig.from_ds_config(loaded)
-    if block is None:
-        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
-    found, doubts = _machine(options, block, loaded)
+    refuse(installed_refusals())
+    with naming(ds_config):
+        loaded = with_environment_block(load_deepspeed_config(ds_config))
+        refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
+        block = ZeroTopoConfig.from_ds_config(loaded)
+        if block is None:
+            raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
+        found, doubts = _machine(options, block, loaded)
     model = model_of(options)
     translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and model is None:
@@ -131,7 +134,7 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
     found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
     if counted or not anywhere or launcher_view(os.environ) is not None:
-        _refuse(deepspeed_refusals(loaded, found.world_size))
+        refuse(deepspeed_refusals(loaded, found.world_size))
     if fewest is None:
         return found, []
     return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
@@ -203,8 +206,3 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 def _say(notes: tuple[str, ...]) -> None:
     print_notes(filter(None, (*notes, unasked())))
     print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))

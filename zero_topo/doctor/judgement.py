@@ -161,9 +161,14 @@ def _optimizer(read: Any, block: Mapping[str, Any]) -> Iterator[str]:
 
 def _scheduler(read: Any, params: Mapping[str, Any]) -> Iterator[str]:
     name = read.scheduler_name
-    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
-    if not isinstance(kind, type):
-        known = as_json(lr_schedules.VALID_LR_SCHEDULES)
+    kind = getattr(lr_schedules, name, None)
+    known = as_json(lr_schedules.VALID_LR_SCHEDULES)
+    if isinstance(getattr(torch.optim.lr_scheduler, name, None), type) and kind is None:
+        yield (
+            f"scheduler.type = {as_json(name)}: a schedule of torch does not take ZeRO's optimizer; choose one of "
+            f"{known}, or pass lr_scheduler to deepspeed.initialize"
+        )
+    elif not isinstance(kind, type):
         yield f"scheduler.type = {as_json(name)}: neither DeepSpeed nor torch has it; choose one of {known}"
     elif read.scheduler_params is None:
         yield 'scheduler.params is missing: DeepSpeed passes it on; add "params", which may be {}'

@@ -79,7 +79,8 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, pla
     lines = [line for find in CHECKS if not (plain and find is _block) for line in find(merged)]
     lines += _unknown(merged, known)
     config = deepspeed_config(merged)
-    lines += deepspeed_problems(config)
+    said = {line.partition(":")[0] for line in lines}
+    lines += [line for line in deepspeed_problems(config) if line.partition(":")[0] not in said]
     return lines or setting_refusals(config)  # DeepSpeed is run last: it would report some of these again
 
 
