@@ -26,7 +26,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.deepspeed_json import with_environment_block
+from zero_topo.config.deepspeed_json import muon_clipping, with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
@@ -40,7 +40,7 @@ from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.units import format_bytes, format_count, format_seconds
-from zero_topo.versions import installed_refusals
+from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
 
 FOUND = (AUTO, MEASURED)
 """Topologies that are found where the job runs."""
@@ -99,6 +99,8 @@ def check(
             raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
         found, doubts = _machine(options, block, loaded)
     model = model_of(options)
+    clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
+    doubts += muon_clipping(loaded, clipping)
     translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and model is None:
         _forecast(options, block, found, loaded, [*translated, *doubts])

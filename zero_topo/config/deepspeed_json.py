@@ -12,6 +12,7 @@ import binascii
 import importlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,6 +83,18 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
             f'{BLOCK_VARIABLE} = {cut(text)}: the config has another "{ROOT}" block, {own}; remove one of the two'
         )
     return {**ds_config, ROOT: block}
+
+
+def exported(block: str) -> str:
+    """Return the line of ``.deepspeed_env`` with which DeepSpeed's launcher sets the block on every node.
+
+    The launcher puts double quotes around the value and passes it to a shell.
+
+    Args:
+        block: the value of ``ZERO_TOPO_BLOCK``.
+    """
+    escaped = re.sub(r'([\\"$`])', r"\\\1", block)
+    return f"{BLOCK_VARIABLE}={escaped}"
 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
@@ -182,6 +195,24 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
             '"timers": {"throughput": {"synchronized": false}}'
         )
     return hints if ROOT in ds_config else []
+
+
+def muon_clipping(ds_config: Mapping[str, Any], default: float) -> list[str]:
+    """Return a line if DeepSpeed clips the norm of Muon's updates.
+
+    Args:
+        ds_config: the DeepSpeed config.
+        default: the norm to which the installed DeepSpeed clips without ``gradient_clipping``.
+    """
+    given = lookup(ds_config, "gradient_clipping")
+    norm = default if given is ABSENT else given
+    if str(lookup(ds_config, "optimizer.type")).lower() != "muon" or not norm:
+        return []
+    whose = ", DeepSpeed's default" if given is ABSENT else ""
+    return [
+        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, which depends only "
+        'on the sizes of the matrices, so it lowers the learning rate in every step; set "gradient_clipping": 0'
+    ]
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
