@@ -248,9 +248,7 @@ Positive = Annotated[float, Field(strict=True, ge=1e-30, le=1e30), must_be("a nu
 Near = Callable[[Sequence[str]], str]
 
 
-def describe(
-    error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it"
-) -> str:
+def describe(error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it") -> str:
     """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by ``"; also "``.
 
     Args:
