@@ -6,11 +6,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.commands import Run
 from tests.launching import ROOT
@@ -279,3 +282,41 @@ def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> No
             with pytest.raises(ValueError, match=path[-1]) as caught:
                 ZeroTopoConfig.parse(block)
             assert "\n" not in str(caught.value)
+
+
+# -- a search by machine -----------------------------------------------------------------------------------------------
+
+OF_PYTHON = re.compile(
+    r"NoneType|positional|keyword|attribute|has no|<class|Traceback|not supported between|unpack|\*\*"
+)
+"""Words of errors that Python wrote."""
+VALUES = st.sampled_from(
+    [None, True, False, 0, 1, -1, 0.5, 10**17, "", "x", "auto", "false", [], [1], [0.9, 0.95], ["a"], {}, {"a": 1}]
+)
+KINDS = st.sampled_from(["AdamW", "Adam", "Muon", "Lion", "Adagrad", "AdamS", "AgedAdamW", "SGD", "Lamb", "x", ""])
+SCHEDULES = st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR", "x"])
+OPTIONS = st.sampled_from(
+    ["lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "amsgrad", "ns_method", "muon_lr", "foreach"]
+)
+STEPS = st.sampled_from(
+    ["total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type", "cycle_min_lr"]
+)
+BUILT = {
+    "optimizer": st.fixed_dictionaries({"type": KINDS, "params": st.dictionaries(OPTIONS, VALUES, max_size=4)}),
+    "scheduler": st.fixed_dictionaries({"type": SCHEDULES, "params": st.dictionaries(STEPS, VALUES, max_size=4)}),
+}
+KEYS = st.sampled_from(["enabled", "stage", "device", "throughput", "prof_ops", "tp", "dtype", "loss_scale", "foo"])
+ANYTHING = VALUES | st.dictionaries(KEYS, VALUES, max_size=3)
+PART_NAMES = [part for part in PARTS if "." not in part]
+
+
+@given(
+    config=st.dictionaries(st.sampled_from(PART_NAMES), ANYTHING, max_size=3),
+    built=st.fixed_dictionaries({}, optional=BUILT),
+)
+def test_whatever_deepspeed_and_torch_refuse_is_said_in_our_words(config: Any, built: Any) -> None:
+    """A line each, with the key, and without an exception of Python's; the installed libraries decide."""
+    lines = setting_refusals({**GOOD, **config, **built})
+    for line in lines:
+        assert "\n" not in line and len(line) < 520 and not OF_PYTHON.search(line), line
+        assert not line.startswith("DeepSpeed cannot read this config"), line

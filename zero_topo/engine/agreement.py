@@ -79,8 +79,9 @@ def check_blocks(
         named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
         if of_environment is not None:
             raise ValueError(
-                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as {', '.join(named)}: launchers "
-                "pass few variables on to other nodes; DeepSpeed's reads ~/.deepspeed_env, so add this line there: "
+                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as {', '.join(named)}: "
+                "launchers pass few variables on to other nodes; DeepSpeed's reads ~/.deepspeed_env, so add this line "
+                "there: "
                 f"{exported(of_environment)}"
             )
         raise ValueError(
