@@ -57,12 +57,13 @@ constexpr int zt_residents(int units) { return units == 2 ? 4 : units == 4 ? 3 :
 
 template <int UNITS, bool NF4>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {
+    const zt_nf4_table *table = zt_shared_nf4<NF4>();
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT];
         zt_load_units<UNITS>(a.pieces, place, v); /* beyond the last block all is zero */
-        zt_encode<UNITS, NF4>(v, place, a.planes, a.messages);
+        zt_encode<UNITS, NF4>(v, place, a.planes, table, a.messages);
     }
     zt_clear_padding(a.messages, a.shares, a.planes);
 }
@@ -70,6 +71,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_qu
 template <int UNITS, int BITS, bool NF4>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_requantize_arguments a) {
     zt_clear_padding(a.out, a.shares, a.planes);
+    const zt_nf4_table *table = zt_shared_nf4<NF4>();
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
@@ -77,7 +79,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_
         if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, NF4>(a.messages, NF4 ? a.planes : a.from, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
         zt_clear_beyond<UNITS>(v, place, a.planes.numel - place.first);
-        zt_encode<UNITS, NF4>(v, place, a.planes, a.out);
+        zt_encode<UNITS, NF4>(v, place, a.planes, table, a.out);
     }
 }
 
