@@ -126,7 +126,7 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
 /* v = the sum of a lane's units over the messages to its member, in their order. */
 template <int UNITS, int BITS, bool NF4>
 ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
-    const int ahead = UNITS == 8 ? 1 : UNITS == 2 ? 4 : 2; /* as many as registers hold */
+    const int ahead = UNITS == 8 ? 1 : 2; /* as many as registers hold */
     const uint8_t *of_member = zt_message_at(messages, place.member);
 #pragma unroll
     for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
