@@ -78,7 +78,9 @@ class TopoStage3(Stock):
         self._forwards = 0
         self._hinted = False
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
-        super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
+        # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
+        # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
+        super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
@@ -195,6 +197,9 @@ class TopoStage3(Stock):
         self._in_backward = True
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif not get_accelerator().is_synchronized_device():
+            # The stream that scatters the bucket waits for autograd's addition, as it did for the first part.
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
