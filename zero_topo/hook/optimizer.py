@@ -327,19 +327,36 @@ class TopoStage3(Stock):
         """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
         if not self.use_muon:
             return
+        finite = self._all_finite()
         for i, ((begin, end), group) in enumerate(zip(self._sub_group_columns(), self.fp16_groups, strict=True)):
             settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings)
+                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings, finite)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
 
-    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
+    def _all_finite(self) -> Tensor:
+        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host does not wait."""
+        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())  # NaN if any element is
+        finite = least_and_most.isfinite().all().to(torch.uint8)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return finite.bool()
+
+    def _apply_muon(
+        self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any], finite: Tensor
+    ) -> None:
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update.
+
+        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed finds that in
+        their norm and skips the step; only with FP16 does it look before.
+        """
         momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
-        momentum.lerp_(blended.to(momentum.device), 1 - beta)
+        added = blended.to(momentum.device)
+        torch.where(finite.to(momentum.device), added, momentum, out=added)
+        momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
+        blended.masked_fill_(finite.logical_not(), torch.nan)
         slots = {self.slots[param.ds_id]: param for param in params}
         spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
         first = min(spans.values())[0]
