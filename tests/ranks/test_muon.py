@@ -17,6 +17,7 @@ from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, World, world
 from zero_topo.hook import optimizer
+from zero_topo.hook.muon import equal_bits
 
 SHAPES = ((8, 8), (4, 8), (7,))
 """Two matrices, and a vector that another optimizer updates."""
@@ -81,3 +82,36 @@ def test_a_skipped_step_keeps_the_momentum(optimizer_domain: str, bad: tuple[int
     for (_, _, momentum, update, *last), (kept, _, *expected) in zip(skipped, plain, strict=True):
         assert torch.equal(momentum, kept) and not update.isfinite().any()
         assert all(torch.equal(tensor, other) for tensor, other in zip(last, expected, strict=True))
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+@pytest.mark.parametrize("optimizer_domain", ["node", "world"])
+def test_replicas_of_a_matrix_are_computed_without_atomics(
+    hip: str | None, optimizer_domain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ROCm several nodes compute one matrix, whose sums may be in any order else; the user's setting is restored."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    modes = set()
+
+    def orthogonalized(matrices: Tensor, heads: Any, method: str) -> Tensor:
+        modes.add(torch.are_deterministic_algorithms_enabled())
+        return matrices
+
+    monkeypatch.setattr(optimizer, "orthogonalized", orthogonalized)
+    degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
+    w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
+    run_threads(w.size, lambda rank: stepped(w, rank, None))
+    assert modes == {hip is not None and optimizer_domain == "node"}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_users_deterministic_algorithms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With warnings only, if that was the setting."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with equal_bits(replicated=True):
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

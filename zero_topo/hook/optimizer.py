@@ -25,7 +25,7 @@ from zero_topo.cost.step import rates_of
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.muon import check_muon, orthogonalized
+from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
@@ -360,11 +360,13 @@ class TopoStage3(Stock):
         slots = {self.slots[param.ds_id]: param for param in params}
         spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
         first = min(spans.values())[0]
+        plan = self.topo.config.plan
         parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
-            return orthogonalized(matrices, heads, settings["ns_method"])
+            with equal_bits(plan.optimizer < plan.world_size):
+                return orthogonalized(matrices, heads, settings["ns_method"])
 
         self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
         rows.copy_(blended)
