@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -20,6 +21,7 @@ from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.hook import optimizer
+from zero_topo.hook import optimizer as module
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -139,6 +141,19 @@ def test_overflow_is_looked_for_after_sync() -> None:
         deepspeed.micro_batch(last=True)
         with patch.object(Stock, "step", step):
             optimizer.step()
+
+
+def test_masters_on_the_host_are_page_locked() -> None:
+    """Where DeepSpeed's gradients are; those on the device stay, and the optimizer keeps its tensors."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+        masters = [torch.ones(8, requires_grad=True), torch.ones(8, device="meta")]
+        locked = torch.ones(8)
+        optimizer.__dict__ |= {"fp32_partitioned_groups_flat": list(masters)}
+        pin = MagicMock(return_value=locked)
+        with patch.object(module, "get_accelerator", lambda: SimpleNamespace(pin_memory=pin)):
+            optimizer._pin_masters()
+    assert all(map(is_, optimizer.fp32_partitioned_groups_flat, masters))
+    assert pin.call_count == 1 and masters[0].data_ptr() == locked.data_ptr() and masters[0].requires_grad
 
 
 def test_gradients_for_the_host_are_converted_on_the_device() -> None:

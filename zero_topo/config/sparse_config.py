@@ -301,7 +301,7 @@ class TopkDsaSync(PickingSync):
         back: float = row + overwritten
         if replicated(plan):
             sparse = k * self.record_bytes(columns) < row
-            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
+            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 4 * n), 4 * n + overwritten)
         kept, _, settling = super().run_bytes(columns, plan, overwritten)
         return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
 

@@ -140,6 +140,8 @@ class TopoStage3(Stock):
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         if self.topo.separate_masters:
             self._replace_masters()
+        if self.offload_optimizer_pin_memory:
+            self._pin_masters()
 
     def _replace_masters(self) -> None:
         self.topo.masters.check_optimizer(self.optimizer)
@@ -152,6 +154,12 @@ class TopoStage3(Stock):
                 grad = torch.zeros_like(master)
                 master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
             self.fp32_partitioned_groups_flat[i] = master
+
+    def _pin_masters(self) -> None:
+        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its gradients there."""
+        for master in self.fp32_partitioned_groups_flat:
+            if master.device.type == "cpu":
+                master.data = get_accelerator().pin_memory(master.data)
 
     def masters_are_weights(self) -> bool:
         """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
