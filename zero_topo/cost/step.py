@@ -245,8 +245,8 @@ def _packet(
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    parts = [move._replace(sent=move.sent / runs) for move in found]
-    return Packet(phase, touched / runs / network.rates.memory, _hops(network, parts, reduces), count)
+    hops = _hops(network, found, reduces, runs)
+    return Packet(phase, touched / runs / network.rates.memory, hops, count)
 
 
 def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules) -> list[Packet]:
@@ -265,9 +265,9 @@ def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str,
     return [first, replace(first, count=runs - 1)]
 
 
-def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> tuple[HopTime, ...]:
+def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1) -> tuple[HopTime, ...]:
     gathers = network.rates.gather
-    return tuple(network.hop(m.lo, m.hi, float(m.sent), gathers if m.gathers else reduces) for m in moves)
+    return tuple(network.hop(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces) for m in moves)
 
 
 def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:

@@ -75,11 +75,11 @@ class AllReduces(NamedTuple):
     """Describes the equal all-reduces of a step.
 
     Attributes:
-        count: their number.
+        times: their number.
         sent: bytes that a rank sends in each half of one, which is a reduce-scatter and an all-gather.
     """
 
-    count: int
+    times: int
     sent: float
 
 
