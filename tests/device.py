@@ -68,6 +68,11 @@ def naps() -> AbstractContextManager[Any]:
     return Naps(int(seed)) if seed else nullcontext()
 
 
+def device_name() -> str:
+    """The device in a record: the GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name() if ON_GPU else str(DEVICE)
+
+
 def synchronize() -> None:
     """Wait for the device."""
     if ON_GPU:
