@@ -162,25 +162,18 @@ class Group:
             handle.wait()
         return handle
 
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer for this group to send or to receive; a transport with memory of its own overrides this."""
-        return torch.empty(size, dtype=dtype, device=device)
-
     # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------------------------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        received = self.allocate((self.size, message.numel()), message.dtype, message.device)
+        received = message.new_empty(self.size, message.numel())
         work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
-        send = table
-        if not self.in_order:
-            send = self.allocate(table.shape, table.dtype, table.device)
-            torch.index_select(table, 0, _index(self.members, table.device), out=send)
-        received = self.allocate(send.shape, send.dtype, send.device)
+        send = table if self.in_order else table[_index(self.members, table.device)]
+        received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
         return self._ended(work, send, received)
 
@@ -193,7 +186,7 @@ class Group:
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
-        received = self.allocate((sum(expected), rows.shape[1]), rows.dtype, rows.device)
+        received = rows.new_empty(sum(expected), rows.shape[1])
         if self.in_order:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
             return Handle(work.wait, (rows,), lambda: received)
@@ -206,7 +199,7 @@ class Group:
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        received = self.allocate((sum(sizes), rows.shape[1]), rows.dtype, rows.device)
+        received = rows.new_empty(sum(sizes), rows.shape[1])
         places = received.split(list(sizes))
         if not self.in_order:
             places = itemgetter(*self.members)(places)
@@ -227,11 +220,11 @@ class Gloo(Group):
         return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        received = self.allocate((sum(expected), rows.shape[1]), rows.dtype, rows.device)
+        received = rows.new_empty(sum(expected), rows.shape[1])
         return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        received = self.allocate((sum(sizes), rows.shape[1]), rows.dtype, rows.device)
+        received = rows.new_empty(sum(sizes), rows.shape[1])
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
     def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor) -> Handle[Tensor]:
@@ -426,7 +419,7 @@ def all_gather_views(
         own: also decode this rank's own message, so that all members have the same bits of a format that rounds.
     """
     if message is None:
-        message = encoded(route, [view.member(route.index) for view in views], spec)
+        message = quantize([view.member(route.index) for view in views], spec)
 
     def finish(received: Tensor) -> None:
         dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else route.index)
@@ -504,13 +497,7 @@ def reduce_scatter(
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
-    return hop.allocate((hop.size, destinations // hop.size, nbytes), torch.uint8, device)
-
-
-def encoded(route: Route, views: Sequence[View], spec: Format) -> Tensor:
-    """Quantize views of one member into a buffer of the group that sends it first."""
-    message = route.hops[-1].allocate((spec.nbytes(total_numel(views)),), torch.uint8, views[0].flat.device)
-    return quantize(views, spec, message)
+    return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:

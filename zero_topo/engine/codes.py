@@ -149,6 +149,5 @@ class CodeStore:
         ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        message = route.hops[-1].allocate((nbytes,), torch.uint8, self.codes.held.device)
-        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes, message))
+        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
         return Handle(None, (), lambda: ops.apply_changes(handle.wait(), self.codes, part, route.index))

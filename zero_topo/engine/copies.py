@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import all_gather, as_bytes, encoded
+from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
 from zero_topo.quant.operands import FLOATS, View, view_of
@@ -68,19 +68,17 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     """
     stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
     if len(stored) > 1 and all(part is None for part in stored):
-        first = copies[messages[0][0]]
-        buffer = first.route.hops[-1].allocate((sum(sizes),), torch.uint8, first.data.device)
+        buffer = copies[messages[0][0]].data.new_empty(sum(sizes), dtype=torch.uint8)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
-            quantize([copies[slot].view for slot in message], copies[message[0]].wire, out)
+            _encode(copies, message, out)
         return buffer
     pairs = zip(messages, stored, strict=True)
     parts = [_encode(copies, message) if part is None else part for message, part in pairs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _encode(copies: Sequence[Copy], message: Sequence[int]) -> Tensor:
-    first = copies[message[0]]
-    return encoded(first.route, [copies[slot].view for slot in message], first.wire)
+def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
+    return quantize([copies[slot].view for slot in message], copies[message[0]].wire, out)
 
 
 def gather(

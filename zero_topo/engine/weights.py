@@ -71,7 +71,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
-from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, encoded, members, rows_of
+from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import Begun, CodeStore, Update
 from zero_topo.engine.copies import Copy, Secondary, gather
@@ -79,7 +79,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots, packed_runs
 from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
-from zero_topo.quant.ops import cast_to, dequantize
+from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync import Parameter
 
@@ -290,7 +290,7 @@ class Weights:
             # The master minus the stored row: adding it, quantized, brings the row close to the master.
             differ = rows - own[:, spans[0][0] : spans[-1][1]]
             differences += range_views(differ, packed_ranges(spans), wire.block_size)
-        message = encoded(route, differences, wire)
+        message = quantize(differences, wire)
         dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
         return all_gather_views(route, views, wire, message, accumulate=True)
 

@@ -186,9 +186,7 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     return Change(scales, counts, steps, ends)
 
 
-def encode_changes(
-    masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int, out: Tensor | None = None
-) -> Tensor:
+def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:
     """Change the codes of the masters' rows, and encode the changes in a message.
 
     Args:
@@ -197,13 +195,12 @@ def encode_changes(
         part: the blocks to publish.
         change: the result of :func:`assess_changes`.
         nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.ChangeSpec`.
-        out: uint8 ``[nbytes]``, the message; allocated if None.
 
     Returns:
         uint8 ``[nbytes]``.
     """
     _check_devices(masters.table, codes.held, change.scales)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device) if out is None else out
+    message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device)
     chunks, at = -(-part.blocks // CHUNK), ChangeSpec(codes.block).counts_offset(part.blocks)
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
