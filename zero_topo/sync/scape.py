@@ -53,9 +53,9 @@ class ScapeState:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
         kept: by run, the masked elements in each row.
         momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update` adds to it.
-        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The
-            ordered queue waits for the gather, and the computation's stream for the queue in the next sync. If they
-            were freed before, their memory could be reused while it is sent.
+        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The queue's
+            stream waits for the gather, and the computation's for the queue in the next sync. Freed before, their
+            memory would be taken again while it is sent.
     """
 
     bits: Handle[Tensor]
