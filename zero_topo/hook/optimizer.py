@@ -285,7 +285,7 @@ class TopoStage3(Stock):
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
             grad.copy_(rows[:, begin:end].to(grad.dtype).reshape(-1), non_blocking=True)
-        if not get_accelerator().is_synchronized_device():
+        if not get_accelerator().is_synchronized_device():  # the host reads the copies
             get_accelerator().current_stream().synchronize()
         self.note_norms()
 
