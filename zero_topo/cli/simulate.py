@@ -179,7 +179,8 @@ def _price(name: str, place: Request, count: int) -> Price:
     elif ROOT not in content:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
     with naming(plain):
-        block = ZeroTopoConfig.from_ds_config(content) if ROOT in content else ZeroTopoConfig.parse(content)
+        of_file = ZeroTopoConfig.from_ds_config(content)
+        block = ZeroTopoConfig.parse(content) if of_file is None else of_file
         return request.price(resolve_config(block, place.topology))
 
 
