@@ -195,7 +195,8 @@ class Weights:
         self._changes = partial(store.begin, self._route, self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
-        columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+        ranges = [torch.arange(*span, dtype=torch.int64, device="cpu") for span in [(0, 0), *spans]]
+        columns = torch.cat(ranges)
         self._columns = {columns.device: columns, device: columns.to(device)}
         # Loaded scales of the own world shard of all trained parameters, until the restart that follows each load.
         self._scales: dict[range, Tensor] = {}

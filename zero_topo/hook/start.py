@@ -138,7 +138,7 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
     """
     listed = [names.get(param) for group in optimizer.param_groups for param in group["params"]]
     digest = int.from_bytes(sha256(repr(listed).encode()).digest()[:7], "little")
-    least = torch.tensor([digest, -digest], device=device)
+    least = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     if int(least.sum()) == 0:
         return
@@ -182,6 +182,6 @@ def least_memory(device: torch.device) -> int:
     Args:
         device: this rank's device.
     """
-    least = torch.tensor(get_accelerator().total_memory(), device=device)
+    least = torch.tensor(get_accelerator().total_memory(), dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
