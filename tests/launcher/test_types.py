@@ -66,17 +66,15 @@ SYNCS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "sync", [SYNCS["oktopk"], late(SYNCS["ternary"]), late(SYNCS["radius"]), SYNCS["INT8 weights"]]
-)
-def test_the_default_dtype_of_a_script_changes_nothing(sync: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["oktopk", late("ternary"), late("radius"), "INT8 weights"])
+def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
     """A script builds its model under BF16 as the default, and trains alike whether it then restores FP32 or not."""
 
     def built() -> Net:
         with default_dtype(torch.bfloat16):
             return net(torch.bfloat16)
 
-    run = Job(built, block("topo", **sync), steps=3, dtype="bf16")
+    run = Job(built, block("topo", **SYNCS[name]), steps=3, dtype="bf16")
     restored = train(run)
     for dtype in (torch.bfloat16, torch.float16):
         with default_dtype(dtype):

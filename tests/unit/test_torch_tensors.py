@@ -30,7 +30,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
         call = called.get(id(node))
         keywords = call.keywords if call else []
         given = {word.arg for word in keywords if ast.unparse(word.value) != "None"}
-        if not NAMED <= given:
+        if not given.issuperset(NAMED):
             yield f"{node.lineno}: {ast.unparse(call or node)}"
 
 
