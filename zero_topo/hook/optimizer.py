@@ -234,7 +234,7 @@ class TopoStage3(Stock):
     def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
-        self._gathers.refuse_unfrozen()
+        self._gathers.warn_of_unfrozen()
         self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
             if dist.get_rank() == 0:

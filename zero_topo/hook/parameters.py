@@ -8,6 +8,7 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import wrapping
 from zero_topo.sync import Parameter
+
+logger = logging.getLogger(__name__)
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -120,17 +123,24 @@ class ParameterGathers:
             "unmodified ZeRO-3 shards them over all ranks"
         )
 
-    def refuse_unfrozen(self) -> None:
-        """Raise ValueError before a forward pass if a frozen parameter has ``requires_grad`` now: nothing updates it.
+    def warn_of_unfrozen(self) -> None:
+        """Log once, before a forward pass, that a frozen parameter has ``requires_grad`` now: nothing updates it.
 
-        Stock ZeRO-3 continues, and never trains it.
+        Training continues, as under stock ZeRO-3. PEFT sets ``requires_grad`` of all active adapters when it leaves
+        ``disable_adapter``, in trainers whose user cannot change that.
         """
+        if not torch.is_grad_enabled():
+            return
         thawed = [name for name, param in self._never_trained.items() if param.requires_grad]
-        if thawed and torch.is_grad_enabled():
-            raise ValueError(
-                f"{len(thawed)} parameters were frozen when DeepSpeed was initialized and have requires_grad now, such "
-                f"as {thawed[0]}: no optimizer updates them; set requires_grad_(False) again, or save a checkpoint and "
-                "call deepspeed.initialize on the model as it is to be trained"
+        if not thawed:
+            return
+        self._never_trained.clear()
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"zero_topo: {len(thawed)} parameters were frozen when DeepSpeed was initialized and have "
+                f"requires_grad now, such as {thawed[0]}: they are not trained, because no optimizer has them, as "
+                "under stock ZeRO-3; to train them, save a checkpoint and call deepspeed.initialize on the model as it "
+                "is to be trained"
             )
 
     def serve(

@@ -18,7 +18,7 @@ import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
-from zero_topo.hook.initialize import resolve_block, sharding_ranks
+from zero_topo.hook.initialize import GROUP_ARGUMENTS, refuse_group, resolve_block, sharding_ranks
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
@@ -54,8 +54,19 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
         if not divided and store is not None:
             check_blocks(store, dist.get_rank(), world, has_block)
         if has_block:
-            agree(_told(engine, model), engine.device)
+            _agree_on_start(engine, model)
     configure(engine, model)
+
+
+def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
+    """Check that all ranks begin with equal settings, and with parameters that ``zero.Init`` sharded over all ranks."""
+    try:
+        for group in {getattr(param, "ds_process_group", None) for param in model.parameters()}:
+            refuse_group(GROUP_ARGUMENTS[0], group)
+    except ValueError as error:
+        agree({"refused": str(error)}, engine.device)
+        raise
+    agree(_told(engine, model), engine.device)
 
 
 def meeting_place() -> dist.Store | None:
