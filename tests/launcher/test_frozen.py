@@ -92,7 +92,7 @@ def thaw(engine: Any, step: int) -> None:
     """As PEFT does where an adapter was frozen by hand: from the second step on, gradients of it are computed."""
     frozen = [param for name, param in engine.module.named_parameters() if "blocks.0" in name]
     with torch.no_grad():
-        mse(engine, *batch(step, 0, torch.bfloat16))
+        mse(engine, *batch(step, 0, torch.float32))
     for param in frozen[::2]:
         param.requires_grad_(step > 0)
 
