@@ -96,6 +96,18 @@ def test_a_reference_begins_as_its_policy(
         assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])
 
 
+def test_a_reference_of_trl_begins_as_its_policy() -> None:
+    """TRL leaves the persistence threshold "auto", and names its number where DeepSpeed does not look."""
+    name, kept = "stage3_param_persistence_threshold", 1000
+    policys = job("topo", CODES, kept)
+    zero = {**ZERO, name: "auto"}
+    trls = replace(policys, ds={"zero_optimization": zero, f"zero_optimization.{name}": kept})
+    with running(policys) as policy, reference(trls) as frozen:
+        mine, theirs = outputs(policy, frozen)
+        assert torch.equal(mine, theirs)
+        assert sum(param.ds_persist for param in policy.module.parameters()) < len([*policy.module.parameters()])
+
+
 def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
     """Exports, edits, a policy's weights copied into it, and a policy's checkpoint."""
     run = job("topo", CODES)
