@@ -77,9 +77,12 @@ class TopoStage3(Stock):
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
+        # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
+        self._autocast_scale: float | None = None
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
         super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
         self.reduce_scatter = True
+        self._read_autocast_scale()
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
@@ -107,7 +110,7 @@ class TopoStage3(Stock):
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
-            loss_scale=lambda: float(self.loss_scale),
+            loss_scale=lambda: self._autocast_scale or float(self.loss_scale),
             moments=self._moments,
         )
         row = self.topo.weights.own_row
@@ -202,7 +205,8 @@ class TopoStage3(Stock):
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = at_boundary(self) and not self.offload_optimizer
-        repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        grads = [p.grad for p in params_to_reduce]
+        repeated = self.topo.gradients.scatter(slots, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
@@ -264,7 +268,12 @@ class TopoStage3(Stock):
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
+        self._read_autocast_scale()
         self.pace.end_step()
+
+    def _read_autocast_scale(self) -> None:
+        if self.torch_autocast_gradscaler is not None:
+            self._autocast_scale = float(self.torch_autocast_gradscaler.get_scale())
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""

@@ -54,6 +54,12 @@ def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **
     return [handle for handles in found for handle in handles or ()]
 
 
+def lower_dtype(param: Any) -> torch.dtype | None:
+    """Return the dtype in which ``torch_autocast`` of the DeepSpeed config sends a parameter; None if it is its own."""
+    sent: torch.dtype | None = getattr(param, "comm_dtype", None)
+    return None if sent == param.ds_tensor.dtype else sent
+
+
 class ParameterHandle(Handle[None]):
     """A pending gather that DeepSpeed waits for."""
 
@@ -108,9 +114,11 @@ class ParameterGathers:
 
         def described(param: Any) -> Parameter:
             persistent, whole = bool(param.ds_persist), bool(getattr(param, "use_muon", False))
-            name, dims = self._name(param), len(param.ds_shape)
+            name, dims, sent = self._name(param), len(param.ds_shape), lower_dtype(param)
             # `ds_id` counts parameters in the order in which modules create them.
-            return Parameter(name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole)
+            return Parameter(
+                name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole, sent=sent
+            )
 
         return [described(param) for param in self.trained], [described(param) for param in self.frozen]
 
@@ -185,16 +193,17 @@ class ParameterGathers:
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
         """Split parameters into ours and all others; without duplicates, by ``ds_id``.
 
-        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike.
+        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike; each by the dtype that is sent.
         """
         self._require_weights()
-        groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
+        groups, others = dict[tuple[bool, bool, str], list[Any]](), list[Any]()
         for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
             slot = self.slots.get(ds_id)
             if slot is None:
                 others.append(param)
             else:
-                groups.setdefault((slot in self._engine.weights.frozen, bool(param.ds_persist)), []).append(param)
+                frozen, sent = slot in self._engine.weights.frozen, str(lower_dtype(param))
+                groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
     def _gather_coalesced(self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any) -> Any:
