@@ -30,6 +30,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
@@ -38,6 +39,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import range_views
+from zero_topo.quant.ops import cast_to
 from zero_topo.quant.spec import Format
 from zero_topo.sync.base import SyncMode
 
@@ -90,7 +92,9 @@ class Gradients:
         # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs no sync.
         self._current = True
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> bool:
+    def scatter(
+        self, slots: Sequence[int], grads: Sequence[Tensor], last: bool, sent: torch.dtype | None = None
+    ) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
         1. pack for each destination its shards of the bucket's gradients, read in place;
@@ -101,6 +105,7 @@ class Gradients:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
             last: whether this is the step's last micro-batch, in which sync begins (Note [Sync under backward]).
+            sent: the dtype in which they are sent if the format does not quantize; None is the format's own.
 
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
@@ -109,12 +114,13 @@ class Gradients:
         repeated = [run for run in runs if run in self._started]
         self._reopen(repeated)
         plan = self.layout.plan
+        wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.spans(slots))
             mean = 1.0 / plan.world_size
-            reduce_scatter(self._route, parts, self._wire, views, mean, accumulate=True).wait()
+            reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
         self._added, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:

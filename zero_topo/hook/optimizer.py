@@ -77,11 +77,14 @@ class TopoStage3(Stock):
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
+        # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
+        self._autocast_scale: float | None = None
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
         # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
         # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
         super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
+        self._read_autocast_scale()
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
@@ -109,7 +112,7 @@ class TopoStage3(Stock):
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
-            loss_scale=lambda: float(self.loss_scale),
+            loss_scale=lambda: self._autocast_scale or float(self.loss_scale),
             moments=self._moments,
         )
         row = self.topo.weights.own_row
@@ -215,7 +218,8 @@ class TopoStage3(Stock):
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = at_boundary(self) and not self.offload_optimizer
-        repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        grads = [p.grad for p in params_to_reduce]
+        repeated = self.topo.gradients.scatter(slots, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
@@ -247,7 +251,7 @@ class TopoStage3(Stock):
     def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
-        self._gathers.refuse_unfrozen()
+        self._gathers.warn_of_unfrozen()
         self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
             if dist.get_rank() == 0:
@@ -277,7 +281,12 @@ class TopoStage3(Stock):
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
+        self._read_autocast_scale()
         self.pace.end_step()
+
+    def _read_autocast_scale(self) -> None:
+        if self.torch_autocast_gradscaler is not None:
+            self._autocast_scale = float(self.torch_autocast_gradscaler.get_scale())
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""

@@ -100,7 +100,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter")),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "torch_autocast_gradscaler")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 

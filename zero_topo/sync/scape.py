@@ -208,7 +208,7 @@ class Scape(Masked):
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
-        momentum = torch.zeros(self._columns, device=self.context.device)
+        momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
         return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum)
 
     def state_bytes(self) -> int:
