@@ -154,8 +154,11 @@ def test_the_table_is_sound() -> None:
     rules = load_rules()
     assert rules
     for rule in rules:
-        assert set(rule.machines) <= set(preset_names()) and rule.reason and rule.source
-        assert rule.judge({rule.variable: rule.wanted}).state == OK
+        machines = {*rule.machines, *rule.others}
+        assert machines <= set(preset_names()) and rule.reason and rule.source
+        for own in (rule, *(rule.on(machine) for machine in machines)):
+            assert own is not None and own.source
+            assert own.judge({own.variable: own.wanted}).state == OK
         assert rule.unset or rule.bad
     with pytest.raises(ValueError, match='state: "awful" is not one of'):
         read(Rule, "row", {**vars(rules[0]), "state": "awful"})

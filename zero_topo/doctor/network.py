@@ -19,7 +19,7 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
     try:
         view = launcher_view(seen.env)
     except ValueError as error:
-        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|OMPI'")
+        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|FLUX|OMPI'")
         return
     if view is None:
         yield Finding(OK, "launcher", "not in a job")
