@@ -64,7 +64,7 @@ def test_every_rank_of_a_flux_job_finds_its_node(tmp_path: Path, machine: str) -
         "tree.nodes, tree.ranks_per_node)"
     )
     file = written(tmp_path, machine, *words, "--", sys.executable, "-c", program)
-    run = ["start", "-s", "2", "sh", "-c", f"flux batch --wait {file}; cat job.out"]
+    run = ["start", "-s", "2", "sh", "-c", f"flux job wait-event $(flux batch {file}) clean; cat job.out"]
     done = flux(tmp_path, *run)
     found = sorted(line for line in done.stdout.splitlines() if line.startswith("found"))
     expected = [f"found {rank} {rank % ranks} {ranks} {2 * ranks} 2 {ranks}" for rank in range(2 * ranks)]

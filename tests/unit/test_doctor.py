@@ -229,6 +229,39 @@ def test_a_config_is_checked_as_check_does(tmp_path: Path, content: dict[str, An
     assert worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state == FAIL
 
 
+def test_intel_tiles_need_no_kernels_of_ours_and_xccl(tmp_path: Path) -> None:
+    """On Aurora torch has neither NCCL nor a compiler for our kernels, and both are well."""
+    tiles = {**GPU, "platform": "xpu", "kernels": {"zt_gpu": "there is no hipcc"}, "triton": None}
+    well = list(examine(surroundings(tmp_path, torch=lambda: tiles)))
+    assert [finding for finding in well if finding.state != OK] == []
+    assert "xccl" in {finding.subject for finding in well}
+
+
+@pytest.mark.parametrize(
+    ("env", "listed", "state"),
+    [
+        ({"ZERO_TOPO_BLOCK": "{}"}, "", WARN),
+        ({"ZERO_TOPO_BLOCK": "{}"}, "ZERO_TOPO_BLOCK={}\n", OK),
+        ({"ZERO_TOPO_BLOCK": "{}", "SLURM_STEP_ID": "0"}, "", OK),
+        ({"ZERO_TOPO_BLOCK": "{}", "FLUX_TASK_RANK": "0"}, "", OK),
+        ({}, "", OK),
+    ],
+)
+def test_variables_that_deepspeeds_launcher_forgets_are_named(
+    tmp_path: Path, env: dict[str, str], listed: str, state: str
+) -> None:
+    """It passes PYTHON*, NCCL* and a few more to other nodes, and the lines of .deepspeed_env."""
+    (tmp_path / ".deepspeed_env").write_text(listed)
+    home = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    seen = surroundings(tmp_path, env=home | env, enabled=lambda: False)
+    found = list(network.forgotten(seen))
+    assert [finding.state for finding in found] == ([state] if "ZERO_TOPO_BLOCK" in env else [])
+    if state == WARN:
+        assert "'ZERO_TOPO_BLOCK={}' >> ~/.deepspeed_env" in found[0].fix and "other nodes" in found[0].text
+    enabled = surroundings(tmp_path, env=home | env, enabled=lambda: True)
+    assert all(finding.state == OK for finding in network.forgotten(enabled))
+
+
 def test_gpu_checks_are_quiet_without_a_gpu(tmp_path: Path) -> None:
     told = {**TOLD, "platform": "cuda"}
     assert worst(software.compilers(surroundings(tmp_path), told)).state == OK

@@ -14,8 +14,8 @@ import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
 from zero_topo.launch.batch import FLUX, PBS, SLURM, BatchJob, clock, script
+from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
 from zero_topo.topology.presets import load_machine, preset_names
 
 DATA = ROOT / "tests/data/launch"

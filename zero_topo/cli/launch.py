@@ -8,8 +8,8 @@ import os
 import typer
 
 from zero_topo.cli.options import taking
-from zero_topo.launch.env import PORT
 from zero_topo.launch.batch import FLUX, PBS, SLURM, BatchJob, MachineName, Port, Scheduler, script
+from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import load_launch_machine
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine

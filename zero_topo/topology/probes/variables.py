@@ -28,7 +28,7 @@ class Variables:
 
     ``always`` is a variable that the launcher sets in every process it starts, if there is one. If ``others`` is set
     too, ``always`` identifies the launcher only together with a node's number: under the deepspeed launcher on CPUs,
-    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1. Where only the number of nodes is set, ranks are spread evenly.
+    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1. If only the number of nodes is set, ranks are spread evenly.
     """
 
     source: str
@@ -85,9 +85,9 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     if per_node is None and nodes is not None:
         if world_size % nodes:
             raise ValueError(
-                f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes ({name['nodes']}) cannot be "
-                "spread evenly: nodes with unequal numbers of ranks have no regular tree; start equally many ranks on "
-                "every node"
+                f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes ({name['nodes']}) cannot "
+                "be spread evenly: nodes with unequal numbers of ranks have no regular tree; start equally many "
+                "ranks on every node"
             )
         per_node, name["ranks_per_node"] = world_size // nodes, f"{name['world_size']} / {name['nodes']}"
     rank, local_rank, node = number("rank"), number("local_rank"), number("node")
