@@ -18,7 +18,6 @@ from benchmarks.svg import Bar, Line, Picture
 from zero_topo.config import SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes
 from zero_topo.observe.plots import NAMES
-from zero_topo.plan import PHASES
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
 
@@ -91,11 +90,11 @@ def time() -> str:
     for name in SHOWN:
         phases = {phase: found.get("seconds", 0.0) for phase, found in rows[name]["phases"].items()}
         total = rows[name]["step_seconds"][-1]
-        parts = [(phases.get(phase, 0.0), SERIES[phase]) for phase in PHASES]
+        parts = [(phases.get(phase, 0.0), series) for phase, series in SERIES.items()]
         parts.append((total - sum(phases.values()), COMPUTING))
         bars.append(Bar(name, parts, f"{total:.2f} s"))
     picture.bars(bars)
-    drawn = [phase for phase in PHASES if any(phase in rows[name]["phases"] for name in SHOWN)]
+    drawn = [phase for phase in SERIES if any(phase in rows[name]["phases"] for name in SHOWN)]
     picture.legend([*((NAMES[phase], SERIES[phase]) for phase in drawn), ("computing", COMPUTING)])
     return picture.svg()
 
@@ -113,7 +112,8 @@ def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
     """Loss over the steps, and its difference from unmodified DeepSpeed, of a record with one seed."""
     curves = {scheme: _means(_record(name)["curves"][scheme]["0"]) for scheme in schemes}
     picture = Picture(title)
-    picture.heading("Training loss", f"nats per byte, means of {WINDOW} steps, one seed (benchmarks/records/{name}.json)")
+    source = f"benchmarks/records/{name}.json"
+    picture.heading("Training loss", f"nats per byte, means of {WINDOW} steps, one seed ({source})")
     lines = [
         Line(schemes[scheme], index, points, dashed=index > 0) for index, (scheme, points) in enumerate(curves.items())
     ]
@@ -123,7 +123,8 @@ def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
     apart = []
     for index, (scheme, points) in enumerate(curves.items()):
         if scheme != STOCK:
-            apart.append(Line(schemes[scheme], index, [(step, 100 * (loss / stock[step] - 1)) for step, loss in points]))
+            differences = [(step, 100 * (loss / stock[step] - 1)) for step, loss in points]
+            apart.append(Line(schemes[scheme], index, differences))
     picture.lines(apart, "optimizer step", "{:+.1f}%", zero=True)
     return picture.svg()
 
@@ -157,7 +158,7 @@ def gain() -> str:
             entries = [(found, index) for index, found in enumerate(gains) if found is not None]
             rows.append((label, [(float(of[2]), float(of[1]), float(of[3]), index) for of, index in entries]))
     picture = Picture("Predicted gain over unmodified ZeRO-3 by machine")
-    picture.heading("How many times as fast as unmodified ZeRO-3", "predicted; machine and ranks, model, K micro-batches")
+    picture.heading("How many times as fast as unmodified ZeRO-3", "predicted; machine, ranks, model, K micro-batches")
     picture.ranges(rows, start=0.9)
     picture.legend([("lossless plan", 0), ("lossy plan", 1)])
     picture.note("dot: nothing is hidden by computation; line: from all hidden to none, and unknown rates")

@@ -219,9 +219,7 @@ class Picture:
 
     def _rect(self, x: float, y: float, width: float, kind: str, height: float = BAR) -> None:
         if width > 0:
-            self.parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" class="{kind}"/>'
-            )
+            self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" class="{kind}"/>')
 
     def _whisker(self, low: float, high: float, y: float) -> None:
         ends = "".join(f"M{x:.1f} {y - 3:.1f}V{y + 3:.1f}" for x in (low, high))

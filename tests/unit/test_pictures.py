@@ -27,8 +27,9 @@ def test_a_picture_is_what_the_records_say(name: str) -> None:
 
 def test_each_picture_is_shown_and_described() -> None:
     """The README shows one; a page names no picture that is not drawn, and none is left over."""
-    shown = {path.name: re.findall(r"!\[([^]]+)\]\((?:docs/)?pictures/([\w-]+)\.svg\)", path.read_text()) for path in PAGES}
-    readme = re.findall(r"!\[([^]]+)\]\(docs/pictures/([\w-]+)\.svg\)", README.read_text())
+    image = re.compile(r"!\[([^]]+)\]\((?:docs/)?pictures/([\w-]+)\.svg\)")
+    shown = {path.name: image.findall(path.read_text()) for path in PAGES}
+    readme = image.findall(README.read_text())
     assert [name for _, name in readme] == ["cluster"]
     assert {name for found in shown.values() for _, name in found} == set(PICTURES)
     assert {path.stem for path in FOLDER.iterdir()} == set(PICTURES)
