@@ -132,14 +132,14 @@ def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
 def resident() -> str:
     """INT8 weights over 5,000 steps."""
     schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos", "topo": "topo, INT8 weights"}
-    return losses("resident-5000", schemes, "Loss of training with INT8 weights over 5,000 steps, beside stock")
+    return losses("resident-5000", schemes, "Loss of training with INT8 weights over 5,000 steps, compared with stock")
 
 
 def sparse() -> str:
     """Sparse sync over 3,000 steps."""
     schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos"}
     schemes |= {"ternary-node": "ternary sync", "oktopk-aged": "Ok-Topk with AgedAdamW"}
-    return losses("sparse-3000", schemes, "Loss of training with sparse sync over 3,000 steps, beside stock")
+    return losses("sparse-3000", schemes, "Loss of training with sparse sync over 3,000 steps, compared with stock")
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------

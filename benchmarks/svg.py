@@ -160,7 +160,7 @@ class Picture:
         self.y += 26
 
     def lines(self, lines: Sequence[Line], below: str, form: str, zero: bool = False) -> None:
-        """Draw a panel of lines; ``form`` formats the numbers beside it, ``below`` is under it.
+        """Draw a panel of lines; ``form`` formats the numbers at its left, ``below`` is under it.
 
         Args:
             lines: with one scale each way.

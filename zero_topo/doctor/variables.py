@@ -51,7 +51,7 @@ class Rule:
 
     def on(self, machine: str | None) -> Rule | None:
         """Return the rule of one machine, with its site's value; None if the row does not concern it."""
-        if machine in self.others:
+        if machine is not None and machine in self.others:
             other = self.others[machine]
             return replace(self, wanted=other.wanted, source=other.source)
         return self if not self.machines or machine in self.machines else None
