@@ -22,6 +22,9 @@ options=(
   --exclusive
   # One rank that fails ends the others, which would wait (Flux documentation, flux-run).
   -oexit-on-error
+  # Every rank sees all GPUs of the node and takes number LOCAL_RANK, as DeepSpeed does; otherwise Flux hides those that
+  # the job did not ask for (Flux documentation, flux-environment).
+  -ogpu-affinity=off
 $step)
 flux run "$${options[@]}" python -m zero_topo.launch.worker -- \
   $command
