@@ -1,0 +1,6 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""PyTorch's FSDP2 (``fully_shard``) with this project's collectives and optimizer shards, without DeepSpeed."""
+
+from zero_topo.fsdp.api import attach, fully_shard, shard_mesh, shard_optimizer
+
+__all__ = ["attach", "fully_shard", "shard_mesh", "shard_optimizer"]
