@@ -59,6 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: the optimizer of the parts, of ``kind``.
         parts: by parameter, this rank's part.
         gradients: the gradient shard and the mode of sync.
+        publisher: the post-step all-gather.
+        passes: backward passes of the last step.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._arrived: dict[Part, None] = {}
         self._shown = False
         self._last = True
+        self._in_backward = False
+        self._counted = 0  # backward passes since the last step
+        self.passes = 0
         for part in self.parts.values():
             part.param.register_post_accumulate_grad_hook(partial(self._collect, part))
         for name in ("set_is_last_backward", "set_requires_all_reduce"):
@@ -167,11 +172,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def before_reduction(self) -> None:
         """Prepare for FSDP2's reduction of a module: it will read ``param.grad``, and add to it."""
-        if self._last:
-            # No public call says when a backward pass ends; FSDP2 and DDP queue their own ends so.
-            Variable._execution_engine.queue_callback(self._show)
+        if not self._in_backward:
+            self._in_backward = True
+            self._counted += 1
+        # No public call reports the end of a backward pass; FSDP2 and DDP queue their own ends so. It is queued for
+        # every module: if a pass fails, the next one still has an end.
+        Variable._execution_engine.queue_callback(self._end_backward)
         if self._shown:
             self._take_back()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self._last:
+            self._show()
 
     @torch.no_grad()
     def _collect(self, part: Part, param: Tensor) -> None:
@@ -270,13 +283,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.host.config.debug_checks:
             stored = [part.local().view(-1) for part in self._stored]
             check_replicas(self.host.config.plan, [torch.cat(stored)])
-        self.end_meter()
-        return loss
-
-    def end_meter(self) -> None:
-        """End the meter's step, and keep the calls of the step for the formulas."""
         self.host.mesh.meter.end_step()
         self.host.shared.end_step()
+        self.passes, self._counted = self._counted, 0
+        return loss
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ class Part:
         self._seen = self._state()
 
     def is_edited(self) -> bool:
-        """Return whether anything but :meth:`mark_read`'s caller wrote to the stored weights; the host counts writes."""
+        """Return whether the stored weights were written since :meth:`mark_read`: torch counts the writes."""
         return self._seen != self._state()
 
     def _state(self) -> tuple[int, int]:

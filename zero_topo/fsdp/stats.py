@@ -1,0 +1,163 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Traffic, memory and times of a model on FSDP2, and the report of a run."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
+from zero_topo.cost.memory import ADAM_BYTES
+from zero_topo.cost.volume import Key, Workload
+from zero_topo.fsdp.optimizer import ShardedOptimizer
+from zero_topo.observe.report import RankBytes, Stats, build_report
+from zero_topo.units import KIB
+
+
+def stats(optimizer: ShardedOptimizer) -> Stats:
+    """Return this rank's traffic, memory and times. Not collective.
+
+    Args:
+        optimizer: of :func:`~zero_topo.fsdp.shard_optimizer`.
+    """
+    host = optimizer.host
+    meter = host.mesh.meter
+    mode = optimizer.gradients.mode
+    peak, on_device = _peak_memory(mode.context.device)
+    return Stats(
+        config=host.config,
+        steps=meter.steps,
+        micro_batches=optimizer.passes,
+        step_bytes=dict(meter.last_step),
+        total_bytes=dict(meter.total),
+        memory=_memory(optimizer),
+        work=_workload(optimizer),
+        accumulation_itemsize=optimizer.gradients.buffer.itemsize,
+        optimizer_itemsize=ADAM_BYTES,
+        calls=dict(meter.calls),
+        phase_seconds=dict(meter.last_seconds),
+        sync_report=mode.report(),
+        phase_spans=meter.last_spans,
+        peak_memory=peak,
+        on_device=on_device,
+        predicted_memory={},
+        pace={},
+        formula=formula(optimizer),
+    )
+
+
+def report(
+    optimizer: ShardedOptimizer,
+    folder: str | Path,
+    title: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
+
+    Args:
+        optimizer: of :func:`~zero_topo.fsdp.shard_optimizer`.
+        folder: where rank 0 writes ``report.json``, ``report.html`` and ``bytes.png``.
+        title: one line about model and data; by default the model's class and size.
+        settings: the program's settings, to show in the report.
+    """
+    found = stats(optimizer)
+    ranks: list[RankBytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found.of_rank())
+    if dist.get_rank() != 0:
+        return
+    model = optimizer.host.model
+    numel = sum(param.numel() for param in model.parameters())
+    build_report(
+        Path(folder),
+        found,
+        [rank for rank in ranks if rank is not None],
+        title=title or f"{type(model).__name__}, {numel:,} parameters",
+        world_size=dist.get_world_size(),
+        settings=settings,
+        deepspeed={},
+    )
+
+
+def formula(optimizer: ShardedOptimizer) -> dict[Key, int]:
+    """Return the bytes that this rank sends in a step by the formulas, given how often FSDP2 gathers and reduces."""
+    host, config = optimizer.host, optimizer.host.config
+    plan, publisher = config.plan, optimizer.publisher
+    sent: Counter[Key] = Counter()
+
+    def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
+        for move in moves:
+            sent[phase, config.topology.domain(move.hi)] += times * move.sent
+
+    group = (1, plan.weights)
+    for call, times in host.shared.last_calls.items():
+        if call.degree is not None:
+            sent_flat = (call.degree - 1) * call.message
+            book(call.phase, [Move(1, call.degree, sent_flat, gathers=True)], times)
+        elif call.phase == "scatter":
+            book(call.phase, reduce_moves(plan, group, call.message), times)
+        else:
+            book(call.phase, gather_moves(plan, group, call.message), times)
+    context = optimizer.gradients.mode.context
+    for ranges in context.runs:
+        widths = [end - begin for begin, end in ranges]
+        book("sync", config.sync.volume(plan, widths, context.dtype.itemsize))
+    for run in publisher.runs:
+        spans = [part.span for part in run]
+        message = rows_message(1, spans, config.publish.spec, publisher.wire.bits // 8)
+        book("publish", gather_moves(plan, plan.hop("publish"), message))
+    return {key: nbytes for key, nbytes in sent.items() if nbytes}
+
+
+def _workload(optimizer: ShardedOptimizer) -> Workload:
+    """Describe the model for the columns of ZeRO-3 and of memory, with each parameter padded to whole shards."""
+    context = optimizer.gradients.mode.context
+    params = context.parameters
+    weights = next(iter(optimizer.parts)).itemsize
+    return Workload(
+        numels=tuple(param.numel for param in params),
+        dims=tuple(param.dims for param in params),
+        persistent=(False,) * len(params),
+        itemsize=weights,
+        micro_batches=optimizer.passes,
+        scatter_itemsize=weights,
+        sync_itemsize=context.dtype.itemsize,
+        publish_itemsize=optimizer.publisher.wire.bits // 8,
+    )
+
+
+def _memory(optimizer: ShardedOptimizer) -> dict[str, int]:
+    """Return the bytes of the shards that this rank stores."""
+    trained = sum(part.local().nbytes for part in optimizer.parts.values())
+    gradients = optimizer.gradients
+    sizes = {"weights": trained, "gradients": gradients.buffer.nbytes}
+    states: list[Tensor] = []
+    for part in optimizer.parts.values():
+        states.append(part.master)
+        values = optimizer.inner.state.get(part.master, {}).values()
+        states += [value for value in values if isinstance(value, Tensor) and value.dim()]
+    sizes["optimizer"] = sum(state.nbytes for state in states)
+    frozen = [param for param in optimizer.host.model.parameters() if param not in optimizer.parts]
+    if frozen:
+        sizes["frozen"] = sum(_stored_bytes(param) for param in frozen)
+    residual = gradients.mode.state_bytes()
+    return {**sizes, "residual": residual} if residual else sizes
+
+
+def _stored_bytes(param: Tensor) -> int:
+    return param.to_local().nbytes if isinstance(param, DTensor) else param.nbytes
+
+
+def _peak_memory(device: torch.device) -> tuple[int, bool]:
+    """Return the peak bytes of tensors on a device (on a CPU, of the process), and whether of a device."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
+    return int(torch.get_device_module(device).max_memory_allocated()), True
