@@ -60,13 +60,12 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
     """Return the sum of all ranks' residuals of each part, flat; empty for a mode without residuals. Collective."""
     gradients = optimizer.gradients
     mode, layout = gradients.mode, gradients.layout
-    owned = mode.residual_owners()
-    if owned is None or not isinstance(mode, Crossing):
+    if not isinstance(mode, Crossing) or not optimizer.host.config.sync.error_feedback:
         return {}
     table = torch.zeros(mode.peers.size, layout.columns, device=gradients.buffer.device)
-    rows = mode.residual_rows()
+    rows, owned = mode.residual_rows(), mode.residual_owners()
     # With gradients in the same memory there is nothing to save: the warning says so.
-    if rows is not None and gradients.state_dict():
+    if rows is not None and owned is not None and gradients.state_dict():
         places = {rank: place for place, rank in enumerate(mode.members())}
         owners = [places[rank] for rank in owned.owners]
         for parameter in mode.context.parameters:
@@ -107,7 +106,7 @@ def load_states(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
         master = entry.pop(MASTER, None)
         if master is not None:
             part.master.copy_(master)
-            part.mark_read()
+            part.remember()
         optimizer.inner.state[part.master] = entry
         optimizer.state[param] = entry
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):

@@ -266,8 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._show()
         for part in self.parts.values():
-            if part.is_edited():
-                part.read()
+            part.follow_edits()
             part.take_gradient()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})

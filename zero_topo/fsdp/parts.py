@@ -62,8 +62,9 @@ class Part:
         self.shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
         padded = self.local().new_zeros(self._copies * self.width, dtype=torch.float32)
+        padded[: self.numel] = self.own(self.local().view(-1))
         self.master = nn.Parameter(padded)
-        self.read()
+        self.remember()
 
     @torch.no_grad()
     def local(self) -> Tensor:
@@ -76,25 +77,16 @@ class Part:
         return flat[self._begin : self._begin + self.numel]
 
     @torch.no_grad()
-    def read(self) -> None:
-        """Overwrite masters whose rounded value is not the stored weight: the user loaded or edited weights."""
+    def follow_edits(self) -> None:
+        """Overwrite masters whose stored weight the user has loaded or edited since :meth:`remember`."""
         weights = self.own(self.local().view(-1))
         masters = self.master[: self.numel]
-        edited = masters.to(weights.dtype) != weights
+        edited = weights != self._published
         masters.copy_(torch.where(edited, weights.to(masters.dtype), masters))
-        self.mark_read()
 
-    def mark_read(self) -> None:
-        """Record the state of the stored weights; :meth:`is_edited` compares it."""
-        self._seen = self._state()
-
-    def is_edited(self) -> bool:
-        """Return whether the stored weights were written since :meth:`mark_read`: torch counts the writes."""
-        return self._seen != self._state()
-
-    def _state(self) -> tuple[int, int]:
-        local = self.local()
-        return local.data_ptr(), local._version
+    def remember(self) -> None:
+        """Copy the part of the stored weights, by which :meth:`follow_edits` finds edits."""
+        self._published = self.own(self.local().view(-1)).clone()
 
     def add(self, columns: Tensor, shard: Tensor) -> None:
         """Add a gradient of the shard to the parameter's columns ``[N / W, width]`` of a gradient shard."""

@@ -63,7 +63,7 @@ class Publisher:
                 handle.wait()
         for run in self.runs:
             for part in run:
-                part.mark_read()
+                part.remember()
 
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size
