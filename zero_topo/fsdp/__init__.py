@@ -2,6 +2,9 @@
 """PyTorch's FSDP2 (``fully_shard``) with this project's collectives and optimizer shards, without DeepSpeed."""
 
 from zero_topo.fsdp.api import attach, fully_shard, shard_mesh, shard_optimizer
+from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.fsdp.stats import report, stats
 
-__all__ = ["attach", "fully_shard", "report", "shard_mesh", "shard_optimizer", "stats"]
+__all__ = [
+    "ShardedOptimizer",
+"attach", "fully_shard", "report", "shard_mesh", "shard_optimizer", "stats"]
