@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,23 @@ from torch.distributed.tensor import DTensor
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
+from tests.marks import late, often
 from tests.ranks.worlds import SPARSE
 from zero_topo import AdamS
 from zero_topo.fsdp.block import resolve
 from zero_topo.fsdp.optimizer import ShardedOptimizer
+from zero_topo.fsdp.parts import Part
 
 WIDTH = 16
 VOCABULARY = 32
-MACHINES = {4: {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}, 8: {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
+MACHINES = {
+    4: {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2},
+    8: {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2},
+}
 EXACT: dict[str, Any] = {"scheme": "paper", "quantize": {"weights": None, "gradients": None}}
 BETWEEN = {"weights": "gpu", "gradients": "gpu", "optimizer": "node"}
 Q4: dict[str, Any] = {"scheme": "paper", "sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
 FEEDBACK: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}}
 
 
@@ -229,27 +236,28 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_a_training_equals_plain_fsdp2(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(4, ("paper", "hsdp", "between")), late(4, ("zero3", "one rank")), late(8, tuple(PLANS))]
+)
+def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> None:
     """Every plan, unquantized: losses, norms and weights as of FSDP2 over all ranks.
 
     With accumulation, clipping by torch's own function, a schedule and frozen parameters.
     """
     expected = run_threads(ranks, train, EVERYTHING, None)[0]
     assert expected.losses[0] > expected.losses[-1] and max(expected.norms) > 0.5
-    for block in PLANS.values():
-        assert_equal(run_threads(ranks, train, EVERYTHING, block)[0], expected)
+    for name in names:
+        assert_equal(run_threads(ranks, train, EVERYTHING, PLANS[name])[0], expected)
 
 
 @pytest.mark.parametrize(
     "job",
     [
-        replace(EVERYTHING, build=odd, vocabulary=13, ours=True),
-        replace(EVERYTHING, flags=False, frozen=""),
-        replace(EVERYTHING, build=LlamaLoss, frozen="mlp.up_proj"),
-        Job(compiled=True, steps=2),
+        pytest.param(replace(EVERYTHING, build=odd, vocabulary=13, ours=True), id="odd shapes"),
+        pytest.param(replace(EVERYTHING, flags=False, frozen="", clip=None), id="no flags"),
+        pytest.param(replace(EVERYTHING, build=LlamaLoss, frozen="mlp.up_proj"), id="llama"),
+        late(Job(compiled=True, steps=2), id="compiled"),
     ],
-    ids=["odd shapes", "no flags", "llama", "compiled"],
 )
 def test_other_trainings_equal_plain_fsdp2(job: Job) -> None:
     """Uneven rows, the optimizer's own clipping, backward passes that all count as the last, Llama, compiled blocks."""
@@ -267,24 +275,34 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+@cache
+def exact(job: Job) -> Trained:
+    """The training of four ranks with nothing quantized."""
+    return run_threads(4, train, job, EXACT)[0]
+
+
+@pytest.mark.parametrize("name", often(("paper", "q4", "ternary", "oktopk"), MODES))
 def test_every_format_and_mode_trains(name: str) -> None:
     """Quantized and sparse trainings stay near the exact one, all ranks store the same weights, checked after steps."""
-    job = Job(micro_batches=2, flags=True, clip=1.0)
-    exact = run_threads(4, train, job, EXACT)[0]
+    job = Job(steps=4)
     found = run_threads(4, train, job, {"debug_checks": True, **MODES[name]})
-    assert abs(found[0].losses[-1] - exact.losses[-1]) < 0.25
-    assert found[0].losses != exact.losses
+    assert found[0].losses[-1] < exact(job).losses[0] - 0.05
+    assert found[0].losses[1:] != exact(job).losses[1:]
     for rank in found[1:]:
         assert all(map(torch.equal, rank.weights, found[0].weights))
+
+
+def parts_of(trained: Trained) -> list[Part]:
+    """What the rank's optimizer updates."""
+    assert isinstance(trained.optimizer, ShardedOptimizer)
+    return list(trained.optimizer.parts.values())
 
 
 def test_int4_differences_keep_the_masters() -> None:
     """Of a quantized post-step all-gather only the stored weights are rounded: masters follow the exact training."""
     job = Job(steps=1)
-    exact = run_threads(4, train, job, EXACT)[0]
     found = run_threads(4, train, job, {**EXACT, "publish": {"delta": "int4"}})[0]
-    for ours, theirs in zip(found.optimizer.parts.values(), exact.optimizer.parts.values(), strict=True):  # type: ignore[attr-defined]
+    for ours, theirs in zip(parts_of(found), parts_of(exact(job)), strict=True):
         torch.testing.assert_close(ours.master, theirs.master, rtol=0, atol=1e-7)
         rounded = (ours.own(ours.local().view(-1)) - ours.master[: ours.numel]).abs().max()
         assert 0 < rounded < 1e-2 / 7
@@ -292,11 +310,10 @@ def test_int4_differences_keep_the_masters() -> None:
 
 def test_bf16_weights_have_fp32_masters() -> None:
     """A model of BF16 trains as closely to the FP32 one as its rounding allows, by masters that keep small updates."""
-    job = Job(dtype=torch.bfloat16)
-    exact = run_threads(4, train, replace(job, dtype=torch.float32), EXACT)[0]
+    job = Job(dtype=torch.bfloat16, steps=4)
     found = run_threads(4, train, job, {**EXACT, "accumulation_dtype": "fp32"})[0]
-    assert abs(found.losses[-1] - exact.losses[-1]) < 0.02
-    part = next(iter(found.optimizer.parts.values()))  # type: ignore[attr-defined]
+    assert abs(found.losses[-1] - exact(Job(steps=4)).losses[-1]) < 0.02
+    part = parts_of(found)[0]
     assert part.master.dtype == torch.float32 and not torch.equal(part.master, part.master.bfloat16().float())
 
 
@@ -309,7 +326,7 @@ def numbers(rank: int, job: Job, block: Mapping[str, Any]) -> tuple[Any, Any, in
     return found.step_bytes, found.formula, momentum
 
 
-@pytest.mark.parametrize("name", ["paper", "q4", "zero++", "hsdp", "between"])
+@pytest.mark.parametrize("name", often(("q4", "between"), ["paper", "q4", "zero++", "hsdp", "between"]))
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
     """Of every phase and domain, on every rank, with two micro-batches of which one syncs."""
     block = {**MODES, **PLANS}[name]
@@ -320,7 +337,7 @@ def test_bytes_are_those_of_the_formulas(name: str) -> None:
 def test_bytes_across_nodes_by_hand() -> None:
     """Two nodes, exact: half of the shard's gradients go out for sync, once for two micro-batches, half come back."""
     numel = sum(param.numel() for param in small().parameters())
-    for sent, _, momentum in run_threads(4, numbers, Job(micro_batches=2, flags=True, steps=2), {**EXACT, "sync": {}}):
+    for sent, _, momentum in run_threads(4, numbers, Job(micro_batches=2, flags=True, steps=2), DIRECT):
         across = Counter({phase: nbytes for (phase, domain), nbytes in sent.items() if domain == "world"})
         assert across == {"sync": 4 * numel // 4, "publish": 4 * numel // 4}
         assert momentum == numel // 4
@@ -362,14 +379,14 @@ def resumed(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> Trai
     return steps_of(job, model, optimizer, rank, range(3, 5))
 
 
-def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, late(torch.float32)])
+def test_a_resumed_training_goes_on(dtype: torch.dtype, tmp_path: Path) -> None:
     """On as many ranks, bit for bit: weights, states, learning rates; BF16 masters too."""
-    for number, job in enumerate((Job(), Job(dtype=torch.bfloat16))):
-        folder = tmp_path / str(number)
-        expected, _ = run_threads(4, saved, job, EXACT, folder)[0]
-        found = run_threads(4, resumed, job, EXACT, folder)[0]
-        assert found.losses == expected.losses
-        assert all(map(torch.equal, found.weights, expected.weights))
+    job = Job(dtype=dtype)
+    expected, _ = run_threads(4, saved, job, EXACT, tmp_path)[0]
+    found = run_threads(4, resumed, job, EXACT, tmp_path)[0]
+    assert found.losses == expected.losses
+    assert all(map(torch.equal, found.weights, expected.weights))
 
 
 def delivered(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> float:
@@ -386,12 +403,11 @@ def test_checkpoints_load_on_half_the_ranks(tmp_path: Path) -> None:
     _, residual = run_threads(4, saved, Job(), FEEDBACK, tmp_path)[0]
     assert residual > 0
     whole = run_threads(4, loaded, Job(), FEEDBACK, tmp_path)[0][0]
-    for ranks, block in ((2, FEEDBACK), (4, None), (8, EXACT)):
+    for ranks, block in ((2, FEEDBACK), (4, None)):
         found = run_threads(ranks, loaded, Job(), block, tmp_path)[0][0]
         assert all(map(torch.equal, found, whole))
-    for ranks in (2, 4, 8):
-        sums = run_threads(ranks, delivered, Job(), FEEDBACK, tmp_path)
-        assert sums[0] == pytest.approx(residual, rel=1e-5)
+    sums = run_threads(2, delivered, Job(), FEEDBACK, tmp_path)
+    assert sums[0] == pytest.approx(residual, rel=1e-5)
 
 
 def edited(rank: int) -> tuple[Tensor, Tensor]:
@@ -438,7 +454,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         ({"scheme": "topo", "quantize": {"resident": "int8"}}, "resident"),
         ({"scheme": "paper", "seed": 1}, "call torch.manual_seed"),
         ({"scheme": "paper", "report": "runs/a"}, "call zero_topo.fsdp.report"),
-        ({}, "no plan is chosen for a model under FSDP2"),
+        ({"scheme": "auto"}, "no plan is chosen for a model under FSDP2"),
         ({"scheme": "papers"}, "paper"),
     ],
 )
@@ -451,7 +467,15 @@ def test_what_fsdp2_cannot_have_is_refused_in_a_line(block: dict[str, Any], word
 
 def test_schemes_are_what_fsdp2_has_of_them() -> None:
     """Their own choices are replaced, not refused: one degree, no secondary, no INT8 storage."""
-    for scheme, degree in {"paper": 2, "topo": 2, "topo-zero2": 2, "hsdp": 2, "mics": 2, "zero3": 4, "zero++": 4}.items():
+    for scheme, degree in {
+        "paper": 2,
+        "topo": 2,
+        "topo-zero2": 2,
+        "hsdp": 2,
+        "mics": 2,
+        "zero3": 4,
+        "zero++": 4,
+    }.items():
         config = resolve({"topology": {"emulated": MACHINES[4]}, "scheme": scheme}, 4)
         plan = config.plan
         assert (plan.weights, plan.gradients, plan.secondary, config.resident_spec) == (degree, degree, None, None)

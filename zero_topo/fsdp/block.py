@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.config.resolve import is_automatic
-from zero_topo.config.schemes import SAME, SCHEMES
+from zero_topo.config.schemes import DEFAULT_SCHEME, SAME, SCHEMES
 from zero_topo.plan import Plan
 from zero_topo.strict import as_json
 from zero_topo.topology.discover import resolve_topology
@@ -58,7 +58,8 @@ def resolve(block: Mapping[str, Any], world_size: int) -> ResolvedConfig:
 
 def _with_one_degree(block: Mapping[str, Any]) -> dict[str, Any]:
     """Return the block with the scheme's choices that FSDP2 does not have replaced."""
-    scheme = SCHEMES.get(block.get("scheme") or "", {})
+    unnamed = "" if block.get("weights") else DEFAULT_SCHEME
+    scheme = SCHEMES.get(block.get("scheme") or unnamed, {})
     degree = scheme.get("gradients")
     if degree == SAME:
         degree = scheme["weights"]
