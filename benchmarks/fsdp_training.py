@@ -23,6 +23,7 @@ from zero_topo.cost import Workload
 from zero_topo.examples.gpt import GPT
 from zero_topo.observe.report import Stats
 
+
 class Ring:
     """FSDP2's reduce-scatter as the benchmark's ring, see ``emulated_cluster/ring.py``."""
 

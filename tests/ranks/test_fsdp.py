@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
+from tests.launching import ROOT
 from tests.marks import late, often
 from tests.ranks.worlds import SPARSE
 from zero_topo import AdamS
@@ -532,3 +535,23 @@ def test_mistakes_are_refused_in_a_line(which: str, words: str) -> None:
     """On every rank, with what to do."""
     for line in run_threads(4, refused, which):
         assert words in line and "\n" not in line
+
+
+WITHOUT = """
+import sys
+from importlib.util import find_spec
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "deepspeed":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import zero_topo.fsdp
+assert callable(zero_topo.fsdp.fully_shard) and "deepspeed" not in sys.modules
+"""
+
+
+def test_it_is_imported_where_deepspeed_is_missing() -> None:
+    """No module on the way to ``zero_topo.fsdp`` looks for DeepSpeed."""
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=120, cwd=ROOT)

@@ -284,7 +284,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_replicas(self.host.config.plan, [torch.cat(stored)])
         self.host.mesh.meter.end_step()
         self.host.shared.end_step()
-        self.passes, self._counted = self._counted, 0
+        self.passes = self._counted
+        self._counted = 0
         return loss
 
     @contextmanager
