@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The calls of a training script: shard a model by FSDP2 with our collectives, and its optimizer over the whole job."""
+"""The calls of a training script: shard the model by FSDP2, its optimizer over the whole job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTACHED = "zero_topo_host"
 
 
 def shard_mesh(block: Mapping[str, Any]) -> DeviceMesh:
-    """Return the mesh over which FSDP2 shards: the ranks that share weights by the block. Collective.
+    """Return the mesh of the ranks that share weights by the block, for FSDP2. Collective.
 
     Give it to your own calls of ``fully_shard``, or to a trainer's, and then call :func:`attach`.
 
@@ -50,7 +50,8 @@ def fully_shard(
     Args:
         model: the model.
         block: the keys of a ``zero_topo`` block.
-        modules: modules that FSDP2 gathers one by one, inner ones first; None takes the elements of each ModuleList.
+        modules: modules that FSDP2 gathers one by one, inner ones first; None takes the elements of
+            each ModuleList.
         divisor: see :func:`attach`.
         options: passed to ``torch.distributed.fsdp.fully_shard``.
 
@@ -63,8 +64,8 @@ def fully_shard(
     with refusals():
         if "mesh" in options:
             raise ValueError(
-                "mesh: fully_shard makes the mesh from the block; leave it out, or call torch's fully_shard "
-                "over shard_mesh(block) and then attach"
+                "mesh: fully_shard makes the mesh from the block; leave it out, or call torch's "
+                "fully_shard over shard_mesh(block) and then attach"
             )
         config = _agreed(block)
     states = state_mesh(config.plan, _device().type)
@@ -83,14 +84,15 @@ def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = N
     Args:
         model: the root module, sharded over :func:`shard_mesh` or an equal mesh.
         block: the keys of a ``zero_topo`` block.
-        divisor: what the sum of all ranks' gradients is divided by; None is the number of ranks. Trainers that divide
-            the loss by the tokens of all ranks need 1.
+        divisor: what the sum of all ranks' gradients is divided by; None is the number of ranks.
+            Trainers that divide the loss by the tokens of all ranks need 1.
 
     Returns:
         The model. Build its optimizer by :func:`shard_optimizer` before the first backward pass.
 
     Raises:
-        ValueError: in one line, for a wrong block, or a model that is not sharded as the block says.
+        ValueError: in one line, for a wrong block, or a model that is not sharded as the block
+            says.
     """
     with refusals():
         config = _agreed(block)
@@ -104,7 +106,7 @@ def _attached(
     device = _device()
     check_sharding(model, plan, rank)
     mesh = Mesh(plan, config.topology, Meter(config.meter), plan.hops())
-    shared = Shared(mesh.route(1, plan.weights), config.topology)
+    shared = Shared(config, mesh.route(1, plan.weights))
     states = states or state_mesh(plan, device.type)
     host = Host(model, config, mesh, states, shared, divisor or plan.world_size)
     show_log(rank)
@@ -121,7 +123,7 @@ def shard_optimizer(
     params: Iterable[Any] | None = None,
     **settings: Any,
 ) -> ShardedOptimizer:
-    """Build an optimizer whose states are sharded over the ranks of the block's ``optimizer``. Collective.
+    """Build an optimizer whose states are sharded as the block says. Collective.
 
     Args:
         kind: an optimizer that updates each element by itself, such as ``torch.optim.AdamW``.
@@ -130,13 +132,15 @@ def shard_optimizer(
         settings: of ``kind``.
 
     Raises:
-        ValueError: in one line, for a model that is not attached, or parameters that are not its own.
+        ValueError: in one line, for a model that is not attached, or parameters that are not its
+            own.
     """
     host: Host | None = getattr(model, ATTACHED, None)
     with refusals():
         if host is None:
             raise ValueError(
-                f"{type(model).__name__} is not attached: call zero_topo.fsdp.fully_shard or attach first"
+                f"{type(model).__name__} is not attached: call fully_shard or attach of "
+                "zero_topo.fsdp first"
             )
         if params is None:
             params = [param for param in model.parameters() if param.requires_grad]
@@ -144,7 +148,7 @@ def shard_optimizer(
 
 
 def _agreed(block: Mapping[str, Any]) -> ResolvedConfig:
-    """Resolve the block, and check that all ranks resolved the same plan on the machine where they run."""
+    """Resolve the block, and check that all ranks have one plan, on the machine where they run."""
     if not dist.is_initialized():
         raise ValueError(
             "there is no process group yet; call torch.distributed.init_process_group first"

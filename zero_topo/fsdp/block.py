@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Resolves the block for FSDP2, which has one degree for weights and gradients and no second copy of the weights."""
+"""Resolves the block for FSDP2, which has one degree for weights and gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ OF_DEEPSPEED: Mapping[str, str] = {
 def resolve(block: Mapping[str, Any], world_size: int) -> ResolvedConfig:
     """Resolve a ``zero_topo`` block for FSDP2.
 
-    A scheme's own choices that FSDP2 does not have are replaced: weights and gradients share the larger degree, and
-    there is no secondary copy and no INT8 storage. The user's own keys are never replaced.
+    A scheme's own choices that FSDP2 does not have are replaced: weights and gradients share the
+    larger degree, and there is no secondary copy and no INT8 storage. The user's own keys are never
+    replaced.
 
     Args:
         block: the block's keys.
@@ -80,13 +81,13 @@ def _refuse(config: ResolvedConfig) -> None:
         )
     if plan.secondary is not None:
         raise ValueError(
-            f"secondary = {as_json(plan.secondary)}: FSDP2 makes its own second copy; set it to null and "
-            f"pass reshard_after_forward={plan.secondary} to fully_shard"
+            f"secondary = {as_json(plan.secondary)}: FSDP2 makes its own second copy; set it to "
+            f"null and pass reshard_after_forward={plan.secondary} to fully_shard"
         )
     if config.resident_spec is not None:
         raise ValueError(
-            'quantize.resident = "int8": FSDP2 stores weights in their own type; set it to null and '
-            'send them as INT8 with "weights": "int8"'
+            'quantize.resident = "int8": FSDP2 stores weights in their own type; set it to null and
+            ' 'send them as INT8 with "weights": "int8"'
         )
     groups = plan.groups(1, plan.weights)
     unsorted = next((ranks for ranks in groups if ranks != sorted(ranks)), None)
@@ -98,14 +99,15 @@ def _refuse(config: ResolvedConfig) -> None:
 
 
 def state_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Create the mesh of optimizer states: over the weight shards, their parts, and equal copies. Collective.
+    """Create the mesh of optimizer states: weight shards, their parts, equal copies. Collective.
 
     Args:
         plan: the degrees ``W | O | N``.
         device_type: of the shards, such as "cuda".
 
     Returns:
-        ``[W, O / W, N / O]`` with the dimensions "shard", "part" and "copy". FSDP2 shards over "shard".
+        ``[W, O / W, N / O]`` with the dimensions "shard", "part" and "copy". FSDP2 shards over
+        "shard".
     """
     parts = plan.optimizer // plan.weights
     copies = plan.world_size // plan.optimizer

@@ -1,11 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The optimizer's state dict: DTensors of the parameters' shapes, which torch's checkpoints reshard.
+"""The optimizer's state dict: DTensors of the parameters' shapes, for torch's checkpoints.
 
 Note [Residuals of a checkpoint]
-    A residual of sync is what one rank has not sent yet. A checkpoint has the sum of all ranks' residuals, one value
-    for each element, which fits any number of ranks. It is loaded as a gradient that only the owner of an element has:
-    the first step after a load delivers it whole, in any mode of sync. The sum of all that is ever delivered does not
-    change. A mode's own counters (first steps, masks) start again.
+    A residual of sync is what one rank has not sent yet. A checkpoint has the sum of all ranks'
+    residuals, one value for each element, which fits any number of ranks. It is loaded as a
+    gradient that only the owner of an element has: the first step after a load delivers it whole,
+    in any mode of sync. The sum of all that is ever delivered does not change. A mode's own
+    counters (first steps, masks) start again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RESIDUAL = "zero_topo_residual"
 
 @torch.no_grad()
 def saved_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """Return the state dict of an optimizer; collective. Tensors share their memory with the optimizer."""
+    """Return the state dict of an optimizer, whose memory the tensors share. Collective."""
     index = {param: place for place, param in enumerate(optimizer.params_in_order())}
     residuals = _residuals(optimizer)
     state = {}
@@ -57,7 +58,7 @@ def _global(part: Part, value: Any) -> Any:
 
 
 def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
-    """Return the sum of all ranks' residuals of each part, flat; empty for a mode without residuals. Collective."""
+    """Return all ranks' residuals of each part, summed; none without feedback. Collective."""
     gradients = optimizer.gradients
     mode, layout = gradients.mode, gradients.layout
     if not isinstance(mode, Crossing) or not optimizer.host.config.sync.error_feedback:
@@ -88,7 +89,7 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
 
 @torch.no_grad()
 def load_states(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
-    """Load the state dict of an optimizer; residuals become a gradient, see Note [Residuals of a checkpoint]."""
+    """Load the state dict of an optimizer; see Note [Residuals of a checkpoint]."""
     groups = saved["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     optimizer.zero_grad()
@@ -114,7 +115,7 @@ def load_states(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _flat(part: Part, value: Any) -> Any:
-    """Return an entry of a state dict as the optimizer stores it: a part flat and padded, a scalar as it is."""
+    """Return an entry as the optimizer stores it: a part flat and padded, a scalar as it is."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if not isinstance(value, DTensor):

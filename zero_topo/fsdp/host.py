@@ -49,7 +49,7 @@ class Host:
 
     @property
     def factor(self) -> float:
-        """Multiplies gradients where they are added: FSDP2 reduces nothing if one rank stores all weights."""
+        """Multiplies added gradients: FSDP2 reduces nothing if one rank stores all weights."""
         return 1 / self.divisor if self.config.plan.weights == 1 else 1.0
 
     def install(self) -> None:
@@ -82,8 +82,8 @@ class Host:
     def _before_reduction(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                "a backward pass before zero_topo.fsdp.shard_optimizer: gradients of one gradient domain "
-                "would never be synchronized with the others; build the optimizer by shard_optimizer first"
+                "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync gradients "
+                "between nodes; build the optimizer by shard_optimizer first"
             )
         self.optimizer.before_reduction()
 
@@ -102,13 +102,13 @@ def check_sharding(model: nn.Module, plan: Plan, rank: int) -> None:
         ranks = param.device_mesh.mesh.tolist()
         if tuple(param.placements) != (Shard(0),):
             raise ValueError(
-                f"{name} is placed as {param.placements}: the collectives need Shard(0) over one mesh "
-                "dimension; shard over shard_mesh(block), without replicas or tensor parallelism"
+                f"{name} is placed as {param.placements}: the collectives need Shard(0) over one "
+                "mesh dimension; shard over shard_mesh(block), without replicas or tensor parallelism"
             )
         if ranks != expected:
             raise ValueError(
-                f"{name} is sharded over ranks {ranks[:16]}, but by the block ranks {expected[:16]} "
-                "share weights; shard over shard_mesh(block)"
+                f"{name} is sharded over ranks {ranks[:16]}, but by the block ranks "
+                f"{expected[:16]} share weights; shard over shard_mesh(block)"
             )
 
 
@@ -118,7 +118,7 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def own_parameters(module: nn.Module) -> list[DTensor]:
-    """Return the parameters that FSDP2 gathers with a module, in its order: not those of inner sharded modules."""
+    """Return the parameters that FSDP2 gathers with a module, in its order."""
     inner = {
         param
         for other in sharded_modules(module)

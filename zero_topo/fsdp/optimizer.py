@@ -1,19 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The optimizer of a model on FSDP2: it syncs gradients over the job, updates its part, and publishes the weights.
+"""The optimizer of a model on FSDP2: it syncs gradients, updates its part, sends the weights.
 
 Note [A step]
-    1. In each backward pass FSDP2 reduces a module's gradients to its shards, and calls a hook for each parameter. The
-       hook moves the gradient to the gradient shard ``[N / W, F]`` of :class:`~zero_topo.engine.gradients.Gradients`,
-       so FSDP2 stores none. In the last backward pass of a step sync starts as soon as a run of parameters is complete.
-    2. At the end of that pass the runs are waited for, on a GPU by its stream alone. ``param.grad`` is then this rank's
-       part of the gradient over the whole job, a DTensor of the parameter's shape, on the mesh of optimizer states.
-       Clipping by torch, or anything else that reads or changes ``param.grad`` in place, therefore just works.
-    3. :meth:`ShardedOptimizer.step` updates FP32 masters of the part, and sends them to all ranks that store the shard.
+    1. In each backward pass FSDP2 reduces a module's gradients to its shards, and calls a hook for
+       each parameter. The hook moves the gradient to the gradient shard ``[N / W, F]`` of
+       :class:`~zero_topo.engine.gradients.Gradients`, so FSDP2 stores none. In the last backward
+       pass of a step sync starts as soon as a run of parameters is complete.
+    2. At the end of that pass the runs are waited for, on a GPU by its stream alone. ``param.grad``
+       is then this rank's part of the gradient over the whole job, a DTensor of the parameter's
+       shape, on the mesh of optimizer states. Clipping by torch, or anything else that reads or
+       changes ``param.grad`` in place, therefore just works.
+    3. :meth:`ShardedOptimizer.step` updates FP32 masters of the part, and sends them to all ranks
+       that store the shard.
 
 Note [The last backward pass]
-    Every backward pass counts as the last of its step unless FSDP2's own ``set_is_last_backward(False)`` or
-    ``set_requires_all_reduce(False)`` was called on the root module. Another backward pass before the step takes
-    ``param.grad`` back and adds to it; its sync then sends only what is new.
+    Every backward pass counts as the last of its step unless FSDP2's own
+    ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called on the root
+    module. Another backward pass before the step takes ``param.grad`` back and adds to it; its sync
+    then sends only what is new.
 """
 
 from __future__ import annotations
@@ -44,9 +48,10 @@ from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with the parameters of the model, whose states are sharded over the ranks of ``optimizer``.
+    """A torch optimizer with the parameters of the model, whose states are sharded.
 
-    Learning rates, schedulers, ``zero_grad``, and ``get_state_dict`` of torch's checkpoints work on it as on any other.
+    Learning rates, schedulers, ``zero_grad``, and ``get_state_dict`` of torch's checkpoints work on
+    it as on any other.
 
     Args:
         kind: the optimizer that updates the parts.
@@ -61,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradients: the gradient shard and the mode of sync.
         publisher: the post-step all-gather.
         passes: backward passes of the last step.
+        formula: bytes of the last step by the formulas.
     """
 
     def __init__(
@@ -75,24 +81,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the model has a sharded optimizer already; give one all parameter groups"
             )
         self.host = host
-        groups = [dict(group) for group in params if isinstance(group, dict)] or [
-            {"params": params}
-        ]
+        grouped = isinstance(next(iter(params), None), dict)
+        given = params if grouped else [{"params": params}]
+        groups = [{**group, "params": list(group["params"])} for group in given]
+        self.parts = self._cut({param for group in groups for param in group["params"]})
+        of_parts = []
         for group in groups:
-            group["params"] = list(group["params"])
-        chosen = {param for group in groups for param in group["params"]}
-        self.parts = self._cut(chosen)
-        of_parts = [{**g, "params": [self.parts[p].master for p in g["params"]]} for g in groups]
+            masters = [self.parts[param].master for param in group["params"]]
+            of_parts.append({**group, "params": masters})
         self.inner = kind(of_parts, **settings)
         super().__init__(groups, dict(self.inner.defaults))
         self._build()
-        # Parts whose gradient has arrived since the last step; after `_show`, `param.grad` is theirs.
+        # Parts whose gradient has arrived since the last step; after `_show`, `param.grad` is
+        # theirs.
         self._arrived: dict[Part, None] = {}
         self._shown = False
         self._last = True
         self._in_backward = False
         self._counted = 0  # backward passes since the last step
         self.passes = 0
+        self.formula: dict[tuple[str, str], int] = {}
         for part in self.parts.values():
             part.param.register_post_accumulate_grad_hook(partial(self._collect, part))
         for name in ("set_is_last_backward", "set_requires_all_reduce"):
@@ -109,11 +117,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
             )
         for name, param in named:
-            _check(name, param, host.mesh.rank)
+            _check(name, param)
         if len({param.dtype for _, param in named}) > 1:
             raise ValueError(
-                "trained parameters have several types; convert the model to one, and let mp_policy "
-                "choose the type of the computation"
+                "trained parameters have several types; convert the model to one, and let "
+                "mp_policy choose the type of the computation"
             )
         plan = host.config.plan
         return {param: Part(name, param, plan, host.states) for name, param in named}
@@ -157,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.publisher = Publisher(self.parts.values(), config, mesh, bucket, queue)
 
     def _follow(self, name: str) -> None:
-        """Follow one of FSDP2's calls on the root module that say whether the next backward pass is the last."""
+        """Follow a call of FSDP2 on the root module that says whether the next pass is the last."""
         model: Any = self.host.model
         call = getattr(model, name)
 
@@ -175,8 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._in_backward:
             self._in_backward = True
             self._counted += 1
-        # No public call reports the end of a backward pass; FSDP2 and DDP queue their own ends so. It is queued for
-        # every module: if a pass fails, the next one still has an end.
+        # No public call reports the end of a backward pass; FSDP2 and DDP queue their own ends so.
+        # It is queued for every module: if a pass fails, the next one still has an end.
         Variable._execution_engine.queue_callback(self._end_backward)
         if self._shown:
             self._take_back()
@@ -188,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _collect(self, part: Part, param: Tensor) -> None:
-        """Move a gradient of FSDP2's shard to the gradient shard, and start sync of complete runs."""
+        """Move a gradient of FSDP2's shard to the gradient shard; start sync of complete runs."""
         grad = param.grad
         assert isinstance(grad, DTensor)
         param.grad = None
@@ -196,10 +204,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if part.slot is None:
             return
         gradients = self.gradients
-        # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for it.
+        # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
+        # it.
         gradients.reopen([part.slot])
         columns = gradients.layout.slot(gradients.buffer, part.slot)
-        part.add(columns, grad.to_local().to(columns.dtype) * self.host.factor)
+        part.add(columns, grad.to_local(), self.host.factor)
         gradients.mark_added([part.slot], self._last)
 
     @torch.no_grad()
@@ -221,7 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.show(flat)
 
     def _take_back(self) -> None:
-        """Unset ``param.grad`` so that further gradients are added; drop the gradients that the user has unset."""
+        """Unset ``param.grad`` so that gradients are added; drop those that the user has unset."""
         self._shown = False
         kept = [part for part in self._arrived if part.param.grad is not None]
         if not kept:
@@ -235,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradients.reopen()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step; residuals of sync stay unless gradients were added to them."""
+        """Drop all gradients since the last step, and residuals to which some were added."""
         self.gradients.zero()
         self._forget()
 
@@ -259,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Sync what is not synced yet, update this rank's part, and send the new weights. Collective."""
+        """Sync what is not synced yet, update this rank's part, send new weights. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -282,15 +291,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.host.config.debug_checks:
             stored = [part.local().view(-1) for part in self._stored]
             check_replicas(self.host.config.plan, [torch.cat(stored)])
+        self._end_meter()
+        return loss
+
+    def _end_meter(self) -> None:
+        """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
+        shared, sync = self.host.shared, self.host.config.sync
+        context = self.gradients.mode.context
+        for ranges in context.runs:
+            widths = [end - begin for begin, end in ranges]
+            shared.book("sync", sync.volume(context.plan, widths, context.dtype.itemsize))
+        shared.book("publish", self.publisher.moves())
+        self.formula = {key: nbytes for key, nbytes in shared.formula.items() if nbytes}
+        shared.formula.clear()
         self.host.mesh.meter.end_step()
-        self.host.shared.end_step()
         self.passes = self._counted
         self._counted = 0
-        return loss
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Call the mode of sync before and, if it wants updates, after the update of the masters."""
+        """Call the mode of sync before and, if it wants updates, after the update."""
         mode, layout = self.gradients.mode, self.gradients.layout
         updated = [part for part in self._stored if part.master.grad is not None]
         begins = [layout.begins[part.slot] for part in updated if part.slot is not None]
@@ -331,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later parameters have no part in the gradient shard."""
+        """Add a group while the optimizer is built; later ones have no gradient shard."""
         if hasattr(self, "gradients"):
             raise ValueError(
                 "parameters cannot be added to a sharded optimizer; build it anew with all groups"
@@ -339,15 +359,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states as DTensors of the parameters' shapes, as FSDP2's optimizers do. Collective."""
+        """Return states as DTensors of the parameters' shapes, as under FSDP2. Collective."""
         return saved_states(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load :meth:`state_dict`, of any number of ranks if torch's checkpoints have resharded it."""
+        """Load :meth:`state_dict`; torch's checkpoints reshard that of other ranks."""
         load_states(self, state_dict)
 
 
-def _check(name: str, param: Tensor, rank: int) -> None:
+def _check(name: str, param: Tensor) -> None:
     """Raise ValueError, in one line, for a parameter that cannot be trained here."""
     if not isinstance(param, DTensor):
         raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")

@@ -2,13 +2,15 @@
 """The part of each FSDP2 shard that a rank's optimizer updates.
 
 Note [Parts of a shard]
-    FSDP2 stores rows of dimension 0 of a parameter on each of the ``W`` ranks of a mesh. The ``N / W`` ranks that store
-    the same rows divide them among their optimizers: ``O / W`` parts of as many rows each, the last ones smaller or
-    empty, and each part on ``N / O`` ranks. That is how DTensor divides rows, so optimizer states are DTensors with
-    the shape of the parameter on the mesh of ``state_mesh``, and a checkpoint's reader needs to know nothing of ours.
+    FSDP2 stores rows of dimension 0 of a parameter on each of the ``W`` ranks of a mesh. The ``N /
+    W`` ranks that store the same rows divide them among their optimizers: ``O / W`` parts of as
+    many rows each, the last ones smaller or empty, and each part on ``N / O`` ranks. That is how
+    DTensor divides rows, so optimizer states are DTensors with the shape of the parameter on the
+    mesh of ``state_mesh``, and a checkpoint's reader needs to know nothing of ours.
 
-    In the gradient shard ``[N / W, F]`` of ``zero_topo.sync`` a parameter has ``width`` columns. Row ``a * O / W + b``
-    has the ``a``-th stretch of part ``b``: a row is summed by one rank, and all rows of a part go to its optimizers.
+    In the gradient shard ``[N / W, F]`` of ``zero_topo.sync`` a parameter has ``width`` columns.
+    Row ``a * O / W + b`` has the ``a``-th stretch of part ``b``: a row is summed by one rank, and
+    all rows of a part go to its optimizers.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Part:
         width: columns of the parameter in a gradient shard.
         span: elements of a full part.
         numel: elements of this rank's part.
-        master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer updates.
-        slot: parameter index in the gradient shard; None if FSDP2 stores nothing of the parameter on this rank.
+        master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer
+            updates.
+        slot: parameter index in the gradient shard; None if FSDP2 stores nothing of the parameter
+            on this rank.
     """
 
     slot: int | None = None
@@ -68,7 +72,7 @@ class Part:
 
     @torch.no_grad()
     def local(self) -> Tensor:
-        """Return FSDP2's shard of the parameter on this rank; the tensor itself, not a view with its own version."""
+        """Return FSDP2's shard of the parameter on this rank."""
         assert isinstance(self.param, DTensor)
         return self.param.to_local()
 
@@ -78,7 +82,7 @@ class Part:
 
     @torch.no_grad()
     def follow_edits(self) -> None:
-        """Overwrite masters whose stored weight the user has loaded or edited since :meth:`remember`."""
+        """Overwrite masters whose stored weight the user has changed since :meth:`remember`."""
         weights = self.own(self.local().view(-1))
         masters = self.master[: self.numel]
         edited = weights != self._published
@@ -88,13 +92,14 @@ class Part:
         """Copy the part of the stored weights, by which :meth:`follow_edits` finds edits."""
         self._published = self.own(self.local().view(-1)).clone()
 
-    def add(self, columns: Tensor, shard: Tensor) -> None:
-        """Add a gradient of the shard to the parameter's columns ``[N / W, width]`` of a gradient shard."""
+    def add(self, columns: Tensor, shard: Tensor, factor: float) -> None:
+        """Add a shard's gradient, times ``factor``, to its columns of the gradient shard."""
         flat = shard.reshape(-1)
         rows = _padded(flat, self._parts * self.span).view(self._parts, self.span)
         rows = _padded(rows, self._copies * self.width)
         table = rows.view(self._parts, self._copies, self.width)
-        columns.unflatten(0, (self._copies, self._parts)).add_(table.transpose(0, 1))
+        places = columns.unflatten(0, (self._copies, self._parts))
+        places.add_(table.transpose(0, 1), alpha=factor)
 
     def show(self, flat: Tensor) -> None:
         """Set ``param.grad`` to a flat part of the synced gradient, of which it is a view."""
@@ -103,7 +108,7 @@ class Part:
         self.param.grad = self.as_dtensor(flat)
 
     def take_gradient(self) -> None:
-        """Give the master the gradient of the parameter, in FP32, zero-padded; None if it has none."""
+        """Give the master the parameter's gradient, if it has one, in FP32, zero-padded."""
         grad = self.param.grad
         self.master.grad = None
         if grad is not None:
@@ -131,7 +136,7 @@ class Part:
         return View(flat, 1, columns, columns, present=self.span)
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
-        """Return a flat part, zero-padded or not, as a DTensor of the parameter's shape; it shares the memory."""
+        """Return a flat part as a DTensor of the parameter's shape, which shares the memory."""
         local = flat[: self.numel].view(self.shape)
         size, stride = self.param.size(), self.param.stride()
         return DTensor.from_local(
@@ -139,7 +144,7 @@ class Part:
         )
 
     def from_dtensor(self, value: DTensor) -> Tensor:
-        """Return the flat part of a DTensor as :meth:`as_dtensor` makes it, or with FSDP2's own shards.
+        """Return the flat part of a DTensor of :meth:`as_dtensor`, or with FSDP2's own shards.
 
         Raises:
             ValueError: for another layout.
@@ -150,12 +155,12 @@ class Part:
         if flat.shape == self.local().view(-1).shape:
             return self.own(flat)
         raise ValueError(
-            f"{self.name}: a tensor on {value.device_mesh} is not sharded as the optimizer's states "
-            "are; load checkpoints with torch.distributed.checkpoint"
+            f"{self.name}: a tensor on {value.device_mesh} is not sharded as the states of the "
+            "optimizer are; load checkpoints with torch.distributed.checkpoint"
         )
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
-    """Return rows of at least ``width`` elements, zero-padded; the rows themselves if they are long enough."""
+    """Return rows of at least ``width`` elements, zero-padded where they are shorter."""
     missing = width - rows.shape[-1]
     return pad(rows, (0, missing)) if missing else rows

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather_views
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.sync_config import Move, gather_moves, rows_message
 from zero_topo.fsdp.parts import Part
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
@@ -19,8 +20,9 @@ from zero_topo.quant.ops import cast_to, quantize
 class Publisher:
     """Sends masters to all ranks that store the shards.
 
-    With ``"delta"`` a rank sends the difference between its masters and the weights as all ranks store them; each adds
-    the same decoded bits, so copies stay equal, and the error is part of the next difference.
+    With ``"delta"`` a rank sends the difference between its masters and the weights as all ranks
+    store them; each adds the same decoded bits, so copies stay equal, and the error is part of the
+    next difference.
 
     Args:
         parts: the parts of all trained parameters.
@@ -47,11 +49,13 @@ class Publisher:
         plan, settings = config.plan, config.publish
         weights = stored[0].param.dtype
         exact = cast_to(DTYPES[settings.dtype] if settings.dtype else weights)
+        self._spec = settings.spec
         self.wire = settings.spec or exact
         self.delta = settings.spec is not None
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
         self.runs = [stored[run.start : run.stop] for run in runs]
+        self._plan = plan
         self._route = mesh.route(plan.weights, plan.optimizer).metered("publish")
         self._meter, self._queue = mesh.meter, queue
 
@@ -64,6 +68,13 @@ class Publisher:
         for run in self.runs:
             for part in run:
                 part.remember()
+
+    def moves(self) -> Iterator[Move]:
+        """Yield what a rank sends, by the formula."""
+        for run in self.runs:
+            spans = [part.span for part in run]
+            message = rows_message(1, spans, self._spec, self.wire.bits // 8)
+            yield from gather_moves(self._plan, self._plan.hop("publish"), message)
 
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size

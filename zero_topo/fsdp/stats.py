@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import resource
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
 from zero_topo.cost.memory import ADAM_BYTES
-from zero_topo.cost.volume import Key, Workload
+from zero_topo.cost.volume import Workload
 from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.units import KIB
@@ -51,7 +49,7 @@ def stats(optimizer: ShardedOptimizer) -> Stats:
         on_device=on_device,
         predicted_memory={},
         pace={},
-        formula=formula(optimizer),
+        formula=dict(optimizer.formula),
     )
 
 
@@ -61,7 +59,7 @@ def report(
     title: str | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
+    """Write the report of a run with the measurements of all ranks. Collective.
 
     Args:
         optimizer: of :func:`~zero_topo.fsdp.shard_optimizer`.
@@ -87,38 +85,8 @@ def report(
     )
 
 
-def formula(optimizer: ShardedOptimizer) -> dict[Key, int]:
-    """Return the bytes that this rank sends in a step by the formulas, given how often FSDP2 gathers and reduces."""
-    host, config = optimizer.host, optimizer.host.config
-    plan, publisher = config.plan, optimizer.publisher
-    sent: Counter[Key] = Counter()
-
-    def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
-        for move in moves:
-            sent[phase, config.topology.domain(move.hi)] += times * move.sent
-
-    group = (1, plan.weights)
-    for call, times in host.shared.last_calls.items():
-        if call.degree is not None:
-            sent_flat = (call.degree - 1) * call.message
-            book(call.phase, [Move(1, call.degree, sent_flat, gathers=True)], times)
-        elif call.phase == "scatter":
-            book(call.phase, reduce_moves(plan, group, call.message), times)
-        else:
-            book(call.phase, gather_moves(plan, group, call.message), times)
-    context = optimizer.gradients.mode.context
-    for ranges in context.runs:
-        widths = [end - begin for begin, end in ranges]
-        book("sync", config.sync.volume(plan, widths, context.dtype.itemsize))
-    for run in publisher.runs:
-        spans = [part.span for part in run]
-        message = rows_message(1, spans, config.publish.spec, publisher.wire.bits // 8)
-        book("publish", gather_moves(plan, plan.hop("publish"), message))
-    return {key: nbytes for key, nbytes in sent.items() if nbytes}
-
-
 def _workload(optimizer: ShardedOptimizer) -> Workload:
-    """Describe the model for the columns of ZeRO-3 and of memory, with each parameter padded to whole shards."""
+    """Describe the model, each parameter padded to whole shards, for ZeRO-3 and for memory."""
     context = optimizer.gradients.mode.context
     params = context.parameters
     weights = next(iter(optimizer.parts)).itemsize
@@ -157,7 +125,7 @@ def _stored_bytes(param: Tensor) -> int:
 
 
 def _peak_memory(device: torch.device) -> tuple[int, bool]:
-    """Return the peak bytes of tensors on a device (on a CPU, of the process), and whether of a device."""
+    """Return the peak bytes of tensors on a device, on a CPU of the process, and which."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
     return int(torch.get_device_module(device).max_memory_allocated()), True
