@@ -33,7 +33,7 @@ def row(rank: int, name: str) -> tuple[list[float], float]:
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     expected, stats = engine.expected(SPEC)
     if stats is not None:
         sent = sum(nbytes for (_, domain), nbytes in stats.step_bytes.items() if domain == "world")

@@ -86,8 +86,8 @@ def _refuse(config: ResolvedConfig) -> None:
         )
     if config.resident_spec is not None:
         raise ValueError(
-            'quantize.resident = "int8": FSDP2 stores weights in their own type; set it to null and
-            ' 'send them as INT8 with "weights": "int8"'
+            'quantize.resident = "int8": FSDP2 stores weights in their own type; set it to '
+            'null and send them as INT8 with "weights": "int8"'
         )
     groups = plan.groups(1, plan.weights)
     unsorted = next((ranks for ranks in groups if ranks != sorted(ranks)), None)

@@ -82,8 +82,8 @@ class Host:
     def _before_reduction(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync gradients "
-                "between nodes; build the optimizer by shard_optimizer first"
+                "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync "
+                "gradients between nodes; build the optimizer by shard_optimizer first"
             )
         self.optimizer.before_reduction()
 
@@ -103,7 +103,8 @@ def check_sharding(model: nn.Module, plan: Plan, rank: int) -> None:
         if tuple(param.placements) != (Shard(0),):
             raise ValueError(
                 f"{name} is placed as {param.placements}: the collectives need Shard(0) over one "
-                "mesh dimension; shard over shard_mesh(block), without replicas or tensor parallelism"
+                "mesh dimension; shard over shard_mesh(block), without replicas or tensor "
+                "parallelism"
             )
         if ranks != expected:
             raise ValueError(

@@ -35,6 +35,7 @@ class Publisher:
         wire: the format.
         delta: whether differences are sent.
         runs: the parts of each collective.
+        run_numel: parameter elements that one collective carries.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Publisher:
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
         self.runs = [stored[run.start : run.stop] for run in runs]
+        self.run_numel = run_numel
         self._plan = plan
         self._route = mesh.route(plan.weights, plan.optimizer).metered("publish")
         self._meter, self._queue = mesh.meter, queue

@@ -99,6 +99,7 @@ def _workload(optimizer: ShardedOptimizer) -> Workload:
         scatter_itemsize=weights,
         sync_itemsize=context.dtype.itemsize,
         publish_itemsize=optimizer.publisher.wire.bits // 8,
+        run_numel=optimizer.publisher.run_numel,
     )
 
 
