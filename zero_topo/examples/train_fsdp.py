@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--scheme", default="paper", help="of the zero_topo block")
+    parser.add_argument("--scheme", default="topo", help="of the zero_topo block")
     parser.add_argument("--q4", action="store_true", help="send gradients and weights between nodes in INT4")
     parser.add_argument("--nodes", type=int, help="emulate so many nodes on the CPU")
     parser.add_argument("--data", type=Path, help="a text file; by default Python's own library")
