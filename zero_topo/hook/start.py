@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -16,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 import zero_topo
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
@@ -52,7 +54,7 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
     store = meeting_place()
     with refusals():
         if not divided and store is not None:
-            check_blocks(store, dist.get_rank(), world, has_block)
+            check_blocks(store, dist.get_rank(), world, has_block, os.environ.get(BLOCK_VARIABLE) or None)
         if has_block:
             agree(_told(engine, model), engine.device)
     configure(engine, model)
