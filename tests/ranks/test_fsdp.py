@@ -107,7 +107,7 @@ class Job:
     Attributes:
         build: makes the model; weights are drawn afterwards.
         micro_batches: of a step.
-        flags: whether FSDP2 is told which backward pass is the last.
+        flags: the call by which FSDP2 learns which backward pass is the last; empty for none.
         clip: the norm to which gradients are clipped, or None.
         ours: clip by the optimizer's method instead of torch's function.
         frozen: names of parameters that contain this word are frozen.
@@ -120,7 +120,7 @@ class Job:
 
     build: Callable[[], nn.Module] = small
     micro_batches: int = 1
-    flags: bool = False
+    flags: str = ""
     clip: float | None = None
     ours: bool = False
     frozen: str = ""
@@ -148,7 +148,7 @@ class Job:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-EVERYTHING = Job(micro_batches=2, flags=True, clip=0.5, frozen="blocks.0.up", scheduled=True)
+EVERYTHING = Job(micro_batches=2, flags="set_is_last_backward", clip=0.5, frozen="blocks.0.up", scheduled=True)
 
 
 @dataclass
@@ -197,7 +197,7 @@ def steps_of(job: Job, model: Any, optimizer: Any, rank: int, steps: range) -> T
         total = torch.zeros(())
         for micro_batch in range(job.micro_batches):
             if job.flags:
-                model.set_is_last_backward(micro_batch == job.micro_batches - 1)
+                getattr(model, job.flags)(micro_batch == job.micro_batches - 1)
             loss = model(*job.batch(rank, step, micro_batch)) / job.micro_batches
             loss.backward()
             total += loss.detach().float()
@@ -257,15 +257,25 @@ def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> No
     "job",
     [
         pytest.param(replace(EVERYTHING, build=odd, vocabulary=13, ours=True), id="odd shapes"),
-        pytest.param(replace(EVERYTHING, flags=False, frozen="", clip=None), id="no flags"),
+        pytest.param(replace(EVERYTHING, flags="", frozen="", clip=None), id="no flags"),
         pytest.param(replace(EVERYTHING, build=LlamaLoss, frozen="mlp.up_proj"), id="llama"),
         late(Job(compiled=True, steps=2), id="compiled"),
+        late(replace(EVERYTHING, flags="set_requires_gradient_sync"), id="no reduction between"),
     ],
 )
 def test_other_trainings_equal_plain_fsdp2(job: Job) -> None:
     """Uneven rows, the optimizer's own clipping, backward passes that all count as the last, Llama, compiled blocks."""
     expected = run_threads(4, train, job, None)[0]
     assert_equal(run_threads(4, train, job, EXACT)[0], expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANS)
+def test_odd_shapes_under_every_plan(name: str) -> None:
+    """Rows that neither the ranks nor the parts of a shard divide evenly, eight ranks."""
+    job = Job(build=odd, vocabulary=13, steps=3)
+    expected = run_threads(8, train, job, None)[0]
+    assert_equal(run_threads(8, train, job, PLANS[name])[0], expected)
 
 
 MODES = {
@@ -333,14 +343,16 @@ def numbers(rank: int, job: Job, block: Mapping[str, Any]) -> tuple[Any, Any, in
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
     """Of every phase and domain, on every rank, with two micro-batches of which one syncs."""
     block = {**MODES, **PLANS}[name]
-    for sent, formula, _ in run_threads(8, numbers, Job(micro_batches=2, flags=True, steps=2), block):
+    for sent, formula, _ in run_threads(8, numbers, Job(micro_batches=2, flags="set_is_last_backward", steps=2), block):
         assert sent == formula
 
 
 def test_bytes_across_nodes_by_hand() -> None:
     """Two nodes, exact: half of the shard's gradients go out for sync, once for two micro-batches, half come back."""
     numel = sum(param.numel() for param in small().parameters())
-    for sent, _, momentum in run_threads(4, numbers, Job(micro_batches=2, flags=True, steps=2), DIRECT):
+    for sent, _, momentum in run_threads(
+        4, numbers, Job(micro_batches=2, flags="set_is_last_backward", steps=2), DIRECT
+    ):
         across = Counter({phase: nbytes for (phase, domain), nbytes in sent.items() if domain == "world"})
         assert across == {"sync": 4 * numel // 4, "publish": 4 * numel // 4}
         assert momentum == numel // 4
@@ -349,7 +361,7 @@ def test_bytes_across_nodes_by_hand() -> None:
 def test_no_flags_sync_in_every_pass() -> None:
     """A loop that names no last pass sends every micro-batch's gradients across nodes; one that does, the last."""
     sent = []
-    for flags in (False, True):
+    for flags in ("", "set_requires_all_reduce"):
         found = run_threads(4, numbers, Job(micro_batches=3, flags=flags, steps=1), EXACT)[0]
         sent.append(found[0]["sync", "world"])
     assert sent[0] == 3 * sent[1]

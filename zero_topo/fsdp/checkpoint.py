@@ -63,6 +63,7 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
     mode, layout = gradients.mode, gradients.layout
     if not isinstance(mode, Crossing) or not optimizer.host.config.sync.error_feedback:
         return {}
+    mode.drain()
     table = torch.zeros(mode.peers.size, layout.columns, device=gradients.buffer.device)
     rows, owned = mode.residual_rows(), mode.residual_owners()
     # With gradients in the same memory there is nothing to save: the warning says so.
@@ -93,7 +94,9 @@ def load_states(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
     groups = saved["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     optimizer.zero_grad()
-    optimizer.gradients.mode.load_state_dict({})
+    mode = optimizer.gradients.mode
+    mode.drain()  # the state that is replaced owns what its collectives send
+    mode.load_state_dict({})
     for key, param in zip(keys, optimizer.params_in_order(), strict=True):
         part = optimizer.parts[param]
         entry = {}
