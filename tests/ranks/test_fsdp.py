@@ -240,7 +240,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(4, ("paper", "hsdp", "between")), late(4, ("zero3", "one rank")), late(8, tuple(PLANS))]
+    ("ranks", "names"), [(4, ("paper", "between")), late(4, ("hsdp", "zero3", "one rank")), late(8, tuple(PLANS))]
 )
 def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> None:
     """Every plan, unquantized: losses, norms and weights as of FSDP2 over all ranks.
@@ -256,8 +256,8 @@ def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(replace(EVERYTHING, build=odd, vocabulary=13, ours=True), id="odd shapes"),
-        pytest.param(replace(EVERYTHING, flags="", frozen="", clip=None), id="no flags"),
+        pytest.param(replace(EVERYTHING, build=odd, vocabulary=13, ours=True, steps=3), id="odd shapes"),
+        pytest.param(replace(EVERYTHING, flags="", frozen="", clip=None, steps=3), id="no flags"),
         pytest.param(replace(EVERYTHING, build=LlamaLoss, frozen="mlp.up_proj"), id="llama"),
         late(Job(compiled=True, steps=2), id="compiled"),
         late(replace(EVERYTHING, flags="set_requires_gradient_sync"), id="no reduction between"),
@@ -339,7 +339,7 @@ def numbers(rank: int, job: Job, block: Mapping[str, Any]) -> tuple[Any, Any, in
     return found.step_bytes, found.formula, momentum
 
 
-@pytest.mark.parametrize("name", often(("q4", "between"), ["paper", "q4", "zero++", "hsdp", "between"]))
+@pytest.mark.parametrize("name", often(("q4",), ["paper", "q4", "zero++", "hsdp", "between"]))
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
     """Of every phase and domain, on every rank, with two micro-batches of which one syncs."""
     block = {**MODES, **PLANS}[name]

@@ -41,6 +41,7 @@ def row(rank: int, name: str) -> tuple[list[float], float]:
     return losses, uplink_bytes(expected)
 
 
+@pytest.mark.long
 def test_rows_of_fsdp2_train_and_say_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain FSDP2 over all ranks and with replicas, and ours: alike losses; INT4 sends least across nodes."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SPEC.ranks_per_node))
