@@ -110,9 +110,7 @@ class Gradients:
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
         """
-        runs = sorted({self._run_of[slot] for slot in slots})
-        repeated = [run for run in runs if run in self._started]
-        self._reopen(repeated)
+        repeated = self.reopen(slots)
         plan = self.layout.plan
         wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
@@ -121,12 +119,35 @@ class Gradients:
             views = range_views(self.buffer, self.layout.spans(slots))
             mean = 1.0 / plan.world_size
             reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
+        self.mark_added(slots, last)
+        return repeated
+
+    def reopen(self, slots: Sequence[int] | None = None) -> bool:
+        """Reopen the runs of some parameters whose sync has begun, and return whether there are any.
+
+        Args:
+            slots: the parameters; None is all of them, each of which may then get another gradient before sync begins.
+        """
+        if slots is None:
+            self._missing = [set(slots) for slots in self._runs]
+            slots = range(len(self._run_of))
+        started = sorted({self._run_of[slot] for slot in slots} & self._started.keys())
+        self._reopen(started)
+        return bool(started)
+
+    def mark_added(self, slots: Sequence[int], last: bool) -> None:
+        """Record that gradients were added to the buffer, and begin sync of runs that are complete.
+
+        Args:
+            slots: their parameters, in the same order on every rank.
+            last: whether this is the step's last micro-batch.
+        """
         self._added, self._current = True, False
         if last and self._lane.overlaps:
+            runs = sorted({self._run_of[slot] for slot in slots})
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
-        return bool(repeated)
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()
