@@ -384,7 +384,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
-    2. if there is an inner group: on ``wait``, all-gather the received messages inside the node.
+    2. if there is an inner group: in a second stage, all-gather the received messages inside the node.
 
     A single member sends nothing and returns the message itself.
 
@@ -399,7 +399,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     if len(route.hops) == 1:
         return outer.then(lambda received: received[None])
     inner = route.hops[0]
-    return outer.then(lambda received: inner.gather(received).transpose(0, 1))
+    return outer.then(lambda received: inner.gather_later(received).then(lambda messages: messages.transpose(0, 1)))
 
 
 def all_gather_views(
@@ -479,7 +479,8 @@ def reduce_scatter(
         accumulate: add the sums to the values of ``out``.
 
     Returns:
-        A handle whose ``wait`` finishes with step 2's sums. A single member sums nothing, and does not quantize.
+        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
+        not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
@@ -490,14 +491,19 @@ def reduce_scatter(
     send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
+    def forward(received: Tensor) -> Handle[Tensor]:
+        # The messages of one destination are summed before they leave for the next group.
+        send = _empty(outer, received.shape[1], spec.nbytes(numel), received.device)
+        requantize(received, spec, send.transpose(0, 1), numel)
+        return outer.scatter_later(send)
+
     def finish(received: Tensor) -> None:
-        for following in route.hops[1:]:
-            send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
-            requantize(received, spec, send.transpose(0, 1), numel)
-            received = following.scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    return first.scatter_later(send).then(finish)
+    received, outer = first.scatter_later(send), route.hops[-1]
+    if outer is not first:
+        received = received.then(forward)
+    return received.then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:

@@ -92,7 +92,7 @@ class Stage3:
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(bucket_numel, sum(p.numel for p in trained))
         # The queue of sync and publish: one order on all ranks; on a GPU, a separate stream.
-        self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
+        self._lane = OrderedQueue(like.device, config.overlap, staged=True)
         publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
         self.weights = Weights(config, parameters, count, like, bucket_numel, publish, self.mesh, self._lane)

@@ -322,7 +322,9 @@ class Sparse(Crossing):
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
-            spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            if back is not None:
+                back.wait()
 
     def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
         """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
