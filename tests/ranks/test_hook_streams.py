@@ -19,6 +19,7 @@ from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.hook import optimizer
+from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -46,7 +47,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     widths = [end - begin for begin, end in deepspeed.columns]
     own.__dict__ |= {
         "topo": deepspeed.engine,
-        "_in_backward": False,
+        "_passes": BackwardPasses(),
         "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,

@@ -29,6 +29,7 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 SINCE: Mapping[str, str] = MappingProxyType(
     {
         "_backward_active_depth": "0.18.3",
+        "backward_prologue": "0.18.3",
         "use_muon": "0.18.9",
         "is_gradient_accumulation_boundary()": "0.19.5",
         "_apply_muon_to_accumulated_grads": "0.19.8",
@@ -75,6 +76,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
+    (Stock, "backward", None),
     (Stock, "step", ("self", "closure")),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_norm_groups", ("self",)),
