@@ -154,7 +154,8 @@ def test_gradients_of_an_inner_pass_cross_nodes_once() -> None:
 
 def test_a_step_takes_gradients_of_an_inner_pass_alone() -> None:
     """As in plain PyTorch: the head is trained, the rest has no gradient; unmodified DeepSpeed drops them or fails."""
-    job = Job(Tiled, BLOCKS["topo"], ds={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0})
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}}
+    job = Job(Tiled, BLOCKS["topo"], ds={"optimizer": adam})
     with running(job) as engine:
         before = weights(engine)
         x, y = batch(0, 0, torch.float32)
