@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import Tensor
@@ -243,3 +244,25 @@ def test_a_loss_of_several_forward_passes(mode: str) -> None:
 
     job = Job(Net, BLOCKS["topo"], steps=3, loss=both)
     torch.testing.assert_close(trained(job), trained(job.under(None)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["quantized", late("topo"), late("replicated optimizer")])
+def test_gradients_may_be_read_in_each_step(name: str) -> None:
+    """They cross nodes once, and training with lossy sync is that without a look, to the bit."""
+
+    def run(reads: bool) -> tuple[dict[str, int], dict[str, Tensor]]:
+        job = Job(Net, BLOCKS[name], steps=3)
+        with running(job) as engine:
+            for step in range(job.steps):
+                x, y = batch(step, 0, torch.float32)
+                engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+                for param in engine.module.parameters() if reads else ():
+                    assert deepspeed.utils.safe_get_full_grad(param).abs().max() > 0
+                engine.step()
+            sent = zero_topo.stats(engine).step_bytes
+            return {phase: count for (phase, _), count in sent.items() if phase == "sync"}, weights(engine)
+
+    sent, found = run(reads=True)
+    expected_sent, expected_weights = run(reads=False)
+    assert sent == expected_sent
+    assert_same_bits(found, expected_weights)

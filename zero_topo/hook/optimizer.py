@@ -191,7 +191,7 @@ class TopoStage3(Stock):
 
     def backward_prologue(self) -> None:
         """Record that a backward pass of the engine begins: DeepSpeed 0.18.3 and later call this from a hook in it."""
-        self._passes.begin(outer=True)
+        self._passes.begin(outer=True)  # before any gradient
         super().backward_prologue()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -248,7 +248,8 @@ class TopoStage3(Stock):
         if graph_task() != -1:  # a recomputation inside a backward pass
             return
         self._forwards += torch.is_grad_enabled()
-        if self._passes.failed():
+        half = self._passes.failed()
+        if half:
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
@@ -403,15 +404,16 @@ class TopoStage3(Stock):
             view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
-    def _peek(self) -> Tensor:
+    def _peek(self, write: bool = False) -> Tensor:
         self.require_states(LP_GRADS)
-        return self.topo.gradients.peek()
+        return self.topo.gradients.peek(write)
 
-    def _synced_slot(self, param: Any) -> Tensor:
-        return self.topo.gradients.layout.slot(self._peek()[None], self.slots[param.ds_id])[0]
+    def _synced_slot(self, param: Any, write: bool = False) -> Tensor:
+        return self.topo.gradients.layout.slot(self._peek(write)[None], self.slots[param.ds_id])[0]
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
-        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
+        # DeepSpeed keeps its swap buffers if it is going to write.
+        return self._synced_slot(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return {

@@ -62,7 +62,8 @@ class ParameterHandle(Handle[None]):
 def served_by(param: Any) -> ParameterGathers | None:
     """Return what serves a parameter's calls for a zero_topo engine; None if DeepSpeed does."""
     call = getattr(param, "partition", None)
-    return call.func.__self__ if isinstance(call, partial) else None
+    bound: Any = call.func if isinstance(call, partial) else None
+    return getattr(bound, "__self__", None)
 
 
 def can_freeze(param: Any, module: torch.nn.Module) -> bool:

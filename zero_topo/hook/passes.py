@@ -48,7 +48,7 @@ class BackwardPasses:
         self._open.add(task)
         if task != -1:
             ended = partial(self._open.discard, task)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def add(self) -> None:
         """Record that the running pass adds a gradient."""

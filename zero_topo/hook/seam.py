@@ -76,7 +76,6 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
-    (Stock, "backward", None),
     (Stock, "step", ("self", "closure")),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_norm_groups", ("self",)),
@@ -99,7 +98,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter")),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "backward")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 
