@@ -135,7 +135,7 @@ def shards(plan: Plan, x: Tensor) -> Tensor:
 def drawn(numels: tuple[int, ...], seed: int) -> list[Tensor]:
     """Normal values of these sizes; not to be written to."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, generator=generator).to(DEVICE) for n in numels]
+    return [torch.randn(n, generator=generator, dtype=torch.float32).to(DEVICE) for n in numels]
 
 
 @lru_cache(maxsize=16)

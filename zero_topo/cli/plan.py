@@ -5,15 +5,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
-from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
+from zero_topo.cli.options import SPARSE_NAMES, Force, Rare, refuse_others, taking
 from zero_topo.cli.output import fill, print_json, print_notes
-from zero_topo.cli.tables import DEGREES, memory_table, places_table, ranking_table, show, volume_table
+from zero_topo.cli.tables import (
+    DEGREES,
+    drawn_name,
+    memory_table,
+    places_table,
+    ranking_table,
+    show,
+    volume_table,
+    with_bars,
+)
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
@@ -24,12 +34,14 @@ from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Degrees, Document, Resolved
+from zero_topo.observe.files import RANKING, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count
 
 SHOWN_PLANS = 8
+DRAWN_PLANS = 10
 OF_A_JOB = (
     *("micro_batch", "tensor_parallel", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
     *("reserve", "lossy", "sparse", "rates"),
@@ -48,6 +60,10 @@ class PlanOptions(JobOptions):
         bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the ten best plans of --recommend.")] = (
+        None
+    )
+    force: Force = False
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -65,6 +81,9 @@ def plan(options: PlanOptions) -> None:
     """
     if options.recommend and options.max_params:
         raise ValueError("--recommend and --max-params are different views; ask for one at a time")
+    if options.plot is not None and not options.recommend:
+        raise ValueError("--plot draws the plans of --recommend; add it, or leave --plot out")
+    check_files([(options.plot, ".png", RANKING)], options.force)
     view = recommendation if options.recommend else largest_models if options.max_params else schemes
     if view is schemes:
         refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend or --max-params")
@@ -235,9 +254,14 @@ class Recommendation(Document):
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    request, asked = _request(options), ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)})
-    ranking, tensor = rank_plans(asked, request), rank_tensor(asked, request)
-    reasons, pipeline = explain(ranking, tensor), best_pipeline(request)
+    request = _request(options)
+    asked = ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)})
+    ranking = rank_plans(asked, request)
+    tensor = rank_tensor(asked, request)
+    reasons = explain(ranking, tensor)
+    pipeline = best_pipeline(request)
+    if options.plot is not None:
+        _draw(options.plot, ranking)
     if options.as_json:
         machine = _machine(options)
         divided = [_divided_json(of.best, machine) for of in tensor]
@@ -246,10 +270,24 @@ def recommendation(options: PlanOptions) -> None:
     model, found = request.job.model, request.topology
     shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
     title = f"{shape} on {found.world_size} ranks of {found.name}"
-    show(ranking_table(ranking.timed[:SHOWN_PLANS], title, [of.best for of in tensor], pipeline))
+    divided_plans = [of.best for of in tensor]
+    plans = ranking.timed[:SHOWN_PLANS]
+    show(with_bars(lambda bars: ranking_table(plans, title, divided_plans, pipeline, bars)))
     print(f"{DEGREES}\n")
     print_notes([setting(ranking.best.request), *reasons])
     print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
+    if options.plot is not None:
+        print(f"\nWritten: {options.plot}")
+
+
+def _draw(path: Path, ranking: Ranking) -> None:
+    from zero_topo.observe.plots import ranked_plans
+
+    model, found = ranking.request.job.model, ranking.request.topology
+    title = f"{format_count(model.params)} parameters on {found.world_size} ranks of {found.name}, predicted"
+    plans = ranking.timed[:DRAWN_PLANS]
+    rows = [(drawn_name(plan), plan.seconds, plan.range, plan.memory) for plan in plans]
+    write_png(ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"), path, RANKING, dpi=200)
 
 
 def _ranking_json(

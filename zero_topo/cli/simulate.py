@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, naming, read_deepsp
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Force, taking
 from zero_topo.cli.output import fill, print_json, print_notes
-from zero_topo.cli.tables import show
+from zero_topo.cli.tables import bar_cells, show, with_bars
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
@@ -182,7 +183,8 @@ def _price(name: str, place: Request, count: int) -> Price:
     elif ROOT not in content:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
     with naming(plain):
-        block = ZeroTopoConfig.from_ds_config(content) if ROOT in content else ZeroTopoConfig.parse(content)
+        of_file = ZeroTopoConfig.from_ds_config(content)
+        block = ZeroTopoConfig.parse(content) if of_file is None else of_file
         return request.price(resolve_config(block, tree_of(place.topology, job.tensor)))
 
 
@@ -201,7 +203,8 @@ def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
 def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, Any]) -> None:
     for count in dict.fromkeys(key[2] for key in prices):
         title = f"{content['model']} on {content['machine']}, K = {count}, predicted"
-        show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
+        shown = {key: price for key, price in prices.items() if key[2] == count}
+        show(with_bars(partial(_steps_table, shown, title)))
     print(f"- {content['setting']}")
     recomputed = [f"{key[0]} on {key[1]:,} ranks" for key, price in prices.items() if price.request.job.checkpointing]
     print(f"- activations are recomputed by {', '.join(dict.fromkeys(recomputed)) or 'none'}")
@@ -216,12 +219,13 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
     print_notes(content["notes"])
 
 
-def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:
+def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str, bars: int = 0) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
     steps = [price.step.breakdown for price in prices.values()]
     parts = {name: phases for name, phases in SHOWN.items() if any(phases[0] in step for step in steps)}
-    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts], title)
-    for (scheme, ranks, _), price in prices.items():
+    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts, *([" "] if bars else [])], title, ("", " "))
+    drawn = bar_cells([price.step.seconds for price in prices.values()], bars)
+    for ((scheme, ranks, _), price), drawn_bar in zip(prices.items(), drawn, strict=True):
         found, within = price.step, price.range
         shares = (sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds for phases in parts.values())
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
@@ -229,5 +233,5 @@ def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Ta
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
         step = f"{found.seconds:.3g} s" if found.seconds < 1000 else f"{found.seconds:,.0f} s"
         speed = f"{found.tflops_per_gpu:.1f}"
-        table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells)
+        table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells, *drawn_bar)
     return table

@@ -191,8 +191,8 @@ class Group:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
             return Handle(work.wait, (rows,), lambda: received)
         cpu = torch.device("cpu")
-        members, lengths = _index(self.members, cpu), torch.tensor(sizes)
-        due, send = torch.tensor(expected)[members], _regrouped(rows, lengths, members)
+        members, lengths = _index(self.members, cpu), _on_host(sizes)
+        due, send = _on_host(expected)[members], _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
@@ -271,7 +271,7 @@ class Mpi(Group):
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype)
+        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
         return Handle(request.Wait, (sent,), lambda: received.to(message.device))
 
@@ -282,21 +282,24 @@ class Mpi(Group):
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype), rows.shape[1]
-        lengths, due = (width * torch.tensor(counts, dtype=torch.int64).numpy() for counts in (sizes, expected))
+        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
+        lengths, due = (width * _on_host(counts).numpy() for counts in (sizes, expected))
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype), rows.shape[1]
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * torch.tensor(sizes).numpy()])
+        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
+        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * _on_host(sizes).numpy()])
         return Handle(None, (), lambda: received.to(rows.device))
 
 
 def transport() -> type[Group]:
-    """Return the class of groups for the world's backend."""
-    return Gloo if dist.get_backend() == "gloo" else Group
+    """Return the class of groups for the world's backend; without a name torch chooses one for each device."""
+    backend: str = dist.get_backend()
+    if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
+        backend = "gloo"
+    return Gloo if backend == "gloo" else Group
 
 
 class Route:
@@ -357,7 +360,9 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
     rows = flat.view(*stack, plan.world_size, width)
     if plan.order is None:
         return rows
-    return rows[..., torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at, :]
+    if rank_at is None:
+        rank_at = torch.tensor(plan.rank_at, dtype=torch.int64, device=flat.device)
+    return rows[..., rank_at, :]
 
 
 def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
@@ -520,7 +525,12 @@ def _buffer(x: Tensor) -> Any:
 @lru_cache(maxsize=64)
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
     """Return an order as an index tensor, cached on a device."""
-    return torch.tensor(order, device=device)
+    return torch.tensor(order, dtype=torch.int64, device=device)
+
+
+def _on_host(counts: Sequence[int]) -> Tensor:
+    """Return counts as an int64 tensor on the host."""
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
@@ -528,4 +538,4 @@ def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
     shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
     shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])
-    return rows[torch.arange(rows.shape[0], device=rows.device) + shifts]
+    return rows[torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device) + shifts]

@@ -62,7 +62,8 @@ class Quantized(Crossing):
         self.residual_in_shard = self._feedback and not context.loss_scaled
         self.residual: Tensor | None = None
         if self._feedback and context.loss_scaled:
-            self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
+            shape = (self.peers.size - 1, context.columns)
+            self.residual = torch.zeros(shape, dtype=torch.float32, device=context.device)
         # By run, the residual while delivered gradients are in its place in the shard: `start` stores it on sync's
         # queue, `reopen` or `commit` writes it back.
         self._saved_residuals: dict[tuple[Range, ...], Tensor] = {}
