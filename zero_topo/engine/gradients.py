@@ -31,6 +31,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
@@ -39,6 +40,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import range_views
+from zero_topo.quant.ops import cast_to
 from zero_topo.quant.spec import Format
 from zero_topo.sync.base import SyncMode
 
@@ -91,7 +93,9 @@ class Gradients:
         # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs no sync.
         self._current = True
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> bool:
+    def scatter(
+        self, slots: Sequence[int], grads: Sequence[Tensor], last: bool, sent: torch.dtype | None = None
+    ) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
         1. pack for each destination its shards of the bucket's gradients, read in place;
@@ -102,26 +106,49 @@ class Gradients:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
             last: whether this is the step's last micro-batch, in which sync begins (Note [Sync under backward]).
+            sent: the dtype in which they are sent if the format does not quantize; None is the format's own.
 
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
         """
-        runs = sorted({self._run_of[slot] for slot in slots})
-        repeated = [run for run in runs if run in self._started]
-        self._reopen(repeated)
+        repeated = self.reopen(slots)
         plan = self.layout.plan
+        wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.spans(slots))
             mean = 1.0 / plan.world_size
-            reduce_scatter(self._route, parts, self._wire, views, mean, accumulate=True).wait()
+            reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
+        self.mark_added(slots, last)
+        return repeated
+
+    def reopen(self, slots: Sequence[int] | None = None) -> bool:
+        """Reopen the runs of some parameters whose sync has begun, and return whether there are any.
+
+        Args:
+            slots: the parameters; None is all of them, each of which may then get another gradient before sync begins.
+        """
+        if slots is None:
+            self._missing = [set(slots) for slots in self._runs]
+            slots = range(len(self._run_of))
+        started = sorted({self._run_of[slot] for slot in slots} & self._started.keys())
+        self._reopen(started)
+        return bool(started)
+
+    def mark_added(self, slots: Sequence[int], last: bool) -> None:
+        """Record that gradients were added to the buffer, and begin sync of runs that are complete.
+
+        Args:
+            slots: their parameters, in the same order on every rank.
+            last: whether this is the step's last micro-batch.
+        """
         self._added, self._current = True, False
         if last and self._lane.overlaps:
+            runs = sorted({self._run_of[slot] for slot in slots})
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
-        return bool(repeated)
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()

@@ -21,11 +21,11 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.step import rates_of
+from zero_topo.cost.network import rates_of
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.muon import check_muon, orthogonalized
+from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.passes import BackwardPasses, graph_task, module_hook
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
@@ -77,9 +77,14 @@ class TopoStage3(Stock):
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
+        # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
+        self._autocast_scale: float | None = None
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
-        super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
+        # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
+        # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
+        super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
+        self._read_autocast_scale()
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
@@ -107,7 +112,7 @@ class TopoStage3(Stock):
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
-            loss_scale=lambda: float(self.loss_scale),
+            loss_scale=lambda: self._autocast_scale or float(self.loss_scale),
             moments=self._moments,
         )
         row = self.topo.weights.own_row
@@ -138,6 +143,8 @@ class TopoStage3(Stock):
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         if self.topo.separate_masters:
             self._replace_masters()
+        if self.offload_optimizer_pin_memory:
+            self._pin_masters()
 
     def _replace_masters(self) -> None:
         self.topo.masters.check_optimizer(self.optimizer)
@@ -150,6 +157,12 @@ class TopoStage3(Stock):
                 grad = torch.zeros_like(master)
                 master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
             self.fp32_partitioned_groups_flat[i] = master
+
+    def _pin_masters(self) -> None:
+        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its gradients there."""
+        for master in self.fp32_partitioned_groups_flat:
+            if master.device.type == "cpu":
+                master.data = get_accelerator().pin_memory(master.data)
 
     def masters_are_weights(self) -> bool:
         """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
@@ -205,6 +218,9 @@ class TopoStage3(Stock):
         self._passes.add()
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif not get_accelerator().is_synchronized_device():
+            # The stream that scatters the bucket waits for autograd's addition, as it did for the first part.
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
@@ -212,7 +228,8 @@ class TopoStage3(Stock):
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
-        repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        grads = [p.grad for p in params_to_reduce]
+        repeated = self.topo.gradients.scatter(slots, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
@@ -244,7 +261,7 @@ class TopoStage3(Stock):
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
-        self._gathers.refuse_unfrozen()
+        self._gathers.warn_of_unfrozen()
         if graph_task() != -1:  # a recomputation inside a backward pass
             return
         self._forwards += torch.is_grad_enabled()
@@ -280,7 +297,12 @@ class TopoStage3(Stock):
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
+        self._read_autocast_scale()
         self.pace.end_step()
+
+    def _read_autocast_scale(self) -> None:
+        if self.torch_autocast_gradscaler is not None:
+            self._autocast_scale = float(self.torch_autocast_gradscaler.get_scale())
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
@@ -288,7 +310,7 @@ class TopoStage3(Stock):
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
             grad.copy_(rows[:, begin:end].to(grad.dtype).reshape(-1), non_blocking=True)
-        if not get_accelerator().is_synchronized_device():
+        if not get_accelerator().is_synchronized_device():  # the host reads the copies
             get_accelerator().current_stream().synchronize()
         self.note_norms()
 
@@ -338,27 +360,46 @@ class TopoStage3(Stock):
         """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
         if not self.use_muon:
             return
+        finite = self._all_finite()
         for i, ((begin, end), group) in enumerate(zip(self._sub_group_columns(), self.fp16_groups, strict=True)):
             settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings)
+                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings, finite)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
 
-    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
+    def _all_finite(self) -> Tensor:
+        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host does not wait."""
+        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())  # NaN if any element is
+        finite = least_and_most.isfinite().all().to(torch.uint8)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return finite.bool()
+
+    def _apply_muon(
+        self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any], finite: Tensor
+    ) -> None:
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update.
+
+        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed finds that in
+        their norm and skips the step; only with FP16 does it look before.
+        """
         momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
-        momentum.lerp_(blended.to(momentum.device), 1 - beta)
+        added = blended.to(momentum.device)
+        torch.where(finite.to(momentum.device), added, momentum, out=added)
+        momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
+        blended.masked_fill_(finite.logical_not(), torch.nan)
         slots = {self.slots[param.ds_id]: param for param in params}
         spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
         first = min(spans.values())[0]
+        plan = self.topo.config.plan
         parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
-            return orthogonalized(matrices, heads, settings["ns_method"])
+            with equal_bits(plan.optimizer < plan.world_size):
+                return orthogonalized(matrices, heads, settings["ns_method"])
 
         self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
         rows.copy_(blended)
@@ -545,5 +586,8 @@ class TopoStage3(Stock):
         self._gathers.release()  # behind `settle`: another engine may take over the weights
         super().destroy()
         self.topo.destroy()
-        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards.
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the views of gradients.
+        del self.grad_partitions_flat_buffer
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        self.averaged_gradients.clear()
         del self._gathers, self._beginning, self.topo

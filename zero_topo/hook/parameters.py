@@ -8,6 +8,7 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import wrapping
 from zero_topo.sync import Parameter
+
+logger = logging.getLogger(__name__)
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -51,10 +54,16 @@ def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **
     return [handle for handles in found for handle in handles or ()]
 
 
+def lower_dtype(param: Any) -> torch.dtype | None:
+    """Return the dtype in which ``torch_autocast`` of the DeepSpeed config sends a parameter; None if it is its own."""
+    sent: torch.dtype | None = getattr(param, "comm_dtype", None)
+    return None if sent == param.ds_tensor.dtype else sent
+
+
 class ParameterHandle(Handle[None]):
     """A pending gather that DeepSpeed waits for."""
 
-    def wait(self, handle_dependency: bool = True) -> None:
+    def wait(self, handle_dependency: bool = True) -> None:  # type: ignore[override]  # DeepSpeed's signature
         """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
         super().wait()
 
@@ -137,9 +146,11 @@ class ParameterGathers:
 
         def described(param: Any) -> Parameter:
             persistent, whole = bool(param.ds_persist), bool(getattr(param, "use_muon", False))
-            name, dims = self._name(param), len(param.ds_shape)
+            name, dims, sent = self._name(param), len(param.ds_shape), lower_dtype(param)
             # `ds_id` counts parameters in the order in which modules create them.
-            return Parameter(name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole)
+            return Parameter(
+                name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole, sent=sent
+            )
 
         return [described(param) for param in self.trained], [described(param) for param in self.frozen]
 
@@ -152,17 +163,24 @@ class ParameterGathers:
             "unmodified ZeRO-3 shards them over all ranks"
         )
 
-    def refuse_unfrozen(self) -> None:
-        """Raise ValueError before a forward pass if a frozen parameter has ``requires_grad`` now: nothing updates it.
+    def warn_of_unfrozen(self) -> None:
+        """Log once, before a forward pass, that a frozen parameter has ``requires_grad`` now: nothing updates it.
 
-        Stock ZeRO-3 continues, and never trains it.
+        Training continues, as under stock ZeRO-3. PEFT sets ``requires_grad`` of all active adapters when it leaves
+        ``disable_adapter``, in trainers whose user cannot change that.
         """
+        if not torch.is_grad_enabled():
+            return
         thawed = [name for name, param in self._never_trained.items() if param.requires_grad]
-        if thawed and torch.is_grad_enabled():
-            raise ValueError(
-                f"{len(thawed)} parameters were frozen when DeepSpeed was initialized and have requires_grad now, such "
-                f"as {thawed[0]}: no optimizer updates them; set requires_grad_(False) again, or save a checkpoint and "
-                "call deepspeed.initialize on the model as it is to be trained"
+        if not thawed:
+            return
+        self._never_trained.clear()
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"zero_topo: {len(thawed)} parameters were frozen when DeepSpeed was initialized and have "
+                f"requires_grad now, such as {thawed[0]}: they are not trained, because no optimizer has them, as "
+                "under stock ZeRO-3; to train them, save a checkpoint and call deepspeed.initialize on the model as it "
+                "is to be trained"
             )
 
     def serve(
@@ -242,16 +260,17 @@ class ParameterGathers:
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
         """Split parameters into ours and all others; without duplicates, by ``ds_id``.
 
-        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike.
+        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike; each by the dtype that is sent.
         """
         self._require_weights()
-        groups, others = dict[tuple[bool, bool], list[Any]](), list[Any]()
+        groups, others = dict[tuple[bool, bool, str], list[Any]](), list[Any]()
         for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
             slot = self.slots.get(ds_id)
             if slot is None:
                 others.append(param)
             else:
-                groups.setdefault((slot in self._engine.weights.frozen, bool(param.ds_persist)), []).append(param)
+                frozen, sent = slot in self._engine.weights.frozen, str(lower_dtype(param))
+                groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
     def _gather_coalesced(self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any) -> Any:
