@@ -159,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         mode = build_mode(config.sync, context)
         mode.check_optimizer(self.inner)
-        queue = OrderedQueue(device, overlap=config.overlap, ahead=1)
+        queue = OrderedQueue(device, ahead=1, overlap=config.overlap)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
         self.publisher = Publisher(self.parts.values(), config, mesh, bucket, queue)
