@@ -57,7 +57,7 @@ class Publisher:
         self.delta = settings.spec is not None
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
-        self.runs = [stored[run.start : run.stop] for run in runs]
+        self.runs = [list(stored[run.start : run.stop]) for run in runs]
         self.run_numel = run_numel
         self._plan = plan
         self._route = mesh.route(plan.weights, plan.optimizer).metered("publish")
