@@ -22,6 +22,7 @@ from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.hook import optimizer
 from zero_topo.hook import optimizer as module
+from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -57,6 +58,8 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "topo": deepspeed.engine,
         "slots": {slot: slot for slot in range(len(deepspeed.model.numels))},
         "ipg_buckets": {},
+        "_passes": BackwardPasses(),
+        "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "pace": Pace(0, None),

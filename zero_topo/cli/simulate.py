@@ -22,9 +22,10 @@ from zero_topo.cli.tables import bar_cells, show, with_bars
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
-from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipelines
+from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipeline_price, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, method_of
+from zero_topo.cost.tensor import tree_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -71,13 +72,14 @@ class Point(Document):
     scheme: str
     ranks: int
     micro_batches: int
-    step_s: float
+    seconds: float
     tflops_per_gpu: float
     breakdown: dict[str, float]
     range: Range
     sent_by_domain: dict[str, int]
     held: int
     fits: bool
+    checkpointing: bool
 
 
 class Simulated(Document):
@@ -120,12 +122,12 @@ def simulate(options: Options) -> None:
         places[0],
         machine=options.machine,
         model=job.model.name,
-        setting=setting(job),
+        setting=setting(places[0]),
         overlap=job.hidden,
         notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
-            fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
+            fill(Point, price, price.step, price.request.job, scheme=name, ranks=ranks, micro_batches=count)
             for (name, ranks, count), price in prices.items()
         ],
     )
@@ -146,7 +148,8 @@ def _places(options: Options) -> Iterator[Request]:
         options = replace(options, ranks=RANKS)
     model = need_model(options)
     for place in machines_of(options):
-        yield request_of(replace(options, micro_batches="1"), place, model)
+        request = request_of(replace(options, micro_batches="1"), place, model)
+        yield replace(request, keeps_if_fits=options.checkpointing is None)
 
 
 def _price(name: str, place: Request, count: int) -> Price:
@@ -159,7 +162,7 @@ def _price(name: str, place: Request, count: int) -> Price:
     job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
     request = replace(place, job=job)
     if name.startswith(NAME):
-        tried = {plan.name: PipelinePrice(plan, request) for plan in pipelines(place.topology, job)}
+        tried = {plan.name: pipeline_price(plan, request) for plan in pipelines(place.topology, job)}
         if name != NAME and name not in tried:
             raise ValueError(
                 f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
@@ -180,8 +183,9 @@ def _price(name: str, place: Request, count: int) -> Price:
     elif ROOT not in content:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
     with naming(plain):
-        block = ZeroTopoConfig.from_ds_config(content) if ROOT in content else ZeroTopoConfig.parse(content)
-        return request.price(resolve_config(block, place.topology))
+        of_file = ZeroTopoConfig.from_ds_config(content)
+        block = ZeroTopoConfig.parse(content) if of_file is None else of_file
+        return request.price(resolve_config(block, tree_of(place.topology, job.tensor)))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
@@ -202,6 +206,8 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         shown = {key: price for key, price in prices.items() if key[2] == count}
         show(with_bars(partial(_steps_table, shown, title)))
     print(f"- {content['setting']}")
+    recomputed = [f"{key[0]} on {key[1]:,} ranks" for key, price in prices.items() if price.request.job.checkpointing]
+    print(f"- activations are recomputed by {', '.join(dict.fromkeys(recomputed)) or 'none'}")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:

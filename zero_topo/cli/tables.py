@@ -94,14 +94,26 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None, bars: int = 0) -> Table:
-    """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
+def ranking_table(
+    plans: Sequence[Priced],
+    title: str,
+    tensor: Sequence[Priced] = (),
+    pipeline: PipelinePrice | None = None,
+    bars: int = 0,
+) -> Table:
+    """Plans: degrees of the roles, sync, step and its range, memory.
+
+    The best plans with tensor parallelism follow, then the pipeline to compare with.
+    """
     columns = ["scheme", "degrees", "lossy", "sync", "step", "range", "memory", *([""] if bars else [])]
     table = figures_table(columns, title, ("scheme", "degrees", ""))
-    prices = [*plans, *([] if pipeline is None else [pipeline])]
+    prices = [*plans, *tensor, *([] if pipeline is None else [pipeline])]
     drawn = bar_cells([price.seconds for price in prices], bars)
-    for plan, drawn_bar in zip(plans, drawn, strict=False):
+    for plan, drawn_bar in zip((*plans, *tensor), drawn, strict=False):
         scheme = str(plan.candidate.settings.get("scheme", "-"))
+        divided = plan.request.job.tensor
+        if divided > 1:
+            scheme = f"TP {divided}" if scheme == "-" else f"TP {divided}, {scheme}"
         loses = "yes" if plan.candidate.losses else "no"
         table.add_row(scheme, degrees(plan.config), loses, _sync(plan), *_costs(plan), *drawn_bar)
     if pipeline is not None:

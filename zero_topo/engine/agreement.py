@@ -250,7 +250,7 @@ def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
     sums = torch.stack([checksum(copy) for copy in copies])
     table = sums.new_empty(plan.world_size, len(copies))
     dist.all_gather_into_tensor(table.view(-1), sums)
-    rank_at = torch.tensor(plan.rank_at, device=table.device)
+    rank_at = torch.tensor(plan.rank_at, dtype=torch.int64, device=table.device)
     degrees = {"weight": plan.weights, "secondary": plan.secondary}
     for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
         assert degree is not None
@@ -270,5 +270,5 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
-    places = 2 * torch.arange(words.numel(), device=words.device, dtype=torch.int64) + 1
+    places = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
     return (words * places * 0x9E3779B1).sum()

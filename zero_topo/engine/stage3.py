@@ -92,7 +92,7 @@ class Stage3:
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(bucket_numel, sum(p.numel for p in trained))
         # The queue of sync and publish: one order on all ranks; on a GPU, a separate stream.
-        self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
+        self._lane = OrderedQueue(like.device, config.overlap, staged=True)
         publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
         self.weights = Weights(config, parameters, count, like, bucket_numel, publish, self.mesh, self._lane)
@@ -119,7 +119,7 @@ class Stage3:
             mesh=self.mesh,
             dtype=self.sync_dtype,
             shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
-            loss_scaled=like.dtype == torch.float16,
+            loss_scaled=self._loss_scaled,
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
@@ -128,6 +128,10 @@ class Stage3:
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
         return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self._lane)
+
+    @property
+    def _loss_scaled(self) -> bool:
+        return torch.float16 in (self.like.dtype, *(p.sent for p in self.parameters))
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -280,14 +284,23 @@ class Stage3:
             publish_itemsize=self.publish_dtype.itemsize,
             run_numel=self.bucket_numel,
             published=self.weights.published,
-            loss_scaled=self.like.dtype == torch.float16,
+            loss_scaled=self._loss_scaled,
             trains=bool(self.parameters),
             whole=tuple(p.whole for p in self.parameters),
+            lowered=tuple(p.sent is not None for p in self.parameters),
         )
         if not self._frozen:
             return work
-        numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
-        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, published=None, whole=()))
+        frozen = replace(
+            work,
+            numels=tuple(p.numel for p in self._frozen),
+            dims=tuple(p.dims for p in self._frozen),
+            persistent=tuple(p.persistent for p in self._frozen),
+            lowered=tuple(p.sent is not None for p in self._frozen),
+            published=None,
+            whole=(),
+        )
+        return replace(work, frozen=frozen)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the shards on this rank, without the optimizer's."""

@@ -11,7 +11,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.parameters import ParameterGathers, served
+from zero_topo.hook.parameters import ParameterGathers, can_freeze
+from zero_topo.hook.passes import module_hook
 from zero_topo.quant.operands import FLOATS
 
 
@@ -23,7 +24,7 @@ def follows_plan(engine: Any) -> bool:
     """
     offload = engine.zero_offload_param()
     on_device = offload is None or offload.device == "none"
-    return on_device and any(p.dtype in FLOATS and not served(p) for p in engine.module.parameters())
+    return on_device and any(p.dtype in FLOATS and can_freeze(p, engine.module) for p in engine.module.parameters())
 
 
 class TopoInference(DeepSpeedZeRoOffload):
@@ -38,7 +39,8 @@ class TopoInference(DeepSpeedZeRoOffload):
     ) -> None:
         super().__init__(module, *args, **kwargs)
         params: list[Any] = [*module.parameters()]
-        largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
+        ours = [p for p in params if p.dtype in FLOATS and can_freeze(p, module)]
+        largest = max(ours, key=lambda p: p.ds_numel)
         dtype = largest.ds_tensor.dtype
         self._gathers = ParameterGathers(module, [], names, dtype)
         self.topo = Stage3(
@@ -50,8 +52,11 @@ class TopoInference(DeepSpeedZeRoOffload):
             bucket_numel=max(p.ds_numel for p in params),
         )
         self._gathers.serve(self.topo)
-        # A step of the meter is one forward pass of the whole model.
-        self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
+        self._ending = module.register_forward_hook(module_hook(self._forward_ends))
+
+    def _forward_ends(self, *_: Any) -> None:
+        """End a step of the meter: one forward pass of the whole model."""
+        self.topo.meter.end_step()
 
     def notes(self) -> list[str | None]:
         """Return lines for the log: how the weights are sharded, and which do not follow the plan."""

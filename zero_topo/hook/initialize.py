@@ -25,6 +25,8 @@ from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
 CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
+GROUP_ARGUMENTS = ("data_parallel_group", "sequence_data_parallel_group")
+"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older name."""
 
 
 def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -133,6 +135,8 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     _mesh(arguments.get("mesh_param"))
     # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
     _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
+    for name in GROUP_ARGUMENTS:
+        refuse_group(name, arguments.get(name))
 
 
 def sharding_ranks(mpu: Any, world: int) -> int:
@@ -169,6 +173,26 @@ def _mesh(mesh: Sequence[int] | None) -> None:
             f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
             "the launch; for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, "
             "as Hugging Face does"
+        )
+
+
+def refuse_group(name: str, group: Any) -> None:
+    """Raise ValueError if an argument of ``zero.Init`` is a process group of fewer ranks than the launch has.
+
+    Args:
+        name: the argument.
+        group: its value, a process group or None.
+    """
+    if group is None:
+        return
+    import torch.distributed as dist
+
+    size, world = dist.get_world_size(group), dist.get_world_size()
+    if size != world:
+        raise ValueError(
+            f"{name} of zero.Init is a process group of {max(size, 0)} ranks: zero_topo shards over all {world} ranks "
+            'of the launch; remove the argument, and set "zero_topo": {"weights": "node"} or another domain to store '
+            "parameters in fewer ranks"
         )
 
 

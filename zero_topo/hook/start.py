@@ -20,7 +20,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
-from zero_topo.hook.initialize import resolve_block, sharding_ranks
+from zero_topo.hook.initialize import GROUP_ARGUMENTS, refuse_group, resolve_block, sharding_ranks
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
@@ -56,8 +56,19 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
         if not divided and store is not None:
             check_blocks(store, dist.get_rank(), world, has_block, os.environ.get(BLOCK_VARIABLE) or None)
         if has_block:
-            agree(_told(engine, model), engine.device)
+            _agree_on_start(engine, model)
     configure(engine, model)
+
+
+def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
+    """Check that all ranks begin with equal settings, and with parameters that ``zero.Init`` sharded over all ranks."""
+    try:
+        for group in {getattr(param, "ds_process_group", None) for param in model.parameters()}:
+            refuse_group(GROUP_ARGUMENTS[0], group)
+    except ValueError as error:
+        agree({"refused": str(error)}, engine.device)
+        raise
+    agree(_told(engine, model), engine.device)
 
 
 def meeting_place() -> dist.Store | None:
@@ -140,7 +151,7 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
     """
     listed = [names.get(param) for group in optimizer.param_groups for param in group["params"]]
     digest = int.from_bytes(sha256(repr(listed).encode()).digest()[:7], "little")
-    least = torch.tensor([digest, -digest], device=device)
+    least = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     if int(least.sum()) == 0:
         return
@@ -184,6 +195,6 @@ def least_memory(device: torch.device) -> int:
     Args:
         device: this rank's device.
     """
-    least = torch.tensor(get_accelerator().total_memory(), device=device)
+    least = torch.tensor(get_accelerator().total_memory(), dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)

@@ -192,7 +192,7 @@ def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
         )
     if job.environment is not None and scheduler is not SLURM:
         raise ValueError(
-            f"--environment {job.environment}: {scheduler.title} has no sbcast, which copies it to each node; leave it out"
+            f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each node; leave it out"
         )
     asked = {"log": job.log or scheduler.log or None, "account": job.account, "partition": job.partition}
     asked["time"] = None if job.seconds is None else scheduler.time(job.seconds)

@@ -230,7 +230,7 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     for place, ((scheme, count), line) in enumerate(_lines(points).items()):
         ranks = [point["ranks"] * APART**place for point in line]
         speeds = [point["tflops_per_gpu"] for point in line]
-        bounds = [(p["step_s"] / p["range"]["high_s"], p["step_s"] / p["range"]["low_s"]) for p in line]
+        bounds = [(p["seconds"] / p["range"]["high_s"], p["seconds"] / p["range"]["low_s"]) for p in line]
         off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
         off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
         colour = colours[scheme]

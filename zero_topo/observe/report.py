@@ -55,6 +55,7 @@ class Stats:
         predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
             an optimizer.
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
+        formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed engine.
     """
 
     config: ResolvedConfig
@@ -74,6 +75,7 @@ class Stats:
     on_device: bool
     predicted_memory: dict[str, int]
     pace: dict[str, float]
+    formula: Mapping[Key, int] | None = None
 
     def __str__(self) -> str:
         what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
@@ -145,13 +147,14 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     config, work = stats.config, stats.work
     zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
     sent, stored, peaks = zip(*ranks, strict=True)
+    formula = step_bytes(config, work) if stats.formula is None else stats.formula
     return {
         "ranks": len(ranks),
         "config": config.to_json(),
         "topology": config.topology.to_json(),
         "parameters": sum(work.numels),
         "micro_batches": stats.micro_batches,
-        "sent": _sent_rows(sent, step_bytes(config, work), step_bytes(zero3, work)),
+        "sent": _sent_rows(sent, formula, step_bytes(zero3, work)),
         "phase_seconds": dict(stats.phase_seconds),
         "sync": dict(stats.sync_report),
         "memory": _memory_rows(stats, zero3, stored),
