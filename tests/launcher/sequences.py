@@ -91,8 +91,8 @@ class Run:
             AssertionError: naming the calls, if anything differs.
         """
         self.calls.clear()
-        kinds = (self.train, self.train, self.train, self.look, self.step, self.zero, self.save, self.load, self.edit)
-        kinds += (self.peek, self.set_gradient, self.fail, self.raise_in_forward, self.copy, self.end_the_other)
+        kinds = [self.train, self.train, self.train, self.look, self.step, self.zero, self.save, self.load, self.edit]
+        kinds += [self.peek, self.set_gradient, self.fail, self.raise_in_forward, self.copy, self.end_the_other]
         for _ in range(count):
             self.call(self.draw.choice(kinds))
         self.call(self.train)

@@ -99,7 +99,8 @@ def test_what_is_sent_has_half_the_bytes() -> None:
     """The meter and the formula count gathers and the scatter of each dtype."""
     with lower_dtypes():
         sent = list[Counter[str]]()
-        for autocast in ({}, {"enabled": False}):
+        switched_off: dict[str, Any] = {"enabled": False}
+        for autocast in ({}, switched_off):
             run = job(block("topo"), **autocast)
             with running(run) as engine:
                 advance(run, engine, 0, 2)

@@ -176,7 +176,8 @@ def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: 
         assert_same_bits(weights(first), own)
         torch.testing.assert_close(outputs(first), last, rtol=1e-5, atol=1e-6)
         close(first)
-    assert not any(isinstance(param.partition, partial) for param in module.parameters())
+    calls = [getattr(param, "partition") for param in module.parameters()]  # noqa: B009 (DeepSpeed sets it)
+    assert not any(isinstance(call, partial) for call in calls)
     assert not any(hasattr(param, "zero_topo_calls") for param in module.parameters())
 
 

@@ -296,7 +296,7 @@ class Mpi(Group):
 
 def transport() -> type[Group]:
     """Return the class of groups for the world's backend; without a name torch chooses one for each device."""
-    backend = dist.get_backend()
+    backend: str = dist.get_backend()
     if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
         backend = "gloo"
     return Gloo if backend == "gloo" else Group

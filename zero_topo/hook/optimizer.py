@@ -586,5 +586,8 @@ class TopoStage3(Stock):
         self._gathers.release()  # behind `settle`: another engine may take over the weights
         super().destroy()
         self.topo.destroy()
-        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards.
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the views of gradients.
+        del self.grad_partitions_flat_buffer
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        self.averaged_gradients.clear()
         del self._gathers, self._beginning, self.topo

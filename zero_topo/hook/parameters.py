@@ -63,7 +63,7 @@ def lower_dtype(param: Any) -> torch.dtype | None:
 class ParameterHandle(Handle[None]):
     """A pending gather that DeepSpeed waits for."""
 
-    def wait(self, handle_dependency: bool = True) -> None:
+    def wait(self, handle_dependency: bool = True) -> None:  # type: ignore[override]  # DeepSpeed's signature
         """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
         super().wait()
 
