@@ -168,6 +168,27 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
+def tensor_parallel_groups(ds_config: Mapping[str, Any], ranks: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return the data-parallel groups of AutoTP, which numbers the ranks that share a layer consecutively.
+
+    Args:
+        ds_config: the whole config.
+        ranks: ranks of the job, if they are known.
+
+    Returns:
+        The global ranks of each group; empty without AutoTP, or for an unknown number of ranks.
+
+    Raises:
+        ValueError: if the tensor-parallel size does not divide the ranks.
+    """
+    size = lookup(ds_config, "tensor_parallel.autotp_size")
+    if not isinstance(size, int) or size <= 1 or ranks is None:
+        return ()
+    if ranks % size:
+        raise ValueError(f"tensor_parallel.autotp_size = {size}: it does not divide {ranks} ranks; choose a divisor")
+    return tuple(tuple(range(first, ranks, size)) for first in range(size))
+
+
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
     overlap = refuse_value(ds_config, **NO_OVERLAP)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.parameters import ParameterGathers, served
+from zero_topo.hook.parameters import ParameterGathers, by_plan, served
 from zero_topo.quant.operands import FLOATS
 
 
@@ -34,22 +35,34 @@ class TopoInference(DeepSpeedZeRoOffload):
     """
 
     def __init__(
-        self, module: torch.nn.Module, *args: Any, resolved: ResolvedConfig, names: dict[Any, str], **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        *args: Any,
+        configs: Sequence[ResolvedConfig],
+        names: dict[Any, str],
+        **kwargs: Any,
     ) -> None:
         super().__init__(module, *args, **kwargs)
         params: list[Any] = [*module.parameters()]
         largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
         dtype = largest.ds_tensor.dtype
-        self._gathers = ParameterGathers(module, [], names, dtype)
-        self.topo = Stage3(
-            resolved,
-            *self._gathers.described(),
-            like=torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name()),
-            scatter_dtype=dtype,
-            accumulation_dtype=dtype,
-            bucket_numel=max(p.ds_numel for p in params),
-        )
-        self._gathers.serve(self.topo)
+        self._parts: list[tuple[Stage3, ParameterGathers]] = []
+        for config, own in by_plan(module, names, configs):
+            gathers = ParameterGathers(module, [], names, dtype, own)
+            described = gathers.described()
+            if self._parts:
+                topo = self.topo.beside(config, *described, list)
+            else:
+                topo = self.topo = Stage3(
+                    config,
+                    *described,
+                    like=torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name()),
+                    scatter_dtype=dtype,
+                    accumulation_dtype=dtype,
+                    bucket_numel=max(p.ds_numel for p in params),
+                )
+            gathers.serve(topo)
+            self._parts.append((topo, gathers))
         # A step of the meter is one forward pass of the whole model.
         self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
 
@@ -61,7 +74,8 @@ class TopoInference(DeepSpeedZeRoOffload):
             bits = "in their own type" if spec is None else f"as INT{spec.bits}"
             domain = self.topo.config.topology.domain(plan.weights)
             where = f"sharded over {domain} ({plan.weights} ranks), gathered {bits}"
-        return [f"this engine has no optimizer; its weights are {where}", self._gathers.note()]
+        notes = [gathers.note() for _, gathers in self._parts]
+        return [f"this engine has no optimizer; its weights are {where}", *notes]
 
     def _restore_from_bit16_weights(self) -> None:
         """Do nothing: DeepSpeed calls this after loading weights to refill masters, and there are none."""
@@ -69,7 +83,9 @@ class TopoInference(DeepSpeedZeRoOffload):
     def destroy(self) -> None:
         """Finish pending gathers and free the shards. Collective."""
         self._ending.remove()
-        self._gathers.release()
+        for _, gathers in self._parts:
+            gathers.release()
         super().destroy()
-        self.topo.destroy()
-        del self._gathers, self.topo
+        for topo, _ in self._parts:
+            topo.destroy()
+        del self._parts, self.topo

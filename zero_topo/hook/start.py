@@ -18,10 +18,11 @@ import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.parts import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
-from zero_topo.hook.initialize import resolve_block, sharding_ranks
+from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
+from zero_topo.topology.groups import groups_from
 
 LOCAL: Mapping[str, str] = MappingProxyType(
     {
@@ -47,14 +48,14 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
 
     ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if shapes differ.
     """
-    has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
-    divided = sharding_ranks(engine.mpu, world) < world
-    store = meeting_place()
+    has_block, store = ROOT in engine._config._param_dict, meeting_place()
     with refusals():
-        if not divided and store is not None:
-            check_blocks(store, dist.get_rank(), world, has_block)
+        if store is not None:
+            check_blocks(store, dist.get_rank(), dist.get_world_size(), has_block)
         if has_block:
-            agree(_told(engine, model), engine.device)
+            agree(_told(engine), engine.device)
+            # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+            agree(_model(model), engine.device, groups=groups_over(sharding_group(engine.mpu), engine.device))
     configure(engine, model)
 
 
@@ -63,21 +64,45 @@ def meeting_place() -> dist.Store | None:
     return None if dist.get_backend() in ("mpi", "fake") else dist.distributed_c10d._get_default_store()
 
 
-def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Return what must be equal on all ranks besides the plan: the model, DeepSpeed's settings, versions.
+def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of all process groups of the job of which ``group`` is this rank's. Collective.
 
-    ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
+    Groups are created by all ranks in one order, so every rank needs those of the others.
+
+    Args:
+        group: a process group; together with those of the other ranks it divides the world. None is the world.
+        device: the device of the world group's tensors.
+
+    Returns:
+        The global ranks of each group; empty if there is one group of all ranks.
     """
+    world = dist.get_world_size()
+    if group is None or dist.get_world_size(group) == world:
+        return ()
+    first = torch.tensor([min(dist.get_process_group_ranks(group))], device=device)
+    firsts = first.new_empty(world)
+    dist.all_gather_into_tensor(firsts, first)
+    return groups_from(firsts.tolist())
+
+
+def _model(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what must be equal of a model on all ranks that share its shards."""
     shapes = {
         name: [str(param.dtype), param.requires_grad, *getattr(param, "ds_shape", param.shape)]
         for name, param in model.named_parameters()
     }
+    return {"model": shapes, "model_order": {str(place): name for place, name in enumerate(shapes)}}
+
+
+def _told(engine: Any) -> dict[str, Any]:
+    """Return what must be equal on all ranks besides plan and model: DeepSpeed's settings, versions.
+
+    ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
+    """
     config = engine._config
     return {
         **_shared({**config._param_dict, "zero_optimization": config.zero_config.model_dump()}),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "model": shapes,
-        "model_order": {str(place): name for place, name in enumerate(shapes)},
         "versions": {module.__name__: module.__version__ for module in (torch, deepspeed, zero_topo)},
     }
 
@@ -148,8 +173,10 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
 
 
-def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
-    """Resolve the block and check that all ranks agree; return it, or None without a block.
+def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
+    """Resolve the block and check that all ranks agree; return it, or an empty list without a block.
+
+    With expert parallelism there is a second plan, of the experts.
 
     A rank that rejects its block reports that to the others before it raises.
 
@@ -159,19 +186,36 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     """
     config, names = engine._config._param_dict, engine.param_names
     if ROOT not in config:
-        return None
+        return []
     memory = least_memory(engine.device)
+    members = groups_over(engine.seq_data_parallel_group, engine.device)
+    expert_groups = _expert_groups(engine)
+    experts = [groups_over(group, engine.device) for group in expert_groups[:1]]
     try:
-        found = resolve_block(config, dist.get_world_size(), engine.seq_dp_world_size, engine=engine, memory=memory)
+        if len(expert_groups) > 1:
+            raise ValueError(f"expert_parallel: {len(expert_groups)} expert-parallel sizes in one model; use one")
+        found = [resolve_block(config, dist.get_world_size(), members, engine=engine, memory=memory)]
+        for groups in experts:
+            if groups != members:  # else experts are sharded like all other parameters
+                found.append(resolve_experts(config, found[0], groups, dist.get_rank()))
         if optimizer:
             _refuse_types(optimizer, names)
     except ValueError as error:
         agree({"refused": str(error)}, engine.device)
         raise
-    check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
+    more = {"experts": [plan.to_json() for plan in found[1:]]}
+    if optimizer:
+        more |= _trained(optimizer, names)
+    check_agreement(found[0], engine.device, more)
     if optimizer:
         _in_one_order(optimizer, names, engine.device)
     return found
+
+
+def _expert_groups(engine: Any) -> list[Any]:
+    """Return the process groups over which DeepSpeed partitions AutoEP's experts, one for each expert-parallel size."""
+    found = {getattr(param, "ds_zero_partition_group_name", None) for param in engine.module.parameters()}
+    return [engine.expert_data_parallel_group[name] for name in sorted(name for name in found if name)]
 
 
 def least_memory(device: torch.device) -> int:
