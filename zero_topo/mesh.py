@@ -82,7 +82,7 @@ class Mesh:
             plans = [replace(plan, order=tree.order) for tree in groups.trees]
             self.plans = dict(zip(groups.members, plans, strict=True))
         self.rank = self.ranks.index(dist.get_rank())
-        self._prefix = f"{groups.name} " if groups and groups.name else ""
+        self._prefix = groups.prefix if groups else ""
         self._created: list[dist.ProcessGroup] = []
         self._transport = transport.transport()
         self._splitter, self._timeout = _splitter(), _timeout()

@@ -66,6 +66,10 @@ class TopoInference(DeepSpeedZeRoOffload):
         # A step of the meter is one forward pass of the whole model.
         self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
 
+    def engines(self) -> list[Stage3]:
+        """Return the engines: with expert parallelism also that of the experts."""
+        return [topo for topo, _ in self._parts]
+
     def notes(self) -> list[str | None]:
         """Return lines for the log: how the weights are sharded, and which do not follow the plan."""
         plan, spec = self.topo.config.plan, self.topo.config.weights_spec

@@ -84,6 +84,10 @@ class TopoStage3(Stock):
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
+    def engines(self) -> list[Stage3]:
+        """Return the engines: with expert parallelism also that of the experts."""
+        return [part.topo for part in self._parts]
+
     def notes(self) -> list[str | None]:
         """Return lines for the log: which parameters do not follow the plan."""
         return [part.gathers.note() for part in self._parts]

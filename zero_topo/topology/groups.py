@@ -40,6 +40,11 @@ class Groups:
                 "node's ranks"
             )
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of the names of domains."""
+        return f"{self.name} " if self.name else ""
+
     @cached_property
     def trees(self) -> tuple[Topology, ...]:
         """The tree of each group."""
