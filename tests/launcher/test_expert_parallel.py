@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import zero_topo
 from tests.launcher.checkpoints import resume, save
 from tests.launcher.parallel_models import Mixture, autoep, clean_groups
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import ADAMS, Job, advance, block, running, start
+from tests.launcher.training import Job, advance, block, running, start
 from tests.marks import often
 from zero_topo.observe.report import bytes_of
 

@@ -24,6 +24,7 @@ from zero_topo.config import (
     is_automatic,
     load_deepspeed_config,
     resolve_config,
+    tensor_parallel_groups,
 )
 from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.stock_keys import translate
@@ -129,12 +130,20 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
     counted = options.ranks is not None or options.nodes is not None
     fewest = None if counted else fewest_ranks(block, where, os.environ)
     found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
+    whole = found.world_size
+    if groups := tensor_parallel_groups(loaded, whole):
+        found = found.among(groups[0])
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
     if counted or not anywhere or launcher_view(os.environ) is not None:
         _refuse(deepspeed_refusals(loaded, found.world_size))
-    if fewest is None:
-        return found, []
-    return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
+    notes = []
+    if fewest is not None:
+        notes.append(f"checked for {fewest} ranks, as this is no job; --ranks N checks for others")
+    if groups:
+        notes.append(
+            f"tensor parallelism: the plan is that of a data-parallel group, {found.world_size} of {whole} ranks"
+        )
+    return found, notes
 
 
 def _largest(options: JobOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:

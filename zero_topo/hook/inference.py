@@ -34,6 +34,8 @@ class TopoInference(DeepSpeedZeRoOffload):
         topo: the shards; parameters with the dtype of the largest one follow the plan.
     """
 
+    topo: Stage3
+
     def __init__(
         self,
         module: torch.nn.Module,

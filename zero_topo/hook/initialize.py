@@ -249,6 +249,8 @@ def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Memb
     tree = groups.tree(rank)
     if is_automatic(block, dense.topology):
         return replace(_like(dense, tree), groups=groups, notes=())
+    if dense.scheme is not None:  # else a scheme by default is that of the experts' tree
+        block = block.model_copy(update={"scheme": dense.scheme})
     try:
         return replace(resolve_config(block, tree), groups=groups)
     except ValueError as error:

@@ -124,8 +124,10 @@ def _agreed(
         facts["tag"] = tag
         if tag is not None:
             folder = load_dir / str(tag)
+            if universal and len(engine.optimizer.engines()) > 1:
+                raise ValueError(f"{folder}: with expert_parallel load the run's own checkpoint, not a universal one")
             if universal:
-                name = file_name(0, "model", engine.checkpoint_mp_rank)
+                name = file_name(0, "model", _tensor_rank(engine))
                 facts |= _model(_read(engine, folder / name, contents))
                 parameters = engine.optimizer.topo.parameters
                 groups = _universal(parameters, folder, states, engine.mp_world_size)
@@ -149,7 +151,7 @@ def _agreed(
 
 def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
     """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal on all ranks."""
-    mesh, tensor_rank = engine.optimizer.topo.mesh, engine.checkpoint_mp_rank
+    mesh, tensor_rank = engine.optimizer.topo.mesh, _tensor_rank(engine)
     rank, ranks = mesh.rank, len(mesh.ranks)
     path, first = (folder / file_name(of, "model", tensor_rank) for of in (rank, 0))
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
@@ -164,7 +166,10 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
     names = [[*of] for of in found.get("param_shapes") or shapes]
-    if names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks:
+    alike = names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks
+    if len(engine.optimizer.engines()) > 1:
+        alike = _same_experts(path, found, shapes, alike)
+    if alike:
         held = _read(engine, optimizer, contents)
     else:
         saved = Saved(folder, prefix, rank, ranks, tensor_rank)
@@ -173,6 +178,27 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
         held = contents[optimizer] = saved.optimizer(shapes, groups)
         facts = {"saved by": found["dp_world_size"], **_model(contents[path]), DROPS: saved.drops_residual(shapes)}
     return {**facts, "optimizer": _optimizer(optimizer, held, engine.optimizer)}
+
+
+def _same_experts(path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool) -> bool:
+    """Return True if the ranks and the shapes of a run with expert parallelism are those of this run.
+
+    Raises:
+        ValueError: otherwise: experts are sharded over other ranks than dense parameters, and no file says which.
+    """
+    saved = [tuple(shape) for of in found.get("param_shapes", ()) for shape in of.values()]
+    own = [tuple(shape) for of in shapes for shape in of.values()]
+    if not alike or saved != own:
+        raise ValueError(
+            f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: with expert_parallel "
+            "resume with the same"
+        )
+    return True
+
+
+def _tensor_rank(engine: Any) -> int:
+    """Return this rank's number in its tensor-parallel group, by which DeepSpeed names files."""
+    return int(engine.mpu.get_model_parallel_rank()) if engine.mp_world_size > 1 else 0
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +239,8 @@ def _universal(parameters: Sequence[Parameter], folder: Path, states: bool, tens
             path = zero / name / f"{key}.pt"
             found = mapped(path)
             saved = found["param"] if isinstance(found, dict) else found
-            if saved.numel() != numel if tensor == 1 else not numel <= saved.numel() <= numel * tensor * 2:
+            split = tensor > 1 and saved.numel() > numel
+            if saved.numel() != numel and not split:
                 raise ValueError(f"{path} holds {saved.numel()} elements, but {name} has {numel}: convert it anew")
     if not states:
         return []

@@ -251,6 +251,7 @@ class TopoStage3(Stock):
         self.stepping = True
         try:
             self._parts.sync()
+            self._parts.track_overflow(self.inf_or_nan_tracker)
             if not get_accelerator().is_synchronized_device():  # DeepSpeed checks for overflow on this stream
                 self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
             if self.offload_optimizer:
@@ -262,12 +263,6 @@ class TopoStage3(Stock):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self._parts.end_step(self.overflow, self.fp32_partitioned_groups_flat)
         self.pace.end_step()
-
-    def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a gradient is not finite on any rank; stock checks the buffer of the first engine alone."""
-        for part in self._parts.parts[1:]:
-            self.inf_or_nan_tracker.logical_or_(~part.topo.gradients.own_row.isfinite().all())
-        return bool(super().has_overflow(partition_gradients))
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""

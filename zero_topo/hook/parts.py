@@ -161,6 +161,15 @@ class Parts:
         if self._replicated is not None:
             self._replicated.average()
 
+    def track_overflow(self, tracker: Tensor) -> None:
+        """Set DeepSpeed's flag if a gradient is not finite; DeepSpeed itself checks the first engine's alone.
+
+        Args:
+            tracker: a boolean on the accelerator, which DeepSpeed reduces over all ranks and clears in the step.
+        """
+        for part in self.parts[1:]:
+            tracker.logical_or_(~part.topo.gradients.own_row.isfinite().all())
+
     def end_step(self, skipped: bool, masters: Sequence[Tensor]) -> None:
         """End an optimizer step; the first engine comes last, because it ends the step of the meter.
 

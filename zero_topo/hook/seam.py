@@ -77,7 +77,6 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
     (Stock, "zero_grad", ("self", "set_to_none")),
-    (Stock, "has_overflow", ("self", "partition_gradients")),
     (Stock, "_get_norm_groups", ("self",)),
     (Stock, "independent_gradient_partition_epilogue", ("self",)),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
@@ -90,17 +89,16 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
 # Instance attributes used: some method of the class must name them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine")),
-    (DeepSpeedEngine, ("param_names", "mp_world_size", "checkpoint_mp_rank", "mpu")),
+    (DeepSpeedEngine, ("param_names", "mp_world_size", "mpu")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
-    (Stock, ("partition_count", "model_parallel_group")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter")),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 
