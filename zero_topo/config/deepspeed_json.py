@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import ABSENT, ZERO, lookup, on, translate
 from zero_topo.config.sync_config import DenseSync
@@ -234,6 +234,8 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
         return f"{said}: {AGED_REFUSED}"
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
+    if optimizer == "muon" and lookup(ds_config, "expert_parallel.enabled") is True:
+        return f"{said}: {MUON_WITH_EXPERTS}"
     if given is ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'

@@ -195,6 +195,7 @@ def resolve_block(
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
     memory: int | None = None,
+    shared: Callable[[Request], Request] | None = None,
 ) -> ResolvedConfig:
     """Resolve the ``zero_topo`` block of a DeepSpeed config.
 
@@ -205,6 +206,7 @@ def resolve_block(
         env: the launcher's environment.
         engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it exists.
         memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
+        shared: returns the request that all ranks plan with, if their parts of the model may differ; collective.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
@@ -220,12 +222,19 @@ def resolve_block(
     groups = Groups(topology, tuple(members)) if members else None
     if groups is not None:
         topology = groups.tree(engine.global_rank)
+
+    def plan_of(trains: bool) -> ResolvedConfig:
+        request = request_of(engine, topology, trains)
+        if shared is not None:
+            request = replace(shared(request), topology=topology)
+        return planned(block, request)
+
     try:
-        found = _planned(block, engine, topology)
+        found = plan_of(trains=True)
     except ValueError:
         if engine.optimizer_name() is not None:
             raise
-        found = _planned(block, engine, topology, trains=False)  # without an optimizer more models fit
+        found = plan_of(trains=False)  # without an optimizer more models fit
     return replace(found, groups=groups)
 
 
@@ -280,10 +289,6 @@ def _checked(config: dict[str, Any]) -> ZeroTopoConfig:
     if problems := deepspeed_problems(config):
         raise ValueError(problems[0])
     return block
-
-
-def _planned(block: ZeroTopoConfig, engine: Any, topology: Topology, trains: bool = True) -> ResolvedConfig:
-    return planned(block, request_of(engine, topology, trains))
 
 
 def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.config.modes import MUON_REFUSED, SPARSE_MODES
+from zero_topo.config.modes import MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES
 from zero_topo.hook.seam import SINCE, has
 
 APPLY = "_apply_muon_to_accumulated_grads"
@@ -24,10 +24,7 @@ def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
     if type(optimizer).__name__ != "MuonWithAuxAdam":
         return
     if len(configs) > 1:
-        raise ValueError(
-            "optimizer Muon: it is not supported with expert_parallel, whose experts have an engine of their own; use "
-            "Adam or AdamW"
-        )
+        raise ValueError(f"optimizer Muon: {MUON_WITH_EXPERTS}")
     if isinstance(configs[0].sync, SPARSE_MODES):
         raise ValueError(f"optimizer Muon: {MUON_REFUSED}")
     if not has(APPLY):

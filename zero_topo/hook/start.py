@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.parts import ROOT
+from zero_topo.cost.planner import Request
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
 from zero_topo.hook.seam import wrapping
@@ -194,7 +196,9 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
     try:
         if len(expert_groups) > 1:
             raise ValueError(f"expert_parallel: {len(expert_groups)} expert-parallel sizes in one model; use one")
-        found = [resolve_block(config, dist.get_world_size(), members, engine=engine, memory=memory)]
+        shared = partial(_largest, device=engine.device) if members else None
+        world = dist.get_world_size()
+        found = [resolve_block(config, world, members, engine=engine, memory=memory, shared=shared)]
         for groups in experts:
             if groups != members:  # else experts are sharded like all other parameters
                 found.append(resolve_experts(config, found[0], groups, dist.get_rank()))
@@ -210,6 +214,20 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
     if optimizer:
         _in_one_order(optimizer, names, engine.device)
     return found
+
+
+def _largest(request: Request, device: torch.device) -> Request:
+    """Return the request of the rank with the most parameters, so that all choose one plan. Collective.
+
+    Tensor-parallel ranks have parts of different sizes if a size does not divide.
+    """
+    own = sum(request.numels or ()) + sum(request.frozen)
+    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([own], device=device))
+    held = [request]
+    if int(sizes.min()) < int(sizes.max()):
+        dist.broadcast_object_list(held, src=int(sizes.argmax()))
+    return held[0]
 
 
 def _expert_groups(engine: Any) -> list[Any]:
