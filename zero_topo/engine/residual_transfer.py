@@ -111,8 +111,8 @@ def carry(saved: Path, universal: Path) -> Carried:
     found = [(match, path) for path, match in matches if match]
     if any(int(match[2]) for match, _ in found):
         raise ValueError(
-            f"{saved}: a run with tensor parallelism, whose residuals are those of parts of parameters; continue without "
-            "them"
+            f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; load its "
+            "universal checkpoint without them"
         )
     files = [(int(match[1]), path) for match, path in found]
     if not files:
