@@ -224,6 +224,15 @@ template <typename To, typename From> ZT_WIRE_FN To zt_bits(From from) {
     return to;
 }
 
+/* The least integer that is not below x, |x| < 2^21, in the low bits. */
+ZT_DEVICE uint32_t zt_ceil_bits(float x) {
+#if defined(__CUDA_ARCH__)
+    return zt_bits<uint32_t>(__fadd_ru(x, 12582912.0f));
+#else
+    return zt_bits<uint32_t>(zt_add(__builtin_ceilf(x), 12582912.0f));
+#endif
+}
+
 /* -- Sixteen-bit floats, two in a word: the first in the low half -------------------------------------------------- */
 
 ZT_DEVICE float zt_from_bf16(uint32_t bits) { return zt_bits<float>(bits << 16); }

@@ -44,8 +44,8 @@ Trace = list[tuple[CodeType, int]]
 Booking = tuple[torch.UntypedStorage, Places]
 
 
-class RaceError(Exception):
-    """Two accesses without an order, or memory freed too early."""
+class RaceError(BaseException):
+    """Two accesses without an order, or memory freed too early; code that catches an Exception does not hide it."""
 
 
 @dataclass

@@ -142,7 +142,7 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
     for command in commands(number, gpu, folder):
         env = {**os.environ, "DS_ACCELERATOR": device, "ZERO_TOPO_TEST_DEVICE": device, **own_architecture(gpu)}
         if gpu:  # the reference computes on the host
-            env |= {"OMP_NUM_THREADS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            env = {**env, "OMP_NUM_THREADS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         began = time.monotonic()
         status = 124
         if began < end:  # a command short enough would end before a limit of no time stopped it
@@ -168,13 +168,16 @@ def main(words: list[str]) -> int:
     gpu = torch.cuda.is_available() and os.environ.get("ZERO_TOPO_TEST_DEVICE") != "cpu"
     folder = RECORDS if gpu else ROOT / "runs" / "gpu-check"
     (folder / "sanitizer").mkdir(parents=True, exist_ok=True)
-    done = {stage: run(stage, gpu, folder) for stage in map(int, words or map(str, STAGES))}
-    failed = [entry["command"] for entries in done.values() for entry in entries if entry["status"]]
     path = folder / "gpu-check.json"
-    before = json.loads(path.read_text())["stages"] if path.exists() else {}
     device = torch.cuda.get_device_name() if gpu else "none: stand-ins on the CPU"
-    now = {str(stage): {"title": STAGES[stage].title, "commands": entries} for stage, entries in done.items()}
-    records.write(path, records.record("gpu-check", {"device": device}, {"stages": {**before, **now}}))
+    failed = []
+    for stage in map(int, words or map(str, STAGES)):
+        entries = run(stage, gpu, folder)
+        failed += [entry["command"] for entry in entries if entry["status"]]
+        stages = json.loads(path.read_text())["stages"] if path.exists() else {}
+        stages[str(stage)] = {"title": STAGES[stage].title, "commands": entries}
+        # After each stage: a lease of the GPU may end before the last one.
+        records.write(path, records.record("gpu-check", {"device": device}, {"stages": stages}))
     print(f"{path}: {len(failed)} commands failed{''.join(f'{chr(10)}  {told}' for told in failed)}")
     return int(bool(failed))
 

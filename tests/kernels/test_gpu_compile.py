@@ -26,7 +26,7 @@ from tests.launching import output
 
 NVIDIA = (pytest.param("80", marks=pytest.mark.long), "90")
 AMD = "gfx90a"
-EXPECTED = {"zt_quantize_kernel": 4, "zt_requantize_kernel": 7, "zt_reduce_kernel": 5}
+EXPECTED = {"zt_quantize_kernel": 3, "zt_requantize_kernel": 5, "zt_reduce_kernel": 3}
 """Block kernels by how many units and formats they are instantiated for."""
 CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
 """Those of codes, by units."""

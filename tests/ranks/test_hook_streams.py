@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -19,6 +21,7 @@ from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.hook import optimizer
+from zero_topo.hook import optimizer as module
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -39,15 +42,21 @@ class Copies(TorchDispatchMode):
 
 @contextmanager
 def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
-    """The hook's optimizer around an engine, without what DeepSpeed's constructor makes."""
-    device, own = deepspeed.device, object.__new__(optimizer.TopoStage3)
+    """The hook's optimizer around an engine, with what it asks of DeepSpeed's constructor, which builds nothing."""
+    device = deepspeed.device
     accelerator = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=device.current_stream)
+
+    def asked(own: Any, contiguous_gradients: bool = True, **_: Any) -> None:
+        own.contiguous_gradients = contiguous_gradients
+
+    with patch.object(Stock, "__init__", asked), patch.object(optimizer, "meeting_place", lambda: None):
+        own = optimizer.TopoStage3(resolved=deepspeed.engine.config)
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
     own.__dict__ |= {
         "topo": deepspeed.engine,
-        "_in_backward": False,
-        "offloaded_states": set(),
+        "slots": {slot: slot for slot in range(len(deepspeed.model.numels))},
+        "ipg_buckets": {},
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "pace": Pace(0, None),
@@ -59,6 +68,65 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     }
     with patch.object(optimizer, "get_accelerator", lambda: accelerator):
         yield own
+
+
+@dataclass
+class Bucket:
+    """DeepSpeed's, with a buffer that is only used if its optimizer was built so.
+
+    Args:
+        deepspeed: on whose streams it works.
+        optimizer: the hook's.
+        numel: elements of the buffer.
+    """
+
+    deepspeed: DeepSpeed
+    optimizer: Any
+    numel: int
+    params: list[Any] = field(default_factory=list)
+    elements: int = 0
+
+    def __post_init__(self) -> None:
+        self.buffer = torch.empty(self.numel, dtype=torch.bfloat16)
+        self.optimizer.ipg_buckets[torch.bfloat16] = self
+
+    def add(self, param: Any) -> None:
+        """``__add_grad_to_ipg_bucket``."""
+        scatters, device = self.deepspeed.scatters, self.deepspeed.device
+        scatters.wait_stream(device.current_stream())
+        if self.optimizer.contiguous_gradients:
+            with scatters:
+                place = self.buffer.narrow(0, self.elements, param.grad.numel())
+                place.copy_(param.grad)
+                device.record(param.grad, scatters)
+                param.grad = place
+        self.params.append(param)
+        self.elements += param.grad.numel()
+
+    def scatter(self, last: bool) -> None:
+        """``__reduce_and_partition_ipg_grads``."""
+        with self.deepspeed.scatters:
+            self.optimizer.topo.gradients.scatter(
+                [self.optimizer.slots[param.ds_id] for param in self.params],
+                [param.grad for param in self.params],
+                last,
+            )
+            self.optimizer.partition_grads(self.params, None)
+            self.params.clear()
+            self.elements = 0
+
+
+def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
+    """Autograd adds the second part in place, on the computation's stream, while the bucket waits to be scattered."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
+        bucket, arrives = Bucket(deepspeed, optimizer, 576), optimizer.reduce_independent_p_g_buckets_and_remove_grads
+        with patch.object(Stock, "reduce_independent_p_g_buckets_and_remove_grads", lambda _, param: bucket.add(param)):
+            for slot, numel in ((1, 64), (0, 512)):
+                param = SimpleNamespace(ds_id=slot, grad=torch.ones(numel).bfloat16())
+                arrives(param)
+            param.grad += torch.ones(512).bfloat16()
+            arrives(param)
+        bucket.scatter(last=True)
 
 
 def test_overflow_is_looked_for_after_sync() -> None:
@@ -73,6 +141,19 @@ def test_overflow_is_looked_for_after_sync() -> None:
         deepspeed.micro_batch(last=True)
         with patch.object(Stock, "step", step):
             optimizer.step()
+
+
+def test_masters_on_the_host_are_page_locked() -> None:
+    """Where DeepSpeed's gradients are; those on the device stay, and the optimizer keeps its tensors."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+        masters = [torch.ones(8, requires_grad=True), torch.ones(8, device="meta")]
+        locked = torch.ones(8)
+        optimizer.__dict__ |= {"fp32_partitioned_groups_flat": list(masters)}
+        pin = MagicMock(return_value=locked)
+        with patch.object(module, "get_accelerator", lambda: SimpleNamespace(pin_memory=pin)):
+            optimizer._pin_masters()
+    assert all(map(is_, optimizer.fp32_partitioned_groups_flat, masters))
+    assert pin.call_count == 1 and masters[0].data_ptr() == locked.data_ptr() and masters[0].requires_grad
 
 
 def test_gradients_for_the_host_are_converted_on_the_device() -> None:

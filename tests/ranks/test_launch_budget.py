@@ -6,7 +6,7 @@ A launch is an ATen operation that is neither a view nor an allocation, a call o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import log2
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks import worlds
 from zero_topo.config import ResolvedConfig
+from zero_topo.quant import reference
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -189,18 +190,50 @@ def scan(x: Tensor, dim: int, *_: Any) -> str:
     return f"over dimension {dim} of {tuple(x.shape)}" if 1 < columns < ENOUGH_COLUMNS else ""
 
 
-RULES: Mapping[str, Callable[..., str]] = MappingProxyType({"cumsum": scan})
+def copies(x: Tensor, times: Sequence[int], *_: Any) -> str:
+    """A collective can be given the same memory for all ranks."""
+    return f"{tuple(x.shape)} packed bytes, {times[0]} times" if x.dtype == torch.uint8 and x.numel() > 1 else ""
+
+
+def positions(mask: Tensor, *_: Any) -> str:
+    """On a GPU of more than 256 multiprocessors the offsets of one-byte elements are not all written."""
+    return f"a mask of {mask.dtype}" if mask.element_size() == 1 else ""
+
+
+RULES: Mapping[str, Callable[..., str]] = MappingProxyType(
+    {"cumsum": scan, "cummax": scan, "repeat": copies, "nonzero_static": positions}
+)
 """Operation -> what is slow about a call of it, in words; empty if nothing is."""
 
 
-@pytest.mark.parametrize("name", often(OFTEN, CASES))
-def test_no_operation_of_a_step_is_slow_by_its_shape(name: str) -> None:
-    """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle."""
+NODE = {"scheme": "topo", "optimizer": "node"}
+BACK = {f"replicated+{mode}": NODE | SPARSE[mode] for mode in ("topk_a", "topk_dsa", "oktopk", "tagc")}
+"""Modes that send sums back to all peers, each of which owns other elements."""
+
+
+@pytest.mark.parametrize("name", often([*OFTEN, *BACK], CASES | BACK))
+def test_no_operation_of_a_step_is_slow_by_its_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle, or fails on a large one."""
+    monkeypatch.setattr(reference, "_scans_half", lambda device: True)
     slow = SlowOperations()
     with fake_world(16):
-        step = BareStep(on(CASES[name], FEW), numels(16, 64))
+        step = BareStep(on((CASES | BACK)[name], FEW), numels(16, 64))
         for _ in range(3):
             for do in step.phases().values():
                 with slow:
                     do()
     assert not slow.found
+
+
+@pytest.mark.parametrize("mode", often(("oktopk", "tagc", "scape"), SPARSE))
+def test_a_monitor_makes_the_host_wait_once(mode: str) -> None:
+    """However many runs and numbers a sparse mode has."""
+    found = Launches()
+    with fake_world(16):
+        step = BareStep(on(NODE | SPARSE[mode], FEW), numels(16), together=4)
+        for _ in range(3):
+            for do in step.phases().values():
+                do()
+        with found.phase("report"):
+            report = step.engine.gradients.mode.report()
+    assert report["density"] > 0 and found.phases["report"].syncs == 1

@@ -29,22 +29,25 @@ MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), s
 LAYER = sum(MODEL.modules()[1])
 
 
-def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
+def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
     """A step as DeepSpeed takes it: a layer is whole, the next on its way, while a bucket of whole layers is scattered.
+
+    Gradients are new tensors and live until they are scattered.
 
     There are no activations.
     """
     for module in MODULES:
         engine.weights.gather(module, "gather_forward").wait()
-    coming, ready = engine.weights.gather(MODULES[-1], "gather_backward"), list[int]()
+    coming = engine.weights.gather(MODULES[-1], "gather_backward")
+    ready: dict[int, Tensor] = {}
     for index, module in reversed(list(enumerate(MODULES))):
         whole = coming.wait()
         coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
-        ready += module
-        sizes = [engine.layout.numels[slot] for slot in ready]
-        if not index or sum(sizes) + LAYER > bucket.numel() or index == len(MODULES) - 1:
-            engine.gradients.scatter(ready, bucket[: sum(sizes)].split(sizes), last=not index)
-            ready = []
+        ready |= {slot: torch.zeros(engine.layout.numels[slot], dtype=torch.bfloat16) for slot in module}
+        filled = sum(gradient.numel() for gradient in ready.values())
+        if not index or filled + LAYER > bucket or index == len(MODULES) - 1:
+            engine.gradients.scatter([*ready], [*ready.values()], last=not index)
+            ready = {}
         del whole
     del coming
     engine.gradients.sync()
@@ -62,11 +65,10 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
     with fake_world(config.plan.world_size), allocations:
         engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
         masters, *_moments = (torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3))
-        buffer = torch.zeros(bucket, dtype=torch.bfloat16)
         engine.weights.publish_world()
         allocations.reset()
         for _ in range(2):
-            step(engine, masters, buffer)
+            step(engine, masters, bucket)
     return allocations.peak
 
 

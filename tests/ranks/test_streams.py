@@ -265,3 +265,21 @@ def test_the_host_waits_once_in_a_step() -> None:
         with patch.object(CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes) as agreed:
             deepspeed.step()
     assert agreed.call_count == 1
+
+
+@pytest.mark.parametrize("model", [ONE_GROUP, TWO_GROUPS])
+def test_a_mask_outlives_its_gather(model: Model) -> None:
+    """SCAPE sends the next mask under the next backward pass, which takes memory that was freed."""
+    with job(BLOCKS["scape, by parameter"], overlap_comm=True, model=model) as deepspeed:
+        for _ in range(3):
+            deepspeed.micro_batch(last=True)
+            deepspeed.step()
+
+
+def test_a_load_waits_for_the_mask_that_is_being_sent() -> None:
+    """The state that it replaces owns the mask."""
+    with job(BLOCKS["scape, by parameter"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        deepspeed.engine.load_state_dict({})
+        deepspeed.forward()

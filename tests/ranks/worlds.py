@@ -54,6 +54,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
+    "scape, by parameter": {
+        "scheme": "topo",
+        "optimizer": "node",
+        "sync": {"mode": "scape", "warmup": 0, "select": "parameter"},
+    },
     "codes": CODES,
     "topo-zero2": {**CODES, "scheme": "topo-zero2"},
     "codes, q4": {**CODES, "sync": Q4},

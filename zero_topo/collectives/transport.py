@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal, Self
 
 import torch
@@ -198,7 +199,13 @@ class Group:
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
+        received = rows.new_empty(sum(sizes), rows.shape[1])
+        places = received.split(list(sizes))
+        if not self.in_order:
+            places = itemgetter(*self.members)(places)
+        # A list of tensors: every rank is sent the same memory, and each message is received where it belongs.
+        work = dist.all_to_all(list(places), [rows] * self.size, group=self.group, async_op=True)
+        return Handle(work.wait, (rows, places), lambda: received)
 
 
 class Gloo(Group):

@@ -301,7 +301,7 @@ class TopkDsaSync(PickingSync):
         back: float = row + overwritten
         if replicated(plan):
             sparse = k * self.record_bytes(columns) < row
-            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
+            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 4 * n), 4 * n + overwritten)
         kept, _, settling = super().run_bytes(columns, plan, overwritten)
         return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
 
@@ -447,9 +447,15 @@ class ScapeSync(MaskedSync):
         return (sync_peers(plan) - 1) * (ways * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
-        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
-        rows, (residual, masks) = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
-        return (residual + FP32 * columns, 2 * rows * -(-columns // 8)) if sync_peers(plan) > 1 else (residual, masks)
+        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard.
+
+        The own row of each mask is stored again, as it was sent.
+        """
+        residual, masks = super().memory(plan, columns, loss_scaled)
+        if sync_peers(plan) == 1:
+            return residual, masks
+        rows = plan.world_size // plan.gradients
+        return residual + FP32 * columns, 2 * (rows + 1) * -(-columns // 8)
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep also the own row of the next mask, which is selected at the peak, or later its momentum."""

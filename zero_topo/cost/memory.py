@@ -19,8 +19,9 @@ Note [Activations]
 
 Note [In flight]
     DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by default), but at least
-    the module in use and the prefetched modules. The buffers of the all-gather come in addition. Its gradient bucket
-    has ``reduce_bucket_size`` elements (5 * 10^8 by default) for any model size. The optimizer updates
+    the module in use and the prefetched modules. The buffers of the all-gather come in addition. In a backward pass
+    gradients of up to ``reduce_bucket_size`` elements (5 * 10^8 by default) wait for their scatter, or one gradient if
+    it is larger. They are read in place: DeepSpeed's contiguous bucket is not allocated. The optimizer updates
     ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
     states and these copies are in host memory, which is not counted.
 
@@ -141,8 +142,8 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
         job: the model's shape, the micro-batch and DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`memory_bytes`; "masks" of sparse modes; the gradient "bucket"; and
-        the roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
+        The roles of :func:`memory_bytes`; "masks" of sparse modes; and the roles of the largest moment, see
+        :func:`moments`. Roles of zero bytes are left out, except the four shards.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
@@ -152,7 +153,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     held |= {"optimizer": 0} if job.offload else {}
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]
-    beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
+    beside = {"masks": masks, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
@@ -167,7 +168,8 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     Returns:
         One mapping of role to bytes for each of these moments, in order:
 
-        1. A backward pass: "gathered" parameters, "activations", and "messages" of sync if it overlaps.
+        1. A backward pass: "gathered" parameters, "activations", the "bucket" of gradients that wait for their scatter,
+           and "messages" of sync if it overlaps.
         2. The backward pass while a bucket is reduce-scattered, with the buffers of that in "messages".
         3. Sync after the backward pass.
         4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
@@ -183,7 +185,8 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, job.bucket, work)
     complete, coming = gathered_bytes(config, job, work.itemsize)
-    computing = {"activations": activation_bytes(job, work.itemsize)}
+    waiting = min(max([job.bucket, *work.numels]), sum(work.numels)) * work.itemsize
+    computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
     beside = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (

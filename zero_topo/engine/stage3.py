@@ -280,7 +280,7 @@ class Stage3:
         """
         entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
         state = entry if isinstance(entry, Mapping) else {}
-        self.weights.finish()
+        self.settle()  # the state that is replaced owns what its collectives send
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,24 @@ def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
         raise ValueError(f"optimizer Muon: {MUON_REFUSED}")
     if not has(APPLY):
         raise ValueError(f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW")
+
+
+@contextmanager
+def equal_bits(replicated: bool) -> Iterator[None]:
+    """Give equal matrix products equal bits in all processes, within the context, if their results are replicated.
+
+    On ROCm rocBLAS may add partial products by atomics, in any order, unless torch's algorithms are deterministic.
+    cuBLAS gives equal bits for one stream.
+    """
+    if not replicated or torch.version.hip is None or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False, warn_only=warns_only)
 
 
 def orthogonalized(matrices: Tensor, heads: Sequence[int | None], method: str) -> Tensor:

@@ -23,7 +23,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.step import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.muon import check_muon, orthogonalized
+from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
 from zero_topo.hook.parts import Parts
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
@@ -76,7 +76,9 @@ class TopoStage3(Stock):
         self._forwards = 0
         self._hinted = False
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
-        super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
+        # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
+        # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
+        super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
@@ -126,6 +128,8 @@ class TopoStage3(Stock):
         views = {param.ds_id: self._parts.own_slot(param) for param in self._parts.trained()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         self._replace_masters()
+        if self.offload_optimizer_pin_memory:
+            self._pin_masters()
 
     def _replace_masters(self) -> None:
         engines = [self._parts.at(index) for index in range(len(self._parts.columns))]
@@ -144,6 +148,12 @@ class TopoStage3(Stock):
                 grad = torch.zeros_like(master)
                 master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
             self.fp32_partitioned_groups_flat[i] = master
+
+    def _pin_masters(self) -> None:
+        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its gradients there."""
+        for master in self.fp32_partitioned_groups_flat:
+            if master.device.type == "cpu":
+                master.data = get_accelerator().pin_memory(master.data)
 
     def masters_are_weights(self) -> bool:
         """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
@@ -188,6 +198,9 @@ class TopoStage3(Stock):
         self._in_backward = True
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif not get_accelerator().is_synchronized_device():
+            # The stream that scatters the bucket waits for autograd's addition, as it did for the first part.
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
@@ -320,27 +333,46 @@ class TopoStage3(Stock):
         """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
         if not self.use_muon:
             return
+        finite = self._all_finite()
         for i, group in enumerate(self.fp16_groups):
             settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self._parts.gradient_rows(i), group, settings)
+                self._apply_muon(i, self._parts.gradient_rows(i), group, settings, finite)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
 
-    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
+    def _all_finite(self) -> Tensor:
+        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host does not wait."""
+        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())  # NaN if any element is
+        finite = least_and_most.isfinite().all().to(torch.uint8)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return finite.bool()
+
+    def _apply_muon(
+        self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any], finite: Tensor
+    ) -> None:
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update.
+
+        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed finds that in
+        their norm and skips the step; only with FP16 does it look before.
+        """
         momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
-        momentum.lerp_(blended.to(momentum.device), 1 - beta)
+        added = blended.to(momentum.device)
+        torch.where(finite.to(momentum.device), added, momentum, out=added)
+        momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
+        blended.masked_fill_(finite.logical_not(), torch.nan)
         slots = {self.slots[param.ds_id]: param for param in params}
         spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
         first = min(spans.values())[0]
+        plan = self.topo.config.plan
         parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
-            return orthogonalized(matrices, heads, settings["ns_method"])
+            with equal_bits(plan.optimizer < plan.world_size):
+                return orthogonalized(matrices, heads, settings["ns_method"])
 
         self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
         rows.copy_(blended)

@@ -181,7 +181,8 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     sizes = torch.empty(part.blocks, 2, dtype=torch.int64, device=device)
     OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes)
     # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which walks all rows.
-    ends = torch.stack([column.cumsum(0) for column in sizes.unbind(1)], dim=1)
+    whole, changed = sizes.unbind(1)
+    ends = torch.stack([whole.cumsum(0), changed.cumsum(0)], dim=1)
     return Change(scales, counts, steps, ends)
 
 
