@@ -185,11 +185,12 @@ class Mixture(nn.Module):
             model_type="mixtral", num_local_experts=count, num_experts_per_tok=2, hidden_size=WIDTH
         )
         self.inp = nn.Linear(11, WIDTH)
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList()
         for _ in range(2):
             layer = nn.Module()
-            layer.norm, layer.mlp = nn.LayerNorm(WIDTH), Moe(count, hidden)
+            layer.norm = nn.LayerNorm(WIDTH)
+            layer.mlp = Moe(count, hidden)
             self.model.layers.append(layer)
         self.out = nn.Linear(WIDTH, 5)
 

@@ -188,7 +188,8 @@ def test_checkpoints_are_stocks(saver: str, shared_path: Path) -> None:
     mine = kinds.pop(saver)
     with clean_groups():
         saved = save(mine, shared_path)
-    assert resume(*kinds.values(), shared_path) == pytest.approx(saved.losses, rel=EXACT)
+    other = next(iter(kinds.values()))
+    assert resume(other, shared_path) == pytest.approx(saved.losses, rel=EXACT)
 
 
 def test_a_damaged_file_of_one_rank_is_refused_by_all(shared_path: Path) -> None:
