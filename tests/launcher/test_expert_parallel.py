@@ -113,7 +113,7 @@ def test_offloaded_states_of_both_plans_come_back() -> None:
 def test_sparse_sync_of_both_plans_converges() -> None:
     sparse = block("topo", sync={"mode": "oktopk", "density": 0.2})
     losses = run(job(sparse)).losses
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] * 0.8
 
 
 def test_muon_is_refused() -> None:
@@ -127,5 +127,6 @@ def test_degrees_that_do_not_divide_the_experts_groups_are_refused() -> None:
     world = dist.get_world_size()
     wide = block("topo", weights=world, gradients=world, optimizer=world)
     del wide["scheme"]
-    with pytest.raises(ValueError, match=f"expert_parallel: .*{world}.* experts are sharded over {world // 2} of"):
+    line = f"expert_parallel: weights degree {world} .*experts are sharded over {world // 2} of"
+    with pytest.raises(ValueError, match=line):
         start(job(wide))
