@@ -279,9 +279,8 @@ class TopoStage3(Stock):
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
-        for i in range(len(self.fp16_groups)):
-            rows = self._parts.gradient_rows(i)
-            grad = self.fp32_partitioned_groups_flat[i].grad
+        for i, master in enumerate(self.fp32_partitioned_groups_flat):
+            rows, grad = self._parts.gradient_rows(i), master.grad
             grad.copy_(rows.to(grad.dtype).reshape(-1), non_blocking=True)
         if not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()
@@ -380,12 +379,12 @@ class TopoStage3(Stock):
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        self._parts.of(param).weights.finish()  # publish reads the masters
+        self._parts.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        self._parts.of(param).weights.finish()
+        self._parts.finish()
         super().set_local_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
@@ -505,8 +504,7 @@ class TopoStage3(Stock):
     def checkpoint_event_prologue(self) -> None:
         """Finish publish before DeepSpeed saves or loads a checkpoint, which reads or fills the weights. Collective."""
         self.require_states()
-        for part in self._parts:
-            part.topo.weights.finish()
+        self._parts.finish()
         super().checkpoint_event_prologue()
 
     def optimizer_tensors(self) -> list[Tensor]:

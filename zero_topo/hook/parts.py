@@ -183,6 +183,11 @@ class Parts:
         if topo.config.debug_checks and self._replicated is not None:
             self._replicated.check([masters[index] for index in self.parts[0].sub_groups])
 
+    def finish(self) -> None:
+        """Finish publish, which reads the masters. Collective."""
+        for part in self.parts:
+            part.topo.weights.finish()
+
     def settle(self) -> None:
         """Finish pending work. Collective."""
         for part in self.parts:
