@@ -14,10 +14,12 @@ DEEPSPEED_OPS = ("FusedAdamBuilder", "CPUAdamBuilder", "QuantizerBuilder")
 def main() -> int:
     """Return 1 if our kernels do not compile; DeepSpeed's failures are printed, and show again where they are used."""
     began = time.monotonic()
-    programs = {name: (sys.executable, "-c", LOAD.format(name)) for name in DEEPSPEED_OPS}
-    programs["zero_topo"] = (sys.executable, "-m", "zero_topo.cli", "build")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = {name: subprocess.Popen(words, **pipes) for name, words in programs.items()}  # type: ignore[call-overload]
+    words = {name: ["-c", LOAD.format(name)] for name in DEEPSPEED_OPS}
+    words["zero_topo"] = ["-m", "zero_topo.cli", "build"]
+    started = {}
+    for name, own in words.items():
+        program = [sys.executable, *own]
+        started[name] = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for name, process in started.items():
         output, _ = process.communicate()
         said = "compiled" if process.returncode == 0 else f"FAILED\n{output[-3000:]}"

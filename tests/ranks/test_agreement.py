@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -294,13 +295,13 @@ def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
 # -- a rank that may not know of zero_topo -----------------------------------------------------------------------------
 
 
-def meet(blocks: list[bool | None], store: dist.Store | None = None) -> list[str]:
+def meet(blocks: list[bool | None], store: dist.Store | None = None, variable: str | None = None) -> list[str]:
     """What ranks with and without a block are told; None does not come."""
     store = store or dist.HashStore()
 
     def rank_main(rank: int, has_block: bool) -> str:
         try:
-            check_blocks(store, rank, len(blocks), has_block)
+            check_blocks(store, rank, len(blocks), has_block, variable)
         except (ValueError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         return "goes on"
@@ -317,6 +318,21 @@ def test_ranks_with_the_block_name_those_without() -> None:
     assert said[0] == said[2]
     assert said[0].startswith('ValueError: 2 of 4 ranks have no "zero_topo" block in their DeepSpeed config, such as ')
     assert "rank 1 of host " in said[0] and "rank 3 of host " in said[0]
+
+
+def test_a_variable_that_did_not_reach_a_node_is_named_with_the_line_that_sets_it() -> None:
+    """Not the JSON, which every rank has: DeepSpeed's launcher, run here, sets the block from that line."""
+    runner = pytest.importorskip("deepspeed.launcher.multinode_runner").PDSHRunner
+    block = '{"scheme": "topo", "report": "$HOME\\\\`x`"}'
+    said = meet([True, False], variable=block)
+    assert said[1] == "goes on"
+    assert said[0].startswith("ValueError: ZERO_TOPO_BLOCK is not set on 1 of 2 ranks, such as rank 1 of host ")
+    assert "JSON" not in said[0] and "~/.deepspeed_env" in said[0] and "\n" not in said[0]
+    name, _, value = said[0].rpartition("there: ")[2].partition("=")
+    launch = SimpleNamespace(exports={})
+    runner.add_export(launch, name, value)
+    shell = f"export {name}={launch.exports[name]}; printenv {name}"
+    assert subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.strip() == block
 
 
 def test_engine_after_engine_meets_anew() -> None:

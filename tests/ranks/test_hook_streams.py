@@ -177,6 +177,19 @@ def test_gradients_for_the_host_are_converted_on_the_device() -> None:
         assert torch.equal(torch.cat(grads), torch.cat([rows[:, a:b].float().view(-1) for a, b in deepspeed.columns]))
 
 
+def test_the_host_reads_gradients_that_have_arrived() -> None:
+    """Its optimizer reads page-locked memory, which the next step's copies write again."""
+    with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+        grads = [master.grad for master in optimizer.fp32_partitioned_groups_flat]
+        deepspeed.device.host(*grads)
+        for _ in range(2):
+            deepspeed.micro_batch(last=True)
+            deepspeed.engine.gradients.sync()
+            optimizer._copy_gradients_to_host()
+            assert torch.cat(grads).isfinite().all()
+            deepspeed.engine.end_step(skipped=True)
+
+
 def save(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``save_checkpoint``: masters, and what is saved beside them."""
     optimizer.checkpoint_event_prologue()

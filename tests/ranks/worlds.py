@@ -87,10 +87,11 @@ class World:
         moments: Callable[[], Sequence[Moment]] = tuple,
         persistent: Sequence[int] = (),
         order: tuple[int, ...] = (),
+        whole: Sequence[int] = (),
     ) -> Stage3:
-        """This rank's engine, weights still zero; some slots are persistent."""
+        """This rank's engine, weights still zero; some slots are persistent, some are updated as whole matrices."""
         parameters = [
-            replace(p, persistent=slot in persistent, place=order[slot] if order else slot)
+            replace(p, persistent=slot in persistent, place=order[slot] if order else slot, whole=slot in whole)
             for slot, p in enumerate(matrices(self.numels))
         ]
         return bare_engine(self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE)

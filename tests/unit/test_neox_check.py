@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model_parallel_size": 2}, "model_parallel_size = 2: .*; set it to 1"),
     "moe": ({"moe_num_experts": 4}, "moe_num_experts = 4: .*; set it to 1"),
     "no zero": ({"zero_optimization": None}, "zero_optimization.stage is not set: .*; add"),
-    "no object": ({"zero_optimization": True}, "zero_optimization.stage is not set: .*; add"),
+    "no object": ({"zero_optimization": True}, "zero_optimization = true: .*; write"),
     "stage 1": ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1: .*; set it to 3"),
     "text stage": ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage = "3": .*; set it to 3'),
     "clipping": ({"deepspeed_extra_args": {"zero_topo": {}}}, "gradient_clipping = 1.0: NeoX drops it"),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from zero_topo.cli.inputs import naming, refuse
 from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import fill, print_json, print_notes
@@ -26,7 +27,7 @@ from zero_topo.config import (
     resolve_config,
     tensor_parallel_groups,
 )
-from zero_topo.config.deepspeed_json import with_environment_block
+from zero_topo.config.deepspeed_json import muon_clipping, with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
@@ -40,7 +41,7 @@ from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.units import format_bytes, format_count, format_seconds
-from zero_topo.versions import installed_refusals
+from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
 
 FOUND = (AUTO, MEASURED)
 """Topologies that are found where the job runs."""
@@ -90,13 +91,17 @@ def check(
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    loaded = with_environment_block(load_deepspeed_config(ds_config))
-    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
-    block = ZeroTopoConfig.from_ds_config(loaded)
-    if block is None:
-        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
-    found, doubts = _machine(options, block, loaded)
+    refuse(installed_refusals())
+    with naming(ds_config):
+        loaded = with_environment_block(load_deepspeed_config(ds_config))
+        refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
+        block = ZeroTopoConfig.from_ds_config(loaded)
+        if block is None:
+            raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
+        found, doubts = _machine(options, block, loaded)
     model = model_of(options)
+    clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
+    doubts += muon_clipping(loaded, clipping)
     translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and model is None:
         _forecast(options, block, found, loaded, [*translated, *doubts])
@@ -135,7 +140,7 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
         found = found.among(groups[0])
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
     if counted or not anywhere or launcher_view(os.environ) is not None:
-        _refuse(deepspeed_refusals(loaded, found.world_size))
+        refuse(deepspeed_refusals(loaded, found.world_size))
     notes = []
     if fewest is not None:
         notes.append(f"checked for {fewest} ranks, as this is no job; --ranks N checks for others")
@@ -212,8 +217,3 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 def _say(notes: tuple[str, ...]) -> None:
     print_notes(filter(None, (*notes, unasked())))
     print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
+from zero_topo.config.deepspeed_parts import half_precision
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Attention, Job, deepspeed_settings
@@ -174,8 +175,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         ValueError: for wrong settings.
     """
     micro, steps = _batches(options, topology, loaded)
-    halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
-    single = loaded and not any(half.get("enabled") for half in halves)
+    single = loaded and not half_precision(loaded)
     job = Job(
         model,
         micro,

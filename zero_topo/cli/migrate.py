@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count
+from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config, refuse
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json, print_notes
@@ -22,7 +22,6 @@ from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
-    load_deepspeed_config,
     resolve_config,
     stock_keys,
 )
@@ -74,11 +73,11 @@ def migrate(
 ) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     check_files([(output, "", None)], force)
-    loaded = load_deepspeed_config(ds_config)
+    loaded = read_deepspeed_config(ds_config)
     active, found = switched_on(loaded), migrated(loaded)
-    if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
-        raise ValueError("\n".join(dict.fromkeys(problems)))
-    block = ZeroTopoConfig.parse(found.config[ROOT])
+    with naming(ds_config):
+        refuse([*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)])
+        block = ZeroTopoConfig.parse(found.config[ROOT])
     prices = _prices(options, active, block, loaded)
     costs = _costs(prices, active) if prices else None
     if output is not None:

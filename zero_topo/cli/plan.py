@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count
+from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
 from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import DEGREES, memory_table, places_table, ranking_table, show, volume_table
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.model_files import ModuleTree
@@ -79,11 +79,13 @@ def _request(options: PlanOptions) -> Request:
     Raises:
         ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
     """
-    loaded = load_deepspeed_config(options.deepspeed_config or {})
+    loaded = {} if options.deepspeed_config is None else read_deepspeed_config(options.deepspeed_config)
     request = request_of(options, machine_of(options), need_model(options))
+    with naming(options.deepspeed_config or ""):
+        settings = deepspeed_settings(loaded)
     return replace(
         request,
-        job=replace(request.job, **deepspeed_settings(loaded)),
+        job=replace(request.job, **settings),
         reserve=0.0 if options.states_only and options.reserve is None else request.reserve,
         sparse=options.sparse,
         states_only=options.states_only,
@@ -154,7 +156,7 @@ def schemes(options: PlanOptions) -> None:
 
 def _states(options: PlanOptions) -> Request:
     """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
-    muon = method_of(load_deepspeed_config(options.deepspeed_config or {}))
+    muon = options.deepspeed_config and method_of(read_deepspeed_config(options.deepspeed_config))
     counted = options.params is not None and not muon
     request = replace(_request(replace(options, params="1B") if counted else options), states_only=True)
     if not counted and options.trainable is None:

@@ -13,12 +13,12 @@ import typer
 from pydantic_core import to_jsonable_python
 from rich.table import Table
 
-from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, naming, read_deepspeed_config
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Force, taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.tables import show
-from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
 from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipelines
@@ -154,7 +154,7 @@ def _price(name: str, place: Request, count: int) -> Price:
     A scheme has a name, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine.
     """
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
-    content = load_deepspeed_config(plain) if plain.endswith(".json") else {}
+    content = read_deepspeed_config(plain) if plain.endswith(".json") else {}
     job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
     request = replace(place, job=job)
     if name.startswith(NAME):
@@ -176,11 +176,11 @@ def _price(name: str, place: Request, count: int) -> Price:
             f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    elif ROOT in content:
-        content = content[ROOT]
-    else:
+    elif ROOT not in content:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
-    return request.price(resolve_config(ZeroTopoConfig.parse(content), place.topology))
+    with naming(plain):
+        block = ZeroTopoConfig.from_ds_config(content) if ROOT in content else ZeroTopoConfig.parse(content)
+        return request.price(resolve_config(block, place.topology))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:

@@ -12,14 +12,16 @@ import binascii
 import importlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
 from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import ABSENT, ZERO, lookup, on, translate
+from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
@@ -83,8 +85,22 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
     return {**ds_config, ROOT: block}
 
 
+def exported(block: str) -> str:
+    """Return the line of ``.deepspeed_env`` with which DeepSpeed's launcher sets the block on every node.
+
+    The launcher puts double quotes around the value and passes it to a shell.
+
+    Args:
+        block: the value of ``ZERO_TOPO_BLOCK``.
+    """
+    escaped = re.sub(r'([\\"$`])', r"\\\1", block)
+    return f"{BLOCK_VARIABLE}={escaped}"
+
+
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
+    if wrong := wrong_values(ds_config):
+        return list(wrong.values())  # what is said of their keys would mislead
     found = [_misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
@@ -161,7 +177,7 @@ def _holds(test: str, value: Any) -> bool:
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
     "on": on,
-    "off": lambda value: not on(value),
+    "off": off,
     "set": lambda value: value not in (None, "none"),
     "not one": lambda value: value != 1,
     "above one": lambda value: isinstance(value, int | float) and value > 1,
@@ -200,6 +216,24 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
             '"timers": {"throughput": {"synchronized": false}}'
         )
     return hints if ROOT in ds_config else []
+
+
+def muon_clipping(ds_config: Mapping[str, Any], default: float) -> list[str]:
+    """Return a line if DeepSpeed clips the norm of Muon's updates.
+
+    Args:
+        ds_config: the DeepSpeed config.
+        default: the norm to which the installed DeepSpeed clips without ``gradient_clipping``.
+    """
+    given = lookup(ds_config, "gradient_clipping")
+    norm = default if given is ABSENT else given
+    if str(lookup(ds_config, "optimizer.type")).lower() != "muon" or not norm:
+        return []
+    whose = ", DeepSpeed's default" if given is ABSENT else ""
+    return [
+        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, which depends only "
+        'on the sizes of the matrices, so it lowers the learning rate in every step; set "gradient_clipping": 0'
+    ]
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:

@@ -46,6 +46,7 @@ from zero_topo.config.sync_config import (
     sync_peers,
 )
 from zero_topo.plan import Plan
+from zero_topo.strict import Strings
 
 PICK_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
@@ -93,10 +94,10 @@ class SparseSync(SyncSettings):
         "fp32",
         description="Type of the values on the wire; each comes with an index of 4 bytes, or 8 above 2^32 elements.",
     )
-    include: tuple[str, ...] = Field(
+    include: Strings = Field(
         ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
     )
-    exclude: tuple[str, ...] = Field((), description="Parameters to reduce densely after all: shell patterns.")
+    exclude: Strings = Field((), description="Parameters to reduce densely after all: shell patterns.")
     dense_vectors: StrictBool = Field(
         True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )

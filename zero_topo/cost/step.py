@@ -68,7 +68,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from zero_topo.config import AUTO, ResolvedConfig
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
 from zero_topo.cost.transformer import Model, Shape
@@ -100,8 +101,12 @@ PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "pu
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
 Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")]
-COUNTS = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
-"""Field of a job -> key of ``zero_optimization``, a number of elements."""
+COUNTS = {
+    "live": ("stage3_max_live_parameters", "max_live_parameters"),
+    "bucket": ("reduce_bucket_size",),
+    "sub_group": ("sub_group_size",),
+}
+"""Field of a job -> the names of a key of ``zero_optimization``, a number of elements."""
 
 
 @dataclass(frozen=True)
@@ -174,20 +179,22 @@ def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if a value is not a number.
     """
-    zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
-    stated = {name: key for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
-    counts = {name: int(read(Elements, f"zero_optimization.{key}", zero[key])) for name, key in stated.items()}
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    scaled = fp16.get("enabled") is True
-    return {**counts, "offload": device == "cpu", "loss_scaled": scaled, "muon": method_of(config)}
+    counts = {}
+    for name, keys in COUNTS.items():
+        for key in keys:
+            value = lookup(config, f"{ZERO}.{key}")
+            if value is not ABSENT:
+                counts[name] = int(read(Elements, f"{ZERO}.{key}", value))
+    offload = lookup(config, f"{ZERO}.offload_optimizer.device") == "cpu"
+    scaled = on(lookup(config, "fp16.enabled"))
+    return {**counts, "offload": offload, "loss_scaled": scaled, "muon": method_of(config)}
 
 
 def method_of(ds_config: Mapping[str, Any]) -> str | None:
     """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not Muon."""
-    optimizer = ds_config.get("optimizer")
-    if not isinstance(optimizer, Mapping) or str(optimizer.get("type")).lower() != "muon":
+    if str(lookup(ds_config, "optimizer.type")).lower() != "muon":
         return None
-    return "standard" if (optimizer.get("params") or {}).get("ns_method") == "standard" else "gram"
+    return "standard" if lookup(ds_config, "optimizer.params.ns_method") == "standard" else "gram"
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, exported
 from zero_topo.plan import Plan
 from zero_topo.topology.captures import ask_tools
 from zero_topo.topology.model import Topology
@@ -40,7 +41,9 @@ MOST_NAMED = 4
 SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
 
 
-def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool) -> None:
+def check_blocks(
+    store: dist.Store, rank: int, world_size: int, has_block: bool, of_environment: str | None = None
+) -> None:
     """Wait until every rank has begun this engine, and check that all configs have a ``zero_topo`` block.
 
     A rank without a block does not wait (Note [A rank without the block]).
@@ -50,6 +53,7 @@ def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool)
         rank: this rank.
         world_size: number of ranks that build this engine.
         has_block: whether this rank's config has the block.
+        of_environment: the value of ``ZERO_TOPO_BLOCK``, from which this rank's block comes; None if its JSON has it.
 
     Raises:
         ValueError: on every rank with a block, naming ranks without one.
@@ -73,6 +77,13 @@ def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool)
     without = here.add("without", 0)
     if without:
         named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
+        if of_environment is not None:
+            raise ValueError(
+                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as {', '.join(named)}: "
+                "launchers pass few variables on to other nodes; DeepSpeed's reads ~/.deepspeed_env, so add this line "
+                "there: "
+                f"{exported(of_environment)}"
+            )
         raise ValueError(
             f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, such as '
             f"{', '.join(named)}; give every rank the same JSON"

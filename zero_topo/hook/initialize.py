@@ -64,7 +64,8 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``function`` to validate its config argument first, before it can create a process group."""
     call = inspect.signature(function).bind(*args, **kwargs)
-    config = deepspeed_config_of(call.arguments)
+    with refusals():
+        config = deepspeed_config_of(call.arguments)
     if config is None:
         return function(*args, **kwargs)
     builds_engine = "optimizer" in call.signature.parameters
@@ -72,8 +73,8 @@ def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         check_call(call.arguments, config)
         translation = translate(config, call.arguments.get("optimizer") is not None)
         call.arguments |= own_config(call.arguments, translation, say=builds_engine)
-    if builds_engine:
-        call.arguments |= own_optimizer(call.arguments, translation.config)
+        if builds_engine:
+            call.arguments |= own_optimizer(call.arguments, translation.config)
     return function(*call.args, **call.kwargs)
 
 
@@ -117,7 +118,13 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
     from zero_topo.sync import OPTIMIZERS
 
     kind = OPTIMIZERS.get(str(named.get("type")).lower())
-    return {} if kind is None else {"optimizer": lambda parameters: kind(parameters, **named.get("params", {}))}
+    if kind is None:
+        return {}
+    params = named.get("params") or {}
+    unknown = sorted(set(params) - set(inspect.signature(kind).parameters))
+    if unknown:
+        raise ValueError(f"optimizer.params.{unknown[0]}: {named['type']} does not take it; remove it")
+    return {"optimizer": lambda parameters: kind(parameters, **params)}
 
 
 def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
 from zero_topo.config import deepspeed_hints
+from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.leaving import unlink_shared_memory
@@ -38,7 +39,7 @@ from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
 from zero_topo.observe.log import log_notes, one_line, refusals, show_log
 from zero_topo.sync import OPTIMIZERS
-from zero_topo.versions import untried
+from zero_topo.versions import default_clipping, untried
 
 
 def enable() -> None:
@@ -107,6 +108,7 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
     else:
         on_cpu = get_accelerator().is_synchronized_device()
         log_notes(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
+        log_notes(rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__)))
         kind = partial(TopoStage3, configs=configs)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)

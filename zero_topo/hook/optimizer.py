@@ -282,7 +282,7 @@ class TopoStage3(Stock):
         for i, master in enumerate(self.fp32_partitioned_groups_flat):
             rows, grad = self._parts.gradient_rows(i), master.grad
             grad.copy_(rows.to(grad.dtype).reshape(-1), non_blocking=True)
-        if not get_accelerator().is_synchronized_device():
+        if not get_accelerator().is_synchronized_device():  # the host reads the copies
             get_accelerator().current_stream().synchronize()
         self.note_norms()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import wraps
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -49,6 +50,8 @@ SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_fr
 REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
+    (DeepSpeedEngine, "_configure_basic_optimizer", ("self", "model_parameters")),
+    (DeepSpeedEngine, "_scheduler_from_config", ("self", "optimizer")),
     (DeepSpeedEngine, "load_module_state_dict", None),
     (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
     (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
@@ -215,3 +218,32 @@ def _layers(function: Any) -> list[Any]:
                 if inspect.isfunction(cell.cell_contents) and cell.cell_contents not in found:
                     found.append(cell.cell_contents)
     return found
+
+
+class Builder:
+    """Runs the code of DeepSpeed's engine that builds an optimizer and a schedule from a config, without an engine.
+
+    Args:
+        config: DeepSpeed's parsed config.
+        settings: settings of the config that are replaced.
+    """
+
+    client_optimizer = None
+    has_moe_layers = False
+    zenflow = False
+
+    def __init__(self, config: Any, **settings: Any) -> None:
+        self._config = copy(config)
+        for name, value in settings.items():
+            setattr(self._config, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return inspect.getattr_static(DeepSpeedEngine, name).__get__(self, DeepSpeedEngine)
+
+    def optimizer(self, parameters: list[Any]) -> Any:
+        """Return the config's optimizer for some parameters."""
+        return self._configure_basic_optimizer(parameters)
+
+    def scheduler(self, optimizer: Any) -> Any:
+        """Return the config's schedule for an optimizer."""
+        return self._scheduler_from_config(optimizer)

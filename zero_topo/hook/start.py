@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 import zero_topo
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.planner import Request
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
@@ -53,7 +55,8 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
     has_block, store = ROOT in engine._config._param_dict, meeting_place()
     with refusals():
         if store is not None:
-            check_blocks(store, dist.get_rank(), dist.get_world_size(), has_block)
+            block = os.environ.get(BLOCK_VARIABLE) or None
+            check_blocks(store, dist.get_rank(), dist.get_world_size(), has_block, block)
         if has_block:
             agree(_told(engine), engine.device)
             # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
