@@ -143,7 +143,7 @@ class Layers(nn.Module):
 
 
 def autotp(size: int) -> dict[str, Any]:
-    """Keys of a DeepSpeed config that let AutoTP split :class:`Layers`."""
+    """Keys of a DeepSpeed config that let AutoTP split each :class:`Mlp`."""
     specs = [
         {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
@@ -172,7 +172,7 @@ class Moe(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two residual layers of experts between two matrices, ``[batch, 11]`` to ``[batch, 5]``.
+    """Two residual layers of experts, each with a dense one, between two matrices, ``[batch, 11]`` to ``[batch, 5]``.
 
     Args:
         count: experts of a layer.
@@ -191,6 +191,7 @@ class Mixture(nn.Module):
             layer = nn.Module()
             layer.norm = nn.LayerNorm(WIDTH)
             layer.mlp = Moe(count, hidden)
+            layer.dense = Mlp(None, HIDDEN)
             self.model.layers.append(layer)
         self.out = nn.Linear(WIDTH, 5)
 
@@ -198,7 +199,7 @@ class Mixture(nn.Module):
         x = self.inp(x)[None]
         for layer in self.model.layers:
             mixed = layer.mlp(layer.norm(x))
-            x = x + (mixed[0] if isinstance(mixed, tuple) else mixed)
+            x = layer.dense(x + (mixed[0] if isinstance(mixed, tuple) else mixed))
         result: Tensor = self.out(x)[0]
         return result
 
@@ -207,6 +208,14 @@ def autoep(size: int) -> dict[str, Any]:
     """Keys of a DeepSpeed config that spread the experts of :class:`Mixture` over some ranks."""
     block = {"enabled": True, "autoep_size": size, "preset_model": "mixtral", "use_grouped_mm": False}
     return {"expert_parallel": block}
+
+
+def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs that tensor-parallel ranks share."""
+    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + data_rank)
+    x = torch.randn(4, 11, generator=generator)
+    y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
+    return x.to(dtype), y.to(dtype)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import zero_topo
 from tests.launcher.checkpoints import resume, save
-from tests.launcher.parallel_models import Mixture, autoep, clean_groups
+from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, advance, block, running, start
 from tests.marks import often
@@ -58,6 +59,13 @@ def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
     stock = under_stock(job(None, size, ds={"zero_optimization": zero}))
     assert_equal(run(job(BLOCKS[scheme], size, ds={"zero_optimization": zero})), stock, EXACT)
+
+
+def test_experts_train_with_autotp_as_under_stock() -> None:
+    """Pairs of ranks share each dense layer, and see the same tokens; experts are spread over two ranks."""
+    batches = partial(inputs, dist.get_rank() // 2)
+    stock = under_stock(job(None, ds=autotp(2), batch=batches))
+    assert_equal(run(job(BLOCKS["topo"], ds=autotp(2), batch=batches)), stock, EXACT)
 
 
 def test_optimizer_offload_trains_as_under_stock() -> None:

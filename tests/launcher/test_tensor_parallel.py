@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zero_topo
 from tests.launcher.checkpoints import TAG, assert_same_bits, resume, save
-from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups
+from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import PLAIN, Job, advance, block, running, start, weights, without_optimizer
 from tests.marks import late, often
@@ -29,14 +28,6 @@ def own_groups() -> Iterator[None]:
     """Engines of other tests have no tensor parallelism."""
     with clean_groups():
         yield
-
-
-def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs that tensor-parallel ranks share."""
-    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + data_rank)
-    x = torch.randn(4, 11, generator=generator)
-    y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
-    return x.to(dtype), y.to(dtype)
 
 
 def job(zero_topo: dict[str, Any] | None, data_rank: int, steps: int = 10, **more: Any) -> Job:

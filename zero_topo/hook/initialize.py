@@ -142,11 +142,11 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     world = os.environ.get("WORLD_SIZE")
     mpu = arguments.get("mpu")
     _refuse_stages(mpu)
-    if mpu is None:
-        ranks = int(world) if world else None
-        resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
-    else:  # its groups are read once all ranks have built the engine
+    ranks = int(world) if world else None
+    if _divides(mpu, ranks):  # its groups are read once all ranks have built the engine
         _checked(config)
+    else:
+        resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
     _mesh(arguments.get("mesh_param"))
     # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
     _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
@@ -162,6 +162,14 @@ def sharding_group(mpu: Any) -> Any:
         if hasattr(mpu, name):
             return getattr(mpu, name)()
     return None
+
+
+def _divides(mpu: Any, ranks: int | None) -> bool:
+    """Return whether DeepSpeed shards over fewer than all ranks with an mpu."""
+    for name in ("get_sequence_data_parallel_world_size", "get_data_parallel_world_size"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)()) != ranks
+    return False
 
 
 def _refuse_stages(mpu: Any) -> None:

@@ -113,6 +113,8 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
     log_notes(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+    for plan in configs[1:]:
+        log_notes(rank, [f"experts: {note}" for note in plan.notes])
     report_steps(engine, built)
     seed_everything(resolved.seed, rank)
     return built
@@ -123,7 +125,8 @@ def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) 
     """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
     load(engine, *args, **kwargs)
     if isinstance(engine.optimizer, TopoStage3):
-        engine.optimizer.topo.restart_frozen()
+        for topo in engine.optimizer.engines():
+            topo.restart_frozen()
 
 
 @wrapping
