@@ -16,7 +16,7 @@ from tests.launcher.checkpoints import resume, save
 from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, advance, block, running, start
-from tests.marks import often
+from tests.marks import late, often
 from zero_topo.observe.report import bytes_of
 
 EXACT = 1e-6
@@ -59,6 +59,14 @@ def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
     stock = under_stock(job(None, size, ds={"zero_optimization": zero}))
     assert_equal(run(job(BLOCKS[scheme], size, ds={"zero_optimization": zero})), stock, EXACT)
+
+
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("size", [late(2), late(4)])
+def test_experts_of_larger_groups_train_as_under_stock(size: int) -> None:
+    """On eight ranks, where experts are sharded over four or two."""
+    stock = under_stock(job(None, size))
+    assert_equal(run(job(BLOCKS["topo"], size)), stock, EXACT)
 
 
 def test_experts_train_with_autotp_as_under_stock() -> None:

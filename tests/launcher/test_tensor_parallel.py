@@ -73,6 +73,16 @@ def test_autotp_trains_as_under_stock(scheme: str) -> None:
     assert_equal(run(by_autotp(block(scheme))), stock, EXACT)
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("size", [late(2), late(4)])
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
+    """On eight ranks, two or four of which share a layer: the GCDs of a GPU, or those of a node."""
+    split = partial(by_autotp, size=size)
+    stock = under_stock(split)
+    assert_equal(run(split(block(scheme))), stock, EXACT)
+
+
 def test_uneven_parts_train_as_under_stock() -> None:
     """Ranks that share a layer of 25 units have parts of different shapes, compared only inside a group."""
     uneven = partial(by_autotp, hidden=25)

@@ -70,7 +70,7 @@ class Parts:
             configs: the plans: of the data-parallel group, and with AutoEP of the experts.
             moments: returns the torch optimizer's momentum of some sub-groups.
         """
-        flats = list(optimizer.fp16_partitioned_groups_flat)
+        stock = list(optimizer.fp16_partitioned_groups_flat)
         names, dtype = optimizer.param_names, optimizer.lp_param_buffer.dtype
         found = dict[int, tuple[int, int]]()
         for config, params in by_plan(optimizer.module, names, configs):
@@ -94,13 +94,13 @@ class Parts:
                 )
             else:
                 topo = self.parts[0].topo.beside(config, *described, read_moments)
-            if mine:
-                topo.weights.own_row.copy_(torch.cat([flats[index] for index in mine]))
             key = f"{STATE_KEY}_{config.groups.name}" if self.parts and config.groups else STATE_KEY
             self.parts.append(Part(topo, gathers, mine, key))
-            ends = accumulate([flats[index].numel() for index in mine], initial=0)
+            ends = accumulate([stock[index].numel() for index in mine], initial=0)
             found |= zip(mine, pairwise(ends), strict=True)
         self.columns[:] = [found[index] for index in range(len(found))]
+        for own, flat in zip(self.flats(), stock, strict=True):
+            own.copy_(flat)
         self._replicated = replicated_of(self.parts[0], optimizer.model_parallel_group)
 
     def __iter__(self) -> Iterator[Part]:
