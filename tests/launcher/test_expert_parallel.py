@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zero_topo
 from tests.launcher.checkpoints import resume, save
 from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, advance, block, running, start
+from tests.launcher.training import Job, advance, batch, block, running, start, without_optimizer
 from tests.marks import late, often
 from zero_topo.observe.report import bytes_of
 
@@ -81,6 +82,22 @@ def test_optimizer_offload_trains_as_under_stock() -> None:
     ds = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     stock = under_stock(job(None, ds=ds))
     assert_equal(run(job(BLOCKS["topo"], ds=ds)), stock, EXACT)
+
+
+def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
+    """Experts are gathered over their own groups there too."""
+    found = []
+    for zero in (None, BLOCKS["zero3"]):
+        with clean_groups(), running(job(zero), begin=without_optimizer) as engine, torch.no_grad():
+            found.append(engine(batch(0, 0, torch.float32)[0]).clone())
+    torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.long
+def test_quantized_experts_train_about_as_under_stock() -> None:
+    """INT8 weights and INT4 gradients of both plans."""
+    stock = under_stock(job(None))
+    assert run(job(BLOCKS["codes"])).losses == pytest.approx(stock.losses, rel=0.05)
 
 
 def test_bytes_equal_the_formulas_of_both_trees() -> None:

@@ -83,6 +83,14 @@ def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     assert_equal(run(split(block(scheme))), stock, EXACT)
 
 
+@pytest.mark.long
+def test_quantized_runs_train_about_as_under_stock() -> None:
+    """INT8 weights and INT4 gradients on the cut tree."""
+    stock = under_stock(by_autotp)
+    quantized = run(by_autotp(block("topo", quantize={"block_size": 64})))
+    assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
+
+
 def test_uneven_parts_train_as_under_stock() -> None:
     """Ranks that share a layer of 25 units have parts of different shapes, compared only inside a group."""
     uneven = partial(by_autotp, hidden=25)
