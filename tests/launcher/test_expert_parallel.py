@@ -110,7 +110,7 @@ def test_bytes_equal_the_formulas_of_both_trees() -> None:
     assert found.experts is not None
     assert found.experts[0].plan.world_size == dist.get_world_size() // 2
     assert found.step_bytes == bytes_of(found.parts)
-    assert ("scatter", "experts world") in found.step_bytes
+    assert ("scatter", "experts_world") in found.step_bytes
 
 
 @pytest.mark.parametrize("name", ["topo", "codes"])

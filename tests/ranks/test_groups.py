@@ -128,4 +128,4 @@ def test_an_engine_of_experts_works_beside_that_of_all_ranks(name: str) -> None:
     limits = (1e-6, 1e-6) if name in EXACT else (0.05, 0.7)
     for weight_error, gradient_error, sent in run_threads(8, rank_main):
         assert weight_error < limits[0] and gradient_error < limits[1]
-        assert any(domain.startswith("experts ") for _, domain in sent)
+        assert any(domain.startswith("experts_") for _, domain in sent)

@@ -34,7 +34,7 @@ def test_a_named_domain_is_one_of_the_experts_tree(block: dict[str, Any]) -> Non
     assert (found.plan.weights, found.plan.gradients, found.plan.world_size) == (1, 4, 8)
     assert found.groups is not None
     assert found.groups.ranks(3) == (1, 3, 5, 7, 9, 11, 13, 15)
-    assert found.groups.prefix == "experts "
+    assert found.groups.prefix == "experts_"
 
 
 def test_a_plan_that_was_chosen_gives_its_domains_to_the_experts() -> None:

@@ -43,7 +43,7 @@ class Groups:
     @property
     def prefix(self) -> str:
         """Prefix of the names of domains."""
-        return f"{self.name} " if self.name else ""
+        return f"{self.name}_" if self.name else ""
 
     @cached_property
     def trees(self) -> tuple[Topology, ...]:
