@@ -11,8 +11,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,22 @@ def naps() -> AbstractContextManager[Any]:
     """Delays in this thread if the environment asks for them."""
     seed = os.environ.get("ZERO_TOPO_TEST_NAPS")
     return Naps(int(seed)) if seed else nullcontext()
+
+
+def device_name() -> str:
+    """The device in a record: the GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name() if ON_GPU else str(DEVICE)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The default dtype of the process, within the context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def synchronize() -> None:

@@ -99,7 +99,7 @@ class Prober:
 
     def barrier(self) -> None:
         """Wait for all ranks. The first call also makes NCCL set up the group in which pairs exchange."""
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device))
         self._finish()
 
     def exchange(self, to: int, source: int, nbytes: int, times: int = 1) -> float:

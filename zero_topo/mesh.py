@@ -213,6 +213,6 @@ def _splitter() -> str | None:
     if device is None or not relied_on or not world._get_backend(device).supports_splitting:
         return None
     known = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([known, -known], device=device)
+    extremes = torch.tensor([known, -known], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     return str(world._get_backend(device).name()) if int(extremes.sum()) == 0 else None

@@ -35,7 +35,7 @@ from benchmarks.bare import fake_world
 from benchmarks.schemes import KNOWN
 from benchmarks.training import build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
-from tests.device import DEVICE, ON_GPU, synchronize
+from tests.device import DEVICE, ON_GPU, device_name, synchronize
 
 RANKS = 384
 TOPOLOGY = {"emulated": {"nodes": RANKS // 8, "gpus_per_node": 4, "gcds_per_gpu": 2}}
@@ -315,7 +315,7 @@ class Calls:
 
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write a record."""
-    settings = {"device": str(DEVICE), "ranks": RANKS, "layers": LAYERS, "width": WIDTH, "tokens": BATCH * CONTEXT}
+    settings = {"device": device_name(), "ranks": RANKS, "layers": LAYERS, "width": WIDTH, "tokens": BATCH * CONTEXT}
     records.write(folder / f"gpu-{name}.json", records.record(f"gpu-{name}", settings, results))
 
 

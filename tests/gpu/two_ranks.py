@@ -29,7 +29,7 @@ import zero_topo
 from benchmarks import records
 from benchmarks.training import build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, device_name
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
@@ -246,9 +246,11 @@ def large(folder: Path, corpus: Corpus) -> int:
 
 def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
     """Return the losses averaged over ranks, seconds of a step with their spread, tokens per second, peak bytes."""
-    if ON_GPU:
+    before = 0
+    if ON_GPU:  # DeepSpeed's caches keep the states of destroyed optimizers
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     with DEVICE:
         model = build_model(LARGE, 0)
     curve = []
@@ -266,7 +268,7 @@ def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         predicted = None if block is None else zero_topo.stats(engine).memory
     spread = records.Spread.of(seconds[WARM_UP:])
-    peak = torch.cuda.max_memory_allocated() if ON_GPU else None
+    peak = torch.cuda.max_memory_allocated() - before if ON_GPU else None
     speed = RANKS * LARGE.batch * LARGE.context / spread.median
     return {
         "losses": curve,
@@ -280,7 +282,7 @@ def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write a record, on rank 0."""
     if dist.get_rank() == 0:
-        settings = {"device": str(DEVICE), "ranks": RANKS, "backend": dist.get_backend()}
+        settings = {"device": device_name(), "ranks": RANKS, "backend": dist.get_backend()}
         records.write(folder / f"gpu-{name}.json", records.record(f"gpu-{name}", settings, results))
 
 

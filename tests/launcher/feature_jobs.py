@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import utils
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
@@ -246,6 +249,20 @@ def autocast() -> Job:
             return mse(engine, x, y)
 
     return small(loss=loss)
+
+
+@contextmanager
+def lower_dtypes() -> Iterator[None]:
+    """Engines of ``torch_autocast``: DeepSpeed stores their dtype in its module, for all later ones."""
+    with patch.multiple(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None):
+        yield
+
+
+def autocast_of_the_config(zero_topo: Block) -> Result:
+    """DeepSpeed itself runs the forward pass in ``torch.autocast``, and sends weights and gradients in BF16."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
+    with lower_dtypes():
+        return run(small(ds={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **sgd}).under(zero_topo))
 
 
 # -- optimizers and precisions -----------------------------------------------------------------------------------------

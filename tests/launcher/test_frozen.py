@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
 from tests.launcher.training import Job, advance, batch, block, mse, running, weights
+from tests.marks import late
 
 CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
 
@@ -87,17 +88,51 @@ def test_an_edit_reaches_all_gathers() -> None:
         assert advance(run, engine, 0, 3) == expected
 
 
-def test_unfreezing_is_refused_and_freezing_is_not() -> None:
-    """An unfrozen weight would get no update; the sentence names it. In no-grad passes it harms nobody."""
+def thaw(engine: Any, step: int) -> None:
+    """As PEFT does where an adapter was frozen by hand: from the second step on, gradients of it are computed."""
+    frozen = [param for name, param in engine.module.named_parameters() if "blocks.0" in name]
+    with torch.no_grad():
+        mse(engine, *batch(step, 0, torch.float32))
+    for param in frozen[::2]:
+        param.requires_grad_(step > 0)
+
+
+@pytest.mark.parametrize("zero", [{}, late({"stage3_param_persistence_threshold": 10**5})], ids=["sharded", "whole"])
+def test_unfrozen_parameters_are_not_trained(zero: dict[str, Any], rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Stock computes their gradients and trains the others: losses and weights are its own, and one line says so."""
+    found = []
+    for zero_topo in (block("topo", **CODES), block("topo"), None):
+        run = replace(job(zero_topo, "fp32", **zero), model=two_adapters, steps=4, each_step=thaw)
+        with running(run) as engine:
+            began = weights(engine)
+            found.append((advance(run, engine, 0, run.steps), weights(engine)))
+        trained = {name for name, whole in found[-1][1].items() if not torch.equal(whole, began[name])}
+        assert trained == {"blocks.1.1.down.weight", "blocks.1.1.up.weight"}
+    (_, _), (mine, my_weights), (stock, its_weights) = found
+    assert mine == pytest.approx(stock, rel=0, abs=1e-6)
+    assert_close(my_weights, its_weights)
+    said = [line for line in caplog.messages if "no optimizer has them" in line]
+    assert len(said) == (2 if rank == 0 else 0)
+    assert all("such as blocks.0." in line and "\n" not in line for line in said)
+
+
+def two_adapters() -> nn.Module:
+    """The first block's adapter is frozen, the second one's is trained."""
+    net = adapted()
+    net.blocks[0].requires_grad_(False)
+    return net
+
+
+def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """All whole weights are equal, up to the order of sums."""
+    for name, whole in theirs.items():
+        torch.testing.assert_close(mine[name], whole, rtol=0, atol=1e-6)
+
+
+def test_freezing_is_as_under_stock() -> None:
+    """A parameter that was trained may be frozen later."""
     run = job(block("topo", **CODES))
     with running(run) as engine:
         advance(run, engine, 0, 1)
-        bias = engine.module.out.bias
-        bias.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"1 parameters were frozen .* such as out.bias: no optimizer"):
-            mse(engine, *batch(1, 0, torch.bfloat16))
-        with torch.no_grad():
-            mse(engine, *batch(1, 0, torch.bfloat16))
-        bias.requires_grad_(False)
         engine.module.blocks[0][1].down.weight.requires_grad_(False)
         advance(run, engine, 1, 2)

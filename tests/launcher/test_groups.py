@@ -7,12 +7,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, Net, advance, block, running
+from tests.launcher.training import Job, Net, advance, block, ds_config, running
 from tests.marks import late
 
 SCHEMES = ["topo", *map(late, ("zero3", "zero++", "mics", "hsdp", "paper", "topo-zero2"))]
@@ -58,3 +60,40 @@ def test_a_checkpoint_is_loaded_in_its_own_order(shared_path: Path) -> None:
     with running(alike) as engine:
         engine.load_checkpoint(str(shared_path), tag="mixed")
         assert advance(alike, engine, 2, 4) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def half() -> dist.ProcessGroup:
+    """This rank's group of half of all ranks."""
+    ranks = range(dist.get_world_size())
+    cut = len(ranks) // 2
+    halves = [dist.new_group(list(part)) for part in (ranks[:cut], ranks[cut:])]
+    return halves[dist.get_rank() // cut]
+
+
+GROUP_ARGUMENTS = ("data_parallel_group", "sequence_data_parallel_group")
+"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older name."""
+
+
+@pytest.mark.parametrize("name", GROUP_ARGUMENTS)
+def test_a_model_in_a_smaller_group_is_refused(name: str, half: dist.ProcessGroup) -> None:
+    """By ``deepspeed.initialize`` without tensor parallelism, before it sends a parameter, whose name the line has."""
+    with deepspeed.zero.Init(**{name: half}):
+        model = Net()
+    with pytest.raises(ValueError, match=r"inp\.weight is partitioned over \d ranks, but the data-parallel group has"):
+        deepspeed.initialize(model=model, config=ds_config(Job(zero_topo=block("topo"))))
+
+
+def test_a_group_of_all_ranks_trains() -> None:
+    """As the world itself does."""
+    job = Job(steps=2, zero_topo=block("topo"))
+    config = ds_config(job)
+    whole = dist.new_group()
+    losses = []
+    for group in (whole, None):
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group):
+            model = Net()
+        with running(job, lambda _: deepspeed.initialize(model=model, config=config)[0]) as engine:  # noqa: B023
+            losses.append(advance(job, engine, 0, job.steps))
+    assert losses[0] == losses[1]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,8 +96,20 @@ def test_a_reference_begins_as_its_policy(
         assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])
 
 
+def test_a_reference_of_trl_begins_as_its_policy() -> None:
+    """TRL leaves the persistence threshold "auto", and names its number where DeepSpeed does not look."""
+    name, kept = "stage3_param_persistence_threshold", 1000
+    policys = job("topo", CODES, kept)
+    zero = {**ZERO, name: "auto"}
+    trls = replace(policys, ds={"zero_optimization": zero, f"zero_optimization.{name}": kept})
+    with running(policys) as policy, reference(trls) as frozen:
+        mine, theirs = outputs(policy, frozen)
+        assert torch.equal(mine, theirs)
+        assert sum(param.ds_persist for param in policy.module.parameters()) < len([*policy.module.parameters()])
+
+
 def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
-    """Exports, edits, a policy's weights copied into it, and a policy's checkpoint; no state of it can be resumed."""
+    """Exports, edits, a policy's weights copied into it, and a policy's checkpoint."""
     run = job("topo", CODES)
     with running(run) as policy, reference(run) as frozen:
         began = weights(frozen)
@@ -110,12 +124,39 @@ def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
                     theirs.data.copy_(mine.data)
         assert_same_bits(weights(frozen), weights(policy))
         synced = outputs(frozen)[0]
-        with pytest.raises(ValueError, match="save_16bit_model writes its weights"):
-            frozen.save_checkpoint(str(shared_path))
         with reference(run) as other:
             other.load_checkpoint(str(shared_path), tag="policy")
             assert_same_bits(weights(other), weights(policy))
             assert torch.equal(outputs(other)[0], synced)
+
+
+def test_a_frozen_engine_is_skipped_in_a_saved_state(
+    shared_path: Path, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accelerate's ``save_state`` and ``load_state`` save and load every prepared model under a tag of its own."""
+    run = job("topo", CODES)
+
+    def each(engines: Sequence[Any], call: str) -> None:
+        for index, engine in enumerate(engines):
+            getattr(engine, call)(str(shared_path), f"pytorch_model_{index}")
+
+    for order in (1, -1):
+        with running(run) as policy, reference(run) as frozen:
+            engines = [frozen, policy][::order]
+            advance(run, policy, 0, 1)
+            each(engines, "save_checkpoint")
+            expected = advance(run, policy, 1, 3)
+            began = weights(frozen)
+        with running(run) as policy, reference(run) as frozen:
+            engines = [frozen, policy][::order]
+            each(engines, "load_checkpoint")
+            assert advance(run, policy, 1, 3) == expected
+            assert_same_bits(weights(frozen), began)
+        if rank == 0:
+            shutil.rmtree(shared_path)
+        dist.barrier()
+    said = [line for line in caplog.messages if "skips this engine" in line or "does not exist" in line]
+    assert len(said) == (4 if rank == 0 else 0) and not any("\n" in line for line in said)
 
 
 def test_a_preference_is_trained_as_under_stock() -> None:

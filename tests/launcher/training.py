@@ -146,7 +146,7 @@ def without_optimizer(job: Job) -> Any:
 def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """This rank's inputs ``[4, 11]`` and targets ``[4, 5]`` of one micro-batch."""
     generator = torch.Generator().manual_seed(10007 * step + 101 * micro + dist.get_rank())
-    x = torch.randn(4, 11, generator=generator)
+    x = torch.randn(4, 11, dtype=torch.float32, generator=generator)
     y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
     return x.to(dtype), y.to(dtype)
 

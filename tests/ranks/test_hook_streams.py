@@ -24,6 +24,7 @@ from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import optimizer
 from zero_topo.hook import optimizer as module
 from zero_topo.hook.parts import Part, Parts
+from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -64,6 +65,8 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "topo": deepspeed.engine,
         "slots": slots,
         "ipg_buckets": {},
+        "_passes": BackwardPasses(),
+        "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "pace": Pace(0, None),

@@ -15,6 +15,7 @@ from benchmarks.counting import Allocations
 from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
+from tests.ranks.test_nccl import lanes_of_a_gpu
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.step import Job
@@ -77,6 +78,23 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
     work = Workload.uniform(MODEL.numels())
     held = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
     return sum(held.values()) - held.get("activations", 0)
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "one group": {"scheme": "topo"},
+    "two groups": {"scheme": "topo", "gradients": "gpu"},
+    "weights and gradients on the rank": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
+    "quantized": {"scheme": "topo", "gradients": "gpu", "sync": {"mode": "quantized"}},
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_runs_in_flight_need_no_more_than_predicted(name: str) -> None:
+    """On a GPU's queue up to three runs of sync and publish have buffers at a time."""
+    config = resolve(emulated(2, 4, 2), **STAGED[name])
+    with lanes_of_a_gpu():
+        found = peak(config, LAYER)
+    assert 0.9 * predicted(config, LAYER) < found <= 1.01 * predicted(config, LAYER)
 
 
 @pytest.mark.parametrize("layers", [2, late(1), late(3)])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.bare import fake_world
 from tests.marks import late
-from tests.ranks.worlds import BLOCKS, COMBINED, world
+from tests.ranks.worlds import BLOCKS, COMBINED, Q4, world
 from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.engine.codes import CodeStore
 from zero_topo.sync import Moment
@@ -221,6 +221,48 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
             deepspeed.engine.weights.finish()
         done = [name for _, name, _ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "dense": BLOCKS["two groups"],
+    "quantized": {**BLOCKS["two groups"], "sync": Q4},
+}
+"""Blocks whose sync and publish use two groups."""
+
+
+class Clocks(list[tuple[str, str, int]]):
+    """A device's log that also keeps what the stream of each entry had waited for."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self.clocks: list[dict[str, int]] = []
+
+    def append(self, entry: tuple[str, str, int]) -> None:
+        """Log an entry and its stream's clock."""
+        super().append(entry)
+        self.clocks.append(dict(self._device.clocks[entry[0]]))
+
+
+@pytest.mark.parametrize(("name", "phase"), [("dense", "sync"), ("quantized", "sync"), ("dense", "publish")])
+def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, phase: str) -> None:
+    """The third run's first exchange waits for no second exchange, not even the first run's, which is queued before."""
+    with job(STAGED[name], overlap_comm=True, model=ONE_GROUP) as deepspeed:
+        deepspeed.micro_batch(last=False)
+        deepspeed.engine.weights.finish()
+        if phase == "publish":
+            deepspeed.engine.weights.publish()
+        deepspeed.device.log = log = Clocks(deepspeed.device)
+        if phase == "sync":
+            deepspeed.engine.gradients.sync()
+        else:
+            deepspeed.engine.weights.begin()
+            deepspeed.engine.weights.finish()
+    exchanges = [(*entry, clock) for entry, clock in zip(log, log.clocks, strict=True) if entry[1] == "exchange"]
+    first, second = ("nccl 2-4", "nccl 4-8") if phase == "sync" else ("nccl 4-8", "nccl 2-4")
+    assert [stream for stream, *_ in exchanges[:5]] == [first, first, second, first, second]
+    (_, _, number, _), (_, _, _, clock) = exchanges[2:4]
+    assert clock.get(second, 0) < number
 
 
 def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:

@@ -37,7 +37,7 @@ class Trainer:
         cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
         self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
         sizes = [self.height * (end - begin) for begin, end in self.columns]
-        self.masters = [torch.full((size,), start, requires_grad=True) for size in sizes]
+        self.masters = [torch.full((size,), start, dtype=torch.float32, requires_grad=True) for size in sizes]
         self.optimizer = optimizer(self.masters)
 
     def moments(self) -> Sequence[Moment]:

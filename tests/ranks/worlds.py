@@ -51,6 +51,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
     "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
     "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
+    "two groups": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN},
+    "two groups, q4": {"scheme": "topo", "gradients": "gpu", "optimizer": "node", "sync": Q4},
     "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
@@ -133,7 +135,7 @@ def shards(plan: Plan, x: Tensor) -> Tensor:
 def drawn(numels: tuple[int, ...], seed: int) -> list[Tensor]:
     """Normal values of these sizes; not to be written to."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, generator=generator).to(DEVICE) for n in numels]
+    return [torch.randn(n, generator=generator, dtype=torch.float32).to(DEVICE) for n in numels]
 
 
 @lru_cache(maxsize=16)

@@ -106,10 +106,10 @@ def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
 
 
 def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) -> None:
-    path = config_file(tmp_path, {}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
+    path = config_file(tmp_path, {}, hybrid_engine={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)
     assert (status, out) == (2, "")
-    assert [line.split()[1] for line in err.splitlines()] == ["compile.deepcompile", "torch_autocast.enabled"]
+    assert [line.split()[2] for line in err.splitlines()] == ["hybrid_engine.enabled", "compile.deepcompile"]
 
 
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:

@@ -226,6 +226,19 @@ def test_the_environments_block_is_that_of_a_stage_3_config() -> None:
     assert with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": '{"scheme": "topo"}'}) == GOOD
 
 
+def test_the_environments_block_may_be_in_a_file(tmp_path: Path) -> None:
+    """A launcher that loses quotation marks passes a path whole."""
+    plain = changed()
+    del plain["zero_topo"]
+    file = tmp_path / "block.json"
+    file.write_text('{"scheme": "zero3"}')
+    env = {"ZERO_TOPO_BLOCK": str(file)}
+    assert with_environment_block(plain, env) == plain | {"zero_topo": {"scheme": "zero3"}}
+    file.unlink()
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_BLOCK = .*block.json: cannot be read .*every node can read"):
+        with_environment_block(plain, env)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -23,7 +23,7 @@ from zero_topo.versions import CLIPPING_SINCE, default_clipping, installed
 
 CLIP_1 = ROOT / "tests/data/neox/clip_1.yml"
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}}
-DROPPED = {"deepspeed_extra_args": {"zero_topo": {}}}
+DROPPED: dict[str, Any] = {"deepspeed_extra_args": {"zero_topo": {}}}
 
 
 def default_of(module: str, kind: str, field: str) -> Any:

@@ -165,11 +165,13 @@ def test_a_part_without_its_type_is_refused(part: str) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_the_optimizer_is_no_text_and_no_switch(name: str) -> None:
     """Without torch: a login node has none."""
-    for value in ("1e-3", True, None, [0.1], {}):
+    wrong: list[Any] = ["1e-3", True, None, [0.1], {}]
+    for value in wrong:
         config = changed(optimizer__type="AdamW", **{name.replace(".", "__"): value})
         (line,) = deepspeed_problems(config)
         assert line.startswith(f"{name} = {json.dumps(value)}: ")
-    for value in (0.1, 1, "auto"):
+    right: list[Any] = [0.1, 1, "auto"]
+    for value in right:
         config = changed(optimizer__type="AdamW", **{name.replace(".", "__"): value})
         assert deepspeed_problems(config) == []
 
@@ -272,7 +274,7 @@ def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> No
         if "mode" in part.get("properties", {})
     }
     for path, kind in found:
-        wrong = ["1", " 4 ", [1], {}, 1 if kind == "boolean" else True]
+        wrong: list[Any] = ["1", " 4 ", [1], {}, 1 if kind == "boolean" else True]
         for value in wrong:
             block: Any = {path[-1]: value}
             if path[0] == "sync":

@@ -35,7 +35,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no object": ({"zero_optimization": True}, "zero_optimization = true: .*; write"),
     "stage 1": ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1: .*; set it to 3"),
     "text stage": ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage = "3": .*; set it to 3'),
-    "clipping": ({"deepspeed_extra_args": {"zero_topo": {}}}, "gradient_clipping = 1.0: NeoX drops it"),
     "two clippings": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5, but .*make them equal"),
     "removed": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention = .*DeepSpeed would refuse"),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning = .*would refuse"),

@@ -118,6 +118,15 @@ def test_every_backend_says_what_it_serves() -> None:
         operators.BACKENDS["native"](torch.device("meta"))
 
 
+def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    """A job on XPU starts, with one line that says what serves and why no kernel does."""
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert operators.select(torch.device("xpu"), {}) == "reference"
+    assert "kernels on xpu: reference; not native: there are no native kernels for xpu" in caplog.messages[0]
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"):
+        operators.select(torch.device("xpu"), {"ZERO_TOPO_QUANT": "triton"})
+
+
 def test_a_tensor_that_is_no_view_is_refused() -> None:
     """Its strides cannot be said in rows and columns."""
     with pytest.raises(ValueError, match="make it contiguous"):

@@ -49,7 +49,7 @@ class CostsBeside(Document):
     micro_batches: int
     memory: dict[str, dict[str, int]]
     sent_by_domain: dict[str, dict[str, int]]
-    step_s: dict[str, float]
+    seconds: dict[str, float]
 
 
 class Migrated(Document):
@@ -157,17 +157,17 @@ def _costs(prices: Mapping[str, Price], active: Mapping[str, Any]) -> dict[str, 
         "micro_batches": after.request.job.micro_batches,
         "memory": memory,
         "sent_by_domain": {row: price.sent_by_domain for row, price in prices.items()},
-        "step_s": {row: price.seconds for row, price in prices.items()},
+        "seconds": {row: price.seconds for row, price in prices.items()},
     }
 
 
 def _show(prices: Mapping[str, Price], costs: Mapping[str, Any]) -> None:
-    found, job = prices[AFTER].config.topology, prices[AFTER].request.job
+    found, request = prices[AFTER].config.topology, prices[AFTER].request
     configs = {row: price.config for row, price in prices.items()}
     show(places_table(configs, f"{costs['params']:,} parameters on {found.world_size:,} ranks of {found.name}"))
     show(memory_table(costs["memory"], found.memory_per_rank))
-    show(volume_table(costs["sent_by_domain"], job.micro_batches))
-    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["step_s"].items())
+    show(volume_table(costs["sent_by_domain"], request.job.micro_batches))
+    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["seconds"].items())
     print(f"- a step takes by prediction: {', '.join(steps)}")
-    print(f"- {setting(job)}")
+    print(f"- {setting(request)}")
     print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')

@@ -191,8 +191,8 @@ class Group:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
             return Handle(work.wait, (rows,), lambda: received)
         cpu = torch.device("cpu")
-        members, lengths = _index(self.members, cpu), torch.tensor(sizes)
-        due, send = torch.tensor(expected)[members], _regrouped(rows, lengths, members)
+        members, lengths = _index(self.members, cpu), _on_host(sizes)
+        due, send = _on_host(expected)[members], _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
@@ -271,7 +271,7 @@ class Mpi(Group):
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype)
+        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
         return Handle(request.Wait, (sent,), lambda: received.to(message.device))
 
@@ -282,21 +282,24 @@ class Mpi(Group):
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype), rows.shape[1]
-        lengths, due = (width * torch.tensor(counts, dtype=torch.int64).numpy() for counts in (sizes, expected))
+        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
+        lengths, due = (width * _on_host(counts).numpy() for counts in (sizes, expected))
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype), rows.shape[1]
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * torch.tensor(sizes).numpy()])
+        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
+        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * _on_host(sizes).numpy()])
         return Handle(None, (), lambda: received.to(rows.device))
 
 
 def transport() -> type[Group]:
-    """Return the class of groups for the world's backend."""
-    return Gloo if dist.get_backend() == "gloo" else Group
+    """Return the class of groups for the world's backend; without a name torch chooses one for each device."""
+    backend: str = dist.get_backend()
+    if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
+        backend = "gloo"
+    return Gloo if backend == "gloo" else Group
 
 
 class Route:
@@ -357,7 +360,9 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
     rows = flat.view(*stack, plan.world_size, width)
     if plan.order is None:
         return rows
-    return rows[..., torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at, :]
+    if rank_at is None:
+        rank_at = torch.tensor(plan.rank_at, dtype=torch.int64, device=flat.device)
+    return rows[..., rank_at, :]
 
 
 def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
@@ -379,7 +384,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
-    2. if there is an inner group: on ``wait``, all-gather the received messages inside the node.
+    2. if there is an inner group: in a second stage, all-gather the received messages inside the node.
 
     A single member sends nothing and returns the message itself.
 
@@ -394,7 +399,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     if len(route.hops) == 1:
         return outer.then(lambda received: received[None])
     inner = route.hops[0]
-    return outer.then(lambda received: inner.gather(received).transpose(0, 1))
+    return outer.then(lambda received: inner.gather_later(received).then(lambda messages: messages.transpose(0, 1)))
 
 
 def all_gather_views(
@@ -474,7 +479,8 @@ def reduce_scatter(
         accumulate: add the sums to the values of ``out``.
 
     Returns:
-        A handle whose ``wait`` finishes with step 2's sums. A single member sums nothing, and does not quantize.
+        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
+        not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
@@ -485,14 +491,19 @@ def reduce_scatter(
     send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
+    def forward(received: Tensor) -> Handle[Tensor]:
+        # The messages of one destination are summed before they leave for the next group.
+        send = _empty(outer, received.shape[1], spec.nbytes(numel), received.device)
+        requantize(received, spec, send.transpose(0, 1), numel)
+        return outer.scatter_later(send)
+
     def finish(received: Tensor) -> None:
-        for following in route.hops[1:]:
-            send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
-            requantize(received, spec, send.transpose(0, 1), numel)
-            received = following.scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    return first.scatter_later(send).then(finish)
+    received, outer = first.scatter_later(send), route.hops[-1]
+    if outer is not first:
+        received = received.then(forward)
+    return received.then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
@@ -514,7 +525,12 @@ def _buffer(x: Tensor) -> Any:
 @lru_cache(maxsize=64)
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
     """Return an order as an index tensor, cached on a device."""
-    return torch.tensor(order, device=device)
+    return torch.tensor(order, dtype=torch.int64, device=device)
+
+
+def _on_host(counts: Sequence[int]) -> Tensor:
+    """Return counts as an int64 tensor on the host."""
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
@@ -522,4 +538,4 @@ def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
     shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
     shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])
-    return rows[torch.arange(rows.shape[0], device=rows.device) + shifts]
+    return rows[torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device) + shifts]

@@ -66,17 +66,29 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
 def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the config with the block of ``ZERO_TOPO_BLOCK`` added, if the config is one of stage 3.
 
+    The variable is a JSON object, or the path of a file with one (ends in ``.json``): the deepspeed launcher loses the
+    quotation marks of a value on its way to other nodes.
+
     Args:
         ds_config: the DeepSpeed config; it is not changed.
         env: the launcher's environment.
 
     Raises:
-        ValueError: if the variable is not a JSON object, or the config has another block.
+        ValueError: if the variable is not a JSON object or no such file, or the config has another block.
     """
     text = env.get(BLOCK_VARIABLE, "")
     if not text or _stage(ds_config):
         return dict(ds_config)
-    block = parse_object(text, BLOCK_VARIABLE)
+    if text.endswith(".json"):
+        try:
+            content = read_text(Path(text), f"{BLOCK_VARIABLE} = {text}")
+        except OSError as error:
+            raise ValueError(
+                f"{BLOCK_VARIABLE} = {text}: cannot be read ({error.strerror}); give a path that every node can read"
+            ) from None
+        block = parse_object(content, f"{BLOCK_VARIABLE} = {text}")
+    else:
+        block = parse_object(text, BLOCK_VARIABLE)
     if ds_config.get(ROOT, block) != block:
         own = cut(as_json(ds_config[ROOT]))
         raise ValueError(

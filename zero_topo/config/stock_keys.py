@@ -44,6 +44,8 @@ FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
 }
 """The stock keys -> how DeepSpeed reads their values, and what they must be."""
 GONE = (LOCO, MICS, MICS_HOPS)
+PERSISTENCE = "stage3_param_persistence_threshold"
+"""TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores it."""
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
 _FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
@@ -125,9 +127,14 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
     if device == "cpu" and (optimizer or "optimizer" in ds_config):  # others keep them there, and gather from there
         off["offload_param"] = OFFLOADED
-    if not isinstance(block, Mapping) or not (active or off or wrong):
+    # The policy gets the number that is meant: with another one the reference would round other parameters.
+    meant = ds_config.get(f"{ZERO}.{PERSISTENCE}") if zero.get(PERSISTENCE) == "auto" else None
+    if not isinstance(block, Mapping) or not (active or off or wrong or meant is not None):
         return Translation(dict(ds_config))
     config, lines, problems = deepcopy(dict(ds_config)), [], list(wrong.values())
+    if meant is not None:
+        config[ZERO][PERSISTENCE] = meant
+        lines.append(f'{ZERO}.{PERSISTENCE} = "auto" is taken as {meant}, the value of "{ZERO}.{PERSISTENCE}"')
     for key, why in off.items():
         lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: {why}")
     if {HPZ, LOCO} & active.keys() and not any(block.get(key) is not None for key in PLACES):

@@ -38,7 +38,7 @@ Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil, comb
@@ -54,6 +54,7 @@ from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
 COUNT_BYTES = 16  # per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
+LOWERED = 2  # bytes of an element in a lower dtype of `torch_autocast`
 CHANGED = 0.074  # share of INT8 weights that change in a step
 SENT_WHOLE = 0.00148  # share of blocks that are then sent whole
 
@@ -79,6 +80,7 @@ class Workload:
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
         whole: for each parameter, whether its update is Muon's, for which whole matrices are exchanged; empty if none.
+        lowered: for each parameter, whether ``torch_autocast`` sends it in :data:`LOWERED` bytes; empty if none.
     """
 
     numels: tuple[int, ...]
@@ -95,6 +97,7 @@ class Workload:
     frozen: Workload | None = None
     trains: bool = True
     whole: tuple[bool, ...] = ()
+    lowered: tuple[bool, ...] = ()
 
     @classmethod
     def uniform(
@@ -111,6 +114,17 @@ class Workload:
     def of_muon(self) -> tuple[int, ...]:
         """Return the elements of each parameter whose update is Muon's."""
         return tuple(numel for numel, whole in zip(self.numels, self.whole, strict=False) if whole)
+
+    def by_itemsize(self, usual: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the bytes of an unquantized element, and the parameters that are sent in so many.
+
+        Args:
+            usual: the bytes where ``torch_autocast`` sends no lower dtype.
+        """
+        slots = range(len(self.numels))
+        lowered = self.lowered or (False,) * len(slots)
+        for lower in sorted({*lowered}):
+            yield LOWERED if lower else usual, [slot for slot in slots if lowered[slot] is lower]
 
     def shards(self, plan: Plan) -> Sequence[int]:
         """Return the elements of a world shard of each parameter."""
@@ -189,15 +203,19 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
-        sharded = Columns.of((width, stored) for width, stored, persistent in parameters if not persistent)
-        add("gather_forward", sharded, of.itemsize, of.micro_batches)
+        for itemsize, part in of.by_itemsize(of.itemsize):
+            sharded = Columns.of(parameters[slot][:2] for slot in part if not of.persistent[slot])
+            add("gather_forward", sharded, itemsize, of.micro_batches)
+            if of.trains:
+                add("gather_backward", sharded, itemsize, of.micro_batches)
         if of.trains:
-            add("gather_backward", sharded, of.itemsize, of.micro_batches)
             exact = Columns.of((width, stored) for width, stored, persistent in parameters if persistent)
             add("gather_exact", exact, of.itemsize)
     trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
-    add("scatter", Columns.of(trained), work.scatter_itemsize, work.micro_batches * (2 if all_reduces else 1))
+    for itemsize, part in work.by_itemsize(work.scatter_itemsize):
+        bucket = Columns.of(trained[slot] for slot in part)
+        add("scatter", bucket, itemsize, work.micro_batches * (2 if all_reduces else 1))
     for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
         add("sync", Columns.of(trained[slot] for slot in run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))

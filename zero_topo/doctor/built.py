@@ -151,8 +151,8 @@ def scheduler_lines(read: Any, kind: type[Any], given: Params) -> Iterator[str]:
 
 def _optimizer(read: Any, params: Params) -> Optimizer:
     """Build the optimizer, and step where that needs no kernel of DeepSpeed."""
-    matrix = torch.nn.Parameter(torch.zeros(2, 2))
-    vector = torch.nn.Parameter(torch.zeros(2))
+    matrix: Any = torch.nn.Parameter(torch.zeros(2, 2))
+    vector: Any = torch.nn.Parameter(torch.zeros(2))
     for parameter in (matrix, vector):
         parameter.use_muon = parameter is matrix
         parameter.grad = torch.zeros_like(parameter)

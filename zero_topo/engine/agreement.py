@@ -290,5 +290,5 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
-    places = 2 * torch.arange(words.numel(), device=words.device, dtype=torch.int64) + 1
+    places = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
     return (words * places * 0x9E3779B1).sum()

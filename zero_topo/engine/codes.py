@@ -76,7 +76,7 @@ class CodeStore:
     def _scales(self) -> Tensor:
         """Positions of the own world shard's scales in the stored bytes, viewed as FP32."""
         slot = self.codes.slots[self.codes.slot_of.long()]
-        here = torch.arange(len(slot), device=slot.device) - slot[:, 3]
+        here = torch.arange(len(slot), dtype=torch.int64, device=slot.device) - slot[:, 3]
         return slot[:, 1] // 4 + self._own_row * slot[:, 2] + here
 
     def _scales_of(self, slots: range) -> Tensor:
@@ -149,5 +149,5 @@ class CodeStore:
         ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
-        return Handle(None, (), lambda: ops.apply_changes(handle.wait(), self.codes, part, route.index))
+        changes = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
+        return changes.then(lambda received: ops.apply_changes(received, self.codes, part, route.index))

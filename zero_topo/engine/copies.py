@@ -13,9 +13,9 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
-from zero_topo.quant.operands import FLOATS, View, view_of
+from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
-from zero_topo.quant.spec import BlockSpec, Format
+from zero_topo.quant.spec import Cast, Format
 
 FORMATS = {dtype: cast_to(dtype) for dtype in FLOATS}
 Capture = Callable[[int, Tensor], None]
@@ -46,6 +46,12 @@ class Copy:
         self.sent = as_bytes(data) if unchanged else None
         if not packed:
             self.view = view_of(data)  # made once: for each gather it would take as long as the launch
+
+    def whole(self) -> Tensor:
+        """Return a copy of the data, flat, to which the model may write; rounded if they are sent in a lower dtype."""
+        sent = DTYPES[self.wire.dtype] if isinstance(self.wire, Cast) else self.data.dtype
+        rounded = self.data.to(sent, copy=True)
+        return rounded.to(self.data.dtype).flatten()
 
     def store(self, rows: Tensor) -> None:
         """Overwrite the stored values with ``rows [rows, width]``."""
@@ -118,10 +124,10 @@ def gather(
             if copies[slot].packed:
                 decode([slot], copies[slot].data[None, None])
             else:
-                flats[slot] = copies[slot].data.clone().flatten()  # a clone: the model may write to it
+                flats[slot] = copies[slot].whole()
         return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
 
-    if route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
+    if route.size == 1:  # every rank stores all rows: nothing is sent, and nothing is quantized
         return Handle(None, (), local)
     messages, sizes = _messages(copies, slots)
 
@@ -166,7 +172,7 @@ class Secondary:
         mesh: has the groups ``(1, S)``.
         shards: the primary, as forward gathers send it.
         degree: ``S``; None if the backward pass gathers from the primary.
-        spec: the format; None is the dtype of the primary.
+        wires: by parameter, the format: one that quantizes for all, or floats.
 
     Attributes:
         copies: by parameter.
@@ -180,7 +186,7 @@ class Secondary:
         mesh: Mesh,
         shards: Sequence[Copy],
         degree: int | None,
-        spec: BlockSpec | None,
+        wires: Sequence[Format],
     ) -> None:
         self.copies = shards
         self.tensors = self.shared = tuple[Tensor, ...]()
@@ -195,19 +201,19 @@ class Secondary:
             return
         route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
         like = shards[0].data
-        wire = spec or cast_to(like.dtype)
         rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
-        if spec is None:
+        spec = wires[0]
+        if isinstance(spec, Cast):
             stored = like.new_zeros(layout.shape(degree)) if captured else like
             rows = rows or [layout.slot(stored, slot) for slot in range(len(shards))]
-            self.copies = [Copy(route, part, wire) for part in rows]
+            self.copies = [Copy(route, part, wire) for part, wire in zip(rows, wires, strict=True)]
         else:
             height, _ = layout.shape(degree)
             ends = list(accumulate((spec.nbytes(height * width) for width in layout.widths), initial=0))
             stored = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
-            self.copies = [Copy(route, stored[begin:end], wire, packed=True) for begin, end in pairwise(ends)]
+            self.copies = [Copy(route, stored[begin:end], spec, packed=True) for begin, end in pairwise(ends)]
             self._cut = rows
-        if captured or spec is not None:
+        if captured or spec.lossy:
             self.tensors = (stored,)
             self.shared = () if captured else self.tensors
 

@@ -40,7 +40,7 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
     """Return the ages of a rank's optimizer shard, uint8 ``[N / O, F]``."""
     plan = layout.plan
     positions = [plan.position(owner) for owner in plan.rows(layout.rank, plan.optimizer)]
-    rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
+    rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8, device="cpu")
     for index, name in enumerate(names):
         if name in ages:
             layout.slot(rows, index).copy_(layout.rows(ages[name])[positions])
@@ -214,8 +214,8 @@ def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries
         if not 0 <= first < past <= table.shape[1] or not 0 < numel <= ranks * (past - first):
             raise IndexError(f"{name}: {numel} elements in columns {first} to {past} of {table.shape[1]}")
         if name not in sums:
-            sums[name] = torch.zeros(numel)
-        rows = torch.zeros(ranks, past - first)
+            sums[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        rows = torch.zeros(ranks, past - first, dtype=torch.float32, device="cpu")
         rows[owed["owners"]] = table[:, first:past]
         if "momentum" in state["sync"]:
             rows[rank] += state["sync"]["momentum"][first:past]
@@ -231,5 +231,5 @@ def _add_ages(
         return
     row = torch.cat([state["age"] for state in saved])
     for name, (numel, begin, width) in columns.items():
-        held = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8))[rank * width :][:width]
+        held = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[rank * width :][:width]
         held.copy_(row[begin:][: len(held)])

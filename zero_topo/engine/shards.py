@@ -96,7 +96,7 @@ class Layout:
 
     def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._orders:
-            rank_at = torch.tensor(self.plan.rank_at, device=device)
+            rank_at = torch.tensor(self.plan.rank_at, dtype=torch.int64, device=device)
             self._orders[device] = rank_at, rank_at.argsort()
         return self._orders[device]
 

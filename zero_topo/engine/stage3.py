@@ -159,7 +159,7 @@ class Stage3:
             mesh=self.mesh,
             dtype=self.sync_dtype,
             shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
-            loss_scaled=like.dtype == torch.float16,
+            loss_scaled=self._loss_scaled,
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
@@ -169,6 +169,10 @@ class Stage3:
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
         run_numel, loss_scale = self.run_numel, self._loss_scale
         return Gradients(self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._lane, self._averaged)
+
+    @property
+    def _loss_scaled(self) -> bool:
+        return torch.float16 in (self.like.dtype, *(p.sent for p in self.parameters))
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -322,14 +326,23 @@ class Stage3:
             publish_itemsize=self.publish_dtype.itemsize,
             run_numel=self.bucket_numel,
             published=self.weights.published,
-            loss_scaled=self.like.dtype == torch.float16,
+            loss_scaled=self._loss_scaled,
             trains=bool(self.parameters),
             whole=tuple(p.whole for p in self.parameters),
+            lowered=tuple(p.sent is not None for p in self.parameters),
         )
         if not self._frozen:
             return work
-        numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
-        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, published=None, whole=()))
+        frozen = replace(
+            work,
+            numels=tuple(p.numel for p in self._frozen),
+            dims=tuple(p.dims for p in self._frozen),
+            persistent=tuple(p.persistent for p in self._frozen),
+            lowered=tuple(p.sent is not None for p in self._frozen),
+            published=None,
+            whole=(),
+        )
+        return replace(work, frozen=frozen)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the shards on this rank, without the optimizer's."""

@@ -36,7 +36,8 @@ def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held.values()}
     copies = {}
     for address, storage in storages.items():
-        copies[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and on_gpu(device))
+        pinned = pin_memory and on_gpu(device)
+        copies[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         copies[address].copy_(_bytes_of(storage), non_blocking=True)
     if on_gpu(device):
         torch.accelerator.synchronize()
@@ -44,7 +45,7 @@ def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -
     for tensor in held.values():
         copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(copy, *place)
     for storage in storages.values():
         storage.resize_(0)
 

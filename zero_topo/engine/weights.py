@@ -145,8 +145,9 @@ class Weights:
         # By parameter, the copies that exact gathers send, and those that gathers of a pass send.
         route, exact = mesh.route(1, plan.weights), cast_to(like.dtype)
         self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
-        sent = config.weights_spec or cast_to(like.dtype)
-        self._shards = [Copy(route, copy.data, sent) for copy in self._exact]
+        plain = [cast_to(p.sent or like.dtype) for p in parameters]
+        sent = [config.weights_spec or wire for wire in plain]
+        self._shards = [Copy(route, copy.data, wire) for copy, wire in zip(self._exact, sent, strict=True)]
         # Persistent parameters are published first, the others in the order in which the model needs them.
         self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
@@ -168,7 +169,8 @@ class Weights:
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
         degree = plan.secondary if int8 is None and plan.weights > 1 else None
-        self.secondary = Secondary(self._rows, mesh, self._shards, degree, config.secondary_spec)
+        wires = [config.secondary_spec or wire for wire in plain]
+        self.secondary = Secondary(self._rows, mesh, self._shards, degree, wires)
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
@@ -194,7 +196,8 @@ class Weights:
         self._changes = partial(store.begin, self._route, self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
-        columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+        ranges = [torch.arange(*span, dtype=torch.int64, device="cpu") for span in [(0, 0), *spans]]
+        columns = torch.cat(ranges)
         self._columns = {columns.device: columns, device: columns.to(device)}
         # Loaded scales of the own world shard of all trained parameters, until the restart that follows each load.
         self._scales: dict[range, Tensor] = {}
@@ -205,7 +208,7 @@ class Weights:
         """Gather whole parameters, with one collective per kind of copy.
 
         Args:
-            slots: the parameters, all trained or all frozen, in the same order on every rank.
+            slots: the parameters, all trained or all frozen, with equal ``sent``, in the same order on every rank.
             phase: "gather_forward", "gather_backward" or "gather_exact" (see Note [Which copy is read]).
 
         Returns:

@@ -12,7 +12,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.parameters import ParameterGathers, by_plan, served
+from zero_topo.hook.parameters import ParameterGathers, by_plan, can_freeze
+from zero_topo.hook.passes import module_hook
 from zero_topo.quant.operands import FLOATS
 
 
@@ -24,7 +25,7 @@ def follows_plan(engine: Any) -> bool:
     """
     offload = engine.zero_offload_param()
     on_device = offload is None or offload.device == "none"
-    return on_device and any(p.dtype in FLOATS and not served(p) for p in engine.module.parameters())
+    return on_device and any(p.dtype in FLOATS and can_freeze(p, engine.module) for p in engine.module.parameters())
 
 
 class TopoInference(DeepSpeedZeRoOffload):
@@ -46,7 +47,8 @@ class TopoInference(DeepSpeedZeRoOffload):
     ) -> None:
         super().__init__(module, *args, **kwargs)
         params: list[Any] = [*module.parameters()]
-        largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
+        ours = [p for p in params if p.dtype in FLOATS and can_freeze(p, module)]
+        largest = max(ours, key=lambda p: p.ds_numel)
         dtype = largest.ds_tensor.dtype
         self._parts: list[tuple[Stage3, ParameterGathers]] = []
         for config, own in by_plan(module, names, configs):
@@ -65,8 +67,11 @@ class TopoInference(DeepSpeedZeRoOffload):
                 )
             gathers.serve(topo)
             self._parts.append((topo, gathers))
-        # A step of the meter is one forward pass of the whole model.
-        self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
+        self._ending = module.register_forward_hook(module_hook(self._forward_ends))
+
+    def _forward_ends(self, *_: Any) -> None:
+        """End a step of the meter: one forward pass of the whole model."""
+        self.topo.meter.end_step()
 
     def engines(self) -> list[Stage3]:
         """Return the engines: with expert parallelism also that of the experts."""

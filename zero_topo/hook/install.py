@@ -9,6 +9,7 @@ Note [The seam]
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +39,7 @@ from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
 from zero_topo.observe.log import log_notes, one_line, refusals, show_log
+from zero_topo.strict import cut
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import default_clipping, untried
 
@@ -61,10 +63,32 @@ def enable() -> None:
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     sys.excepthook = one_line(sys.excepthook)
+    # The deepspeed launcher, if this process is one, passes variables with these beginnings to other nodes.
+    accelerator = get_accelerator()
+    accelerator.export_envs = _exporting(accelerator.export_envs)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
     Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
+
+
+def _exporting(export_envs: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Add zero_topo's to the beginnings of variables that DeepSpeed's launcher passes to other nodes.
+
+    The launcher quotes a value with quotation marks that a shell of the other node removes, and the value's with them.
+    """
+
+    @refusals()
+    def exported() -> list[str]:
+        for name, value in os.environ.items():
+            if name.startswith("ZERO_TOPO_") and '"' in value:
+                raise ValueError(
+                    f"{name} = {cut(value)}: the deepspeed launcher loses its quotation marks on the way to other "
+                    f"nodes; put it into a file that every node reads, and set {name}=FILE.json"
+                )
+        return [*export_envs(), "ZERO_TOPO_"]
+
+    return exported
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

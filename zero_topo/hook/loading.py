@@ -57,6 +57,13 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
     contents: Contents = {}
     tag, groups = _agreed(engine, contents, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
     given["tag"] = tag
+    if tag is not None and not contents:
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"zero_topo: {given['load_dir']}/{tag} does not exist: this engine has no optimizer, and its weights "
+                "stay as they are"
+            )
+        return None, {}
     universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
     stock, search = engine.checkpoint_engine, getattr(DeepSpeedEngine, MODEL_FILES)
 
@@ -132,8 +139,10 @@ def _agreed(
                 parameters = engine.optimizer.topo.parameters
                 groups = _universal(parameters, folder, states, engine.mp_world_size)
                 facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder, parameters)])}
-            else:
+            elif engine.optimizer.topo.parameters or folder.exists():
                 facts |= _own_files(engine, contents, folder, states)
+            else:
+                facts["skipped"] = str(tag)  # a save skips an engine without an optimizer
     except Exception as error:  # a damaged file has any content
         problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
     # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.

@@ -20,11 +20,12 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.step import rates_of
+from zero_topo.cost.network import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
 from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
 from zero_topo.hook.parts import Parts
+from zero_topo.hook.passes import BackwardPasses, graph_task, module_hook
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
 from zero_topo.observe.pace import Pace
@@ -70,16 +71,18 @@ class TopoStage3(Stock):
         self.slots: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
-        # Whether a backward pass has begun and not ended: if it failed, its gradients are dropped or rejected.
-        self._in_backward = False
+        self._passes = BackwardPasses()
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
+        # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
+        self._autocast_scale: float | None = None
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
         # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
         # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
         super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
+        self._read_autocast_scale()
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
@@ -101,7 +104,7 @@ class TopoStage3(Stock):
         for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        self._parts.build(self, self._configs, self._moments)
+        self._parts.build(self, self._configs, self._moments, lambda: self._autocast_scale or float(self.loss_scale))
         self.topo = self._parts.parts[0].topo
         self.slots = self._parts.slots
         # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are replaced.
@@ -112,7 +115,7 @@ class TopoStage3(Stock):
         for part in self._parts:
             part.topo.restart()
             part.gathers.serve(part.topo, self._write_back, partial(self.require_states, LP_PARAMS))
-        self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        self._beginning = self.module.register_forward_pre_hook(module_hook(self.forward_begins), with_kwargs=True)
         rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
         trained = sum(param.ds_numel for param in self._parts.trained()) / max(numel, 1)
@@ -192,10 +195,20 @@ class TopoStage3(Stock):
 
     # -- backward pass ---------------------------------------------------------------------------------------------
 
+    def backward_prologue(self) -> None:
+        """Record that a backward pass of the engine begins: DeepSpeed 0.18.3 and later call this from a hook in it."""
+        self._passes.begin(outer=True)  # before any gradient
+        super().backward_prologue()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass of the engine: DeepSpeed before 0.18.3 calls this."""
+        self._passes.begin(outer=True)
+        super().backward(loss, *args, **kwargs)
+
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """Put a gradient into the bucket, unless it is there already (Note [Zeroed, then added])."""
         self.require_states(LP_GRADS, BUCKET)
-        self._in_backward = True
+        self._passes.add()
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
         elif not get_accelerator().is_synchronized_device():
@@ -207,10 +220,10 @@ class TopoStage3(Stock):
     ) -> None:
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
-        last = at_boundary(self) and not self.offload_optimizer
-        # A bucket has parameters of one process group.
-        gradients = self._parts.of(params_to_reduce[0]).gradients
-        repeated = gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
+        grads = [p.grad for p in params_to_reduce]
+        gradients = self._parts.of(params_to_reduce[0]).gradients  # a bucket has parameters of one process group
+        repeated = gradients.scatter(slots, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             if dist.get_rank() == 0 and self.topo.config.plan.gradients < self.topo.config.plan.world_size:
@@ -225,8 +238,8 @@ class TopoStage3(Stock):
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Finish a backward pass, or a part of it."""
-        super().independent_gradient_partition_epilogue()
-        self._in_backward = False
+        with self._passes.epilogue():
+            super().independent_gradient_partition_epilogue()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forwards = 0
@@ -235,18 +248,21 @@ class TopoStage3(Stock):
                 self.partition_grads(bucket.params, None)
                 empty_bucket(bucket)
             forget_backward(self)
-            self._in_backward = False
+            self._passes.forget()
             for part in self._parts:
                 part.topo.gradients.zero()
         super().zero_grad(set_to_none)
 
-    def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
         for part in self._parts:
-            part.gathers.refuse_unfrozen()
-        self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
+            part.gathers.warn_of_unfrozen()
+        if graph_task() != -1:  # a recomputation inside a backward pass
+            return
+        self._forwards += torch.is_grad_enabled()
+        half = self._passes.failed()
+        if half:
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
@@ -254,13 +270,16 @@ class TopoStage3(Stock):
     # -- step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        if self._in_backward:  # the last backward pass failed half-way
+        if self._passes.failed():
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
-                "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
-                "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
+                "last step, or drop their gradients with optimizer.zero_grad()"
             )
         self.require_states()
+        if self._passes.unreduced:
+            # No epilogue came: the pass ran inside a forward pass, or torch.autograd.grad of the engine's output had
+            # used up DeepSpeed's hook. The gradients are whole, and unmodified DeepSpeed would drop them.
+            self.independent_gradient_partition_epilogue()
         self.stepping = True
         try:
             self._parts.sync()
@@ -275,7 +294,12 @@ class TopoStage3(Stock):
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self._parts.end_step(self.overflow, self.fp32_partitioned_groups_flat)
+        self._read_autocast_scale()
         self.pace.end_step()
+
+    def _read_autocast_scale(self) -> None:
+        if self.torch_autocast_gradscaler is not None:
+            self._autocast_scale = float(self.torch_autocast_gradscaler.get_scale())
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
@@ -417,17 +441,18 @@ class TopoStage3(Stock):
             view = self._parts.own_slot(param)
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
-    def _peek(self) -> None:
+    def _peek(self, write: bool = False) -> None:
         self.require_states(LP_GRADS)
         for part in self._parts:
-            part.topo.gradients.peek()
+            part.topo.gradients.peek(write)
 
-    def _synced_slot(self, param: Any) -> Tensor:
-        self._peek()
+    def _synced_slot(self, param: Any, write: bool = False) -> Tensor:
+        self._peek(write)
         return self._parts.own_slot(param)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
-        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
+        # DeepSpeed keeps its swap buffers if it is going to write.
+        return self._synced_slot(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return {
@@ -549,10 +574,13 @@ class TopoStage3(Stock):
         if self._watch:
             self._watch.close()
         self._beginning.remove()
-        for part in self._parts:
-            part.gathers.release()
         self._parts.settle()  # before anything is freed: after an exception collectives may still be in progress
+        for part in self._parts:
+            part.gathers.release()  # behind `settle`: another engine may take over the weights
         super().destroy()
         self._parts.destroy()
-        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards.
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the views of gradients.
+        del self.grad_partitions_flat_buffer
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        self.averaged_gradients.clear()
         del self._beginning, self.topo

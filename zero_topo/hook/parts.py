@@ -62,13 +62,20 @@ class Parts:
     columns: list[tuple[int, int]] = field(default_factory=list)
     _replicated: Replicated | None = None
 
-    def build(self, optimizer: Any, configs: Sequence[ResolvedConfig], moments: Callable[..., Any]) -> None:
+    def build(
+        self,
+        optimizer: Any,
+        configs: Sequence[ResolvedConfig],
+        moments: Callable[[Sequence[int]], Any],
+        loss_scale: Callable[[], float],
+    ) -> None:
         """Build the engines of a DeepSpeed optimizer, and copy its flat buffers into their rows. Collective.
 
         Args:
             optimizer: the stage-3 optimizer, which has built its flat buffers of weights.
             configs: the plans: of the data-parallel group, and with AutoEP of the experts.
             moments: returns the torch optimizer's momentum of some sub-groups.
+            loss_scale: returns the current loss scale.
         """
         stock = list(optimizer.fp16_partitioned_groups_flat)
         names, dtype = optimizer.param_names, optimizer.lp_param_buffer.dtype
@@ -89,7 +96,7 @@ class Parts:
                     scatter_dtype=optimizer.communication_data_type,
                     accumulation_dtype=optimizer.gradient_accumulation_dtype,
                     bucket_numel=optimizer.reduce_bucket_size,
-                    loss_scale=lambda: float(optimizer.loss_scale),
+                    loss_scale=loss_scale,
                     moments=read_moments,
                 )
             else:
@@ -340,5 +347,5 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
     return Replicated(part.topo, [part.gathers.slots[param.ds_id] for param in trained], group)
 
 
-def _bound(moments: Callable[..., Any], sub_groups: tuple[int, ...]) -> Callable[[], Any]:
+def _bound(moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]) -> Callable[[], Any]:
     return lambda: moments(sub_groups) if sub_groups else []

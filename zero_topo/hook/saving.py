@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from zero_topo.hook.seam import RECOVERY_SCRIPT, replaced, wrapping
 from zero_topo.observe.pace import tensors_in
 from zero_topo.units import format_bytes
 
+logger = logging.getLogger(__name__)
+
 PART = ".part"
 LATEST = "latest"
 OLD_S = 3600.0  # no save takes longer, so older temporary files were left by a killed save
@@ -41,9 +44,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @wrapping
 def saving_beside(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
-    """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`."""
+    """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`.
+
+    An engine without an optimizer is skipped: Accelerate's ``save_state`` saves every prepared model, also frozen ones.
+    """
     if isinstance(engine.optimizer, TopoInference):
-        raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
+        if engine.global_rank == 0:
+            logger.warning(
+                "zero_topo: save_checkpoint skips this engine: without an optimizer it has no state to resume; "
+                "save_16bit_model writes its weights"
+            )
+        return False
     stock = engine.checkpoint_engine
     ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
     if not ours:  # other checkpoint engines have their own commit

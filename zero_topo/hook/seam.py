@@ -30,6 +30,7 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 SINCE: Mapping[str, str] = MappingProxyType(
     {
         "_backward_active_depth": "0.18.3",
+        "backward_prologue": "0.18.3",
         "use_muon": "0.18.9",
         "is_gradient_accumulation_boundary()": "0.19.5",
         "_apply_muon_to_accumulated_grads": "0.19.8",
@@ -101,7 +102,8 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "model_parallel_group")),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "torch_autocast_gradscaler")),
+    (Stock, ("backward", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 

@@ -23,6 +23,7 @@ from zero_topo.config.parts import ROOT
 from zero_topo.cost.planner import Request
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
+from zero_topo.hook.parameters import wrong_group
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
@@ -58,10 +59,24 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
             block = os.environ.get(BLOCK_VARIABLE) or None
             check_blocks(store, dist.get_rank(), dist.get_world_size(), has_block, block)
         if has_block:
-            agree(_told(engine), engine.device)
-            # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
-            agree(_model(model), engine.device, groups=groups_over(sharding_group(engine.mpu), engine.device))
+            _agree_on_start(engine, model)
     configure(engine, model)
+
+
+def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
+    """Check that ranks begin with equal settings, and with parameters that ``zero.Init`` shards over their group."""
+    group = sharding_group(engine.mpu)
+    size = dist.get_world_size(group)
+    for name, param in model.named_parameters():
+        own = getattr(param, "ds_process_group", None)
+        experts = getattr(param, "ds_zero_partition_group_name", None) is not None
+        if own is not None and not experts and dist.get_world_size(own) != size:
+            line = wrong_group(name, max(dist.get_world_size(own), 0), size)
+            agree({"refused": line}, engine.device)
+            raise ValueError(line)
+    agree(_told(engine), engine.device)
+    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+    agree(_model(model), engine.device, groups=groups_over(group, engine.device))
 
 
 def meeting_place() -> dist.Store | None:
@@ -168,7 +183,7 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
     """
     listed = [names.get(param) for group in optimizer.param_groups for param in group["params"]]
     digest = int.from_bytes(sha256(repr(listed).encode()).digest()[:7], "little")
-    least = torch.tensor([digest, -digest], device=device)
+    least = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     if int(least.sum()) == 0:
         return
@@ -247,6 +262,6 @@ def least_memory(device: torch.device) -> int:
     Args:
         device: this rank's device.
     """
-    least = torch.tensor(get_accelerator().total_memory(), device=device)
+    least = torch.tensor(get_accelerator().total_memory(), dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)

@@ -58,6 +58,7 @@ class Stats:
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
         experts: with expert parallelism, the plan and the model of the experts; bytes are counted in domains of their
             own, memory and calls with those of all other parameters.
+        formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed engine.
     """
 
     config: ResolvedConfig
@@ -78,6 +79,7 @@ class Stats:
     predicted_memory: dict[str, int]
     pace: dict[str, float]
     experts: tuple[ResolvedConfig, Workload] | None = None
+    formula: Mapping[Key, int] | None = None
 
     @property
     def parts(self) -> list[tuple[ResolvedConfig, Workload]]:
@@ -153,13 +155,14 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """Return the ``zero_topo`` part of a report, of all given ranks."""
     config, zero3 = stats.config, [(_zero3(plan), work) for plan, work in stats.parts]
     sent, stored, peaks = zip(*ranks, strict=True)
+    formula = bytes_of(stats.parts) if stats.formula is None else stats.formula
     return {
         "ranks": len(ranks),
         "config": config.to_json(),
         "topology": config.topology.to_json(),
         "parameters": sum(sum(work.numels) for _, work in stats.parts),
         "micro_batches": stats.micro_batches,
-        "sent": _sent_rows(sent, bytes_of(stats.parts), bytes_of(zero3)),
+        "sent": _sent_rows(sent, formula, bytes_of(zero3)),
         "phase_seconds": dict(stats.phase_seconds),
         "sync": dict(stats.sync_report),
         "memory": _memory_rows(stats, zero3, stored),

@@ -164,6 +164,8 @@ def serve_native(module: Any, key: str) -> Callable[[], object]:
 
 
 def _triton(device: torch.device) -> Serve:
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"Triton's kernels were never run on {device.type}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendUnavailable("Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1)")
     try:

@@ -365,7 +365,7 @@ def ternary_decode(
     form, (rows, blocks) = _ternary_form(block, k, low_bits, dtype), begins.shape
     _check_vector("packets", packets.view(-1), (torch.uint8,), rows * _ternary_bytes(form, blocks))
     indices = torch.empty(begins.numel() * k, dtype=torch.int64, device=packets.device)
-    values = torch.empty(begins.numel() * k, device=packets.device)
+    values = torch.empty(begins.numel() * k, dtype=torch.float32, device=packets.device)
     if len(values):
         OPS.ternary_decode.default(packets, begins.contiguous(), form, indices, values)
     return indices, values
@@ -398,7 +398,7 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     _check_rows(rows)
-    sketch = torch.zeros(*x.shape[:-1], rows, reference.LANES, device=x.device)
+    sketch = torch.zeros(*x.shape[:-1], rows, reference.LANES, dtype=torch.float32, device=x.device)
     if x.numel():
         OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.LANES))
     return sketch
@@ -425,7 +425,7 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
     _check_devices(sketch, bits)
-    out = torch.empty(numel, device=sketch.device)
+    out = torch.empty(numel, dtype=torch.float32, device=sketch.device)
     return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
 
 

@@ -96,7 +96,7 @@ def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) ->
     total = _values(messages[0], numel, spec)
     for message in messages[1:]:
         total.add_(_values(message, numel, spec))
-    return total if factor == 1 else total.mul_(torch.tensor(factor, dtype=torch.float32).item())
+    return total if factor == 1 else total.mul_(torch.tensor(factor, dtype=torch.float32, device="cpu").item())
 
 
 def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
@@ -135,7 +135,7 @@ def _nf4_quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     steps = ((bits - (NF4_SCALE - NF4_NEAREST)) >> 21).clamp_(min=0)
     steps = steps.masked_fill_(~torch.isfinite(absmax) | (steps > 254), 255)
     scale = _nf4_scale(steps)
-    bounds = torch.tensor(NF4_BOUNDS, device=blocks.device)
+    bounds = torch.tensor(NF4_BOUNDS, dtype=torch.float32, device=blocks.device)
     q = torch.bucketize(blocks.mul_((torch.ones_like(scale) / scale)[:, None]), bounds) - 8
     return q.masked_fill_((steps == 255)[:, None], 0).to(torch.int8), steps.to(torch.uint8)
 
@@ -282,10 +282,11 @@ class _Tiles:
         def byte(index: Tensor) -> Tensor:
             return message[index.clamp(max=len(message) - 1)].to(torch.int64)
 
-        listed = torch.arange(size, device=codes.device) < self._number.masked_fill(~self._listed, 0)[:, None]
+        lengths = self._number.masked_fill(~self._listed, 0)[:, None]
+        listed = torch.arange(size, dtype=torch.int64, device=codes.device) < lengths
         tile, rank = listed.nonzero(as_tuple=True)
         entry = byte(starts[tile] + rank)
-        position = torch.arange(size, device=codes.device)
+        position = torch.arange(size, dtype=torch.int64, device=codes.device)
         mask = byte(starts[:, None] + position // 8) >> position % 8 & 1
         ranks = mask.cumsum(1) - 1
         of, place = (mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])).nonzero(as_tuple=True)
@@ -307,14 +308,14 @@ def _coded(x: Tensor, scales: Tensor) -> Tensor:
 def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
     """Return for each block column the six numbers of its parameter, and its index among the parameter's columns."""
     slot = codes.slots[codes.slot_of[part.begin : part.end].long()]
-    here = torch.arange(part.begin, part.end, device=slot.device) - slot[:, 3]
+    here = torch.arange(part.begin, part.end, dtype=torch.int64, device=slot.device) - slot[:, 3]
     return (*slot.unbind(1), here)
 
 
 def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Return the byte offsets of each block's codes and scale."""
     codes_at, scales_at, blocks, *_, here = _columns(codes, part)
-    rows = torch.arange(member, part.rows * part.members, part.members, device=here.device)[:, None]
+    rows = torch.arange(member, part.rows * part.members, part.members, dtype=torch.int64, device=here.device)[:, None]
     index = (rows * blocks + here).view(-1)
     repeat = (part.rows,)
     return codes_at.repeat(repeat) + index * codes.block, scales_at.repeat(repeat) + index * 4
@@ -323,13 +324,13 @@ def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
 def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Return copies of the codes, as FP32 ``[blocks, block]``, and of the scales."""
     codes_at, scales_at = _offsets(codes, part, member)
-    stored = codes.held[codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)]
+    stored = codes.held[codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)]
     return stored.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
 
 
 def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
     codes_at, scales_at = _offsets(codes, part, member)
-    index = codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)
+    index = codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)
     codes.held[index] = new.to(torch.int8).view(torch.uint8)
     codes.held.view(torch.float32)[scales_at // 4] = scales
 
@@ -337,7 +338,7 @@ def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
     """Return the masters as FP32 ``[blocks, block]``, zero beyond a parameter's columns."""
     _, _, _, _, first, width, here = _columns(codes, part)
-    inside = here[:, None] * codes.block + torch.arange(codes.block, device=here.device)
+    inside = here[:, None] * codes.block + torch.arange(codes.block, dtype=torch.int64, device=here.device)
     exists = inside < width[:, None]
     index = torch.where(exists, first[:, None] + inside - masters.first, 0)
     return torch.where(exists, masters.table[:, index], 0.0).view(part.blocks, codes.block)
@@ -375,7 +376,7 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
     kept = reaching[: indices.numel()]
     indices[: kept.numel()] = kept
     values[: kept.numel()] = x[kept]
-    return torch.tensor([reaching.numel()], device=x.device)
+    return torch.tensor([reaching.numel()], dtype=torch.int64, device=x.device)
 
 
 def set_positions(mask: Tensor, count: int) -> Tensor:
@@ -428,7 +429,7 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     index = torch.where(void, first, indices).cummax(dim=1).values  # a void repeats the position before it
     del void
     device, rows = x.device, len(packets)
-    ones = (index >> low) + torch.arange(picks, device=device)
+    ones = (index >> low) + torch.arange(picks, dtype=torch.int64, device=device)
     high = torch.zeros(len(x), picks + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
     del ones
     lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
@@ -453,7 +454,7 @@ def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices
     ones = set_positions(high.reshape(blocks, -1), blocks * picks)[:, 1].view(blocks, picks)
     places = torch.arange(low, dtype=torch.int16, device=device)
     lower = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
-    index = ((ones - torch.arange(picks, device=device)) << low) + lower
+    index = ((ones - torch.arange(picks, dtype=torch.int64, device=device)) << low) + lower
     scale = scales.float().view(blocks, 1)
     signed = torch.where(signs.reshape(blocks, picks), -scale, scale)
     signed[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
@@ -479,12 +480,13 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         The number of elements that peeling did not resolve, int64 ``[1]``.
     """
     blocks = -(-out.numel() // LANES)
-    present = torch.zeros(blocks * LANES, dtype=torch.bool)
+    present = torch.zeros(blocks * LANES, dtype=torch.bool, device="cpu")
     mask_unpack(bits.cpu(), present[: out.numel()])
     # All lanes in parallel: a lane does not depend on the others.
-    table, unresolved, values = sketch.cpu(), present.view(blocks, LANES), torch.zeros(blocks, LANES)
+    table, unresolved = sketch.cpu(), present.view(blocks, LANES)
+    values = torch.zeros(blocks, LANES, dtype=torch.float32, device="cpu")
     places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
-    counts = torch.zeros(table.shape, dtype=torch.int32)
+    counts = torch.zeros(table.shape, dtype=torch.int32, device="cpu")
     for block, three in enumerate(places):
         for row, _ in three:
             counts[row] += unresolved[block]
@@ -511,7 +513,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
         values[block] = torch.where(unresolved[block], guess, values[block])
     out.copy_(values.view(-1)[: out.numel()])
-    return torch.tensor([int(unresolved.sum())], device=out.device)
+    return torch.tensor([int(unresolved.sum())], dtype=torch.int64, device=out.device)
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:

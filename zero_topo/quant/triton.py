@@ -107,8 +107,9 @@ def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
     dtypes = {view.flat.dtype for view in views}
     name = next((name for name, dtype in DTYPES.items() if {dtype} == dtypes), "fp32")
     members, numel = views[0].members, total_numel(views)
-    make = torch.empty if all(view.flat.numel() for view in views) else torch.zeros
-    flat = make(members * numel, dtype=DTYPES[name], device=views[0].flat.device)
+    flat = torch.empty(members * numel, dtype=DTYPES[name], device=views[0].flat.device)
+    if not all(view.flat.numel() for view in views):
+        flat.zero_()
     copy = View(flat, 1, numel, numel, members, numel)
     return copy, Cast(name), to_members(flat.view(torch.uint8).view(members, -1))
 

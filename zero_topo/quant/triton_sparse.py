@@ -101,7 +101,8 @@ def aged_adamw(
     p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
 ) -> None:
     """Update FP32 weights, moments and ages; see ``ops.aged_adamw``."""
-    scalars = torch.tensor(settings, dtype=torch.float32).tolist()  # rounded as the kernel's arguments are
+    # Rounded as the kernel's arguments are.
+    scalars = torch.tensor(settings, dtype=torch.float32, device="cpu").tolist()
     aged = _Aged(p, g, mean, square, age, table)
     launch(_aged_adamw, triton.cdiv(p.numel(), LANES.value), aged, p.numel(), *scalars)
 
@@ -116,7 +117,7 @@ def _counts(x: Tensor, threshold: float) -> Tensor:
 def _places(x: Tensor, seed: int, rows: int) -> _Places:
     blocks = triton.cdiv(x.numel(), LANES.value)
     at = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
-    signs = torch.empty(3, blocks, device=x.device)
+    signs = torch.empty(3, blocks, dtype=torch.float32, device=x.device)
     signed = (seed + 2**63) % 2**64 - 2**63
     launch(_hash, triton.cdiv(3 * blocks, LANES.value), at, signs, blocks, rows, signed)
     return _Places(at, signs, blocks)

@@ -31,6 +31,8 @@ class Parameter:
         persistent: whether it is a persistent parameter of DeepSpeed.
         place: its position in the order in which the model needs the parameters.
         whole: whether the optimizer's update is a function of the whole matrix (Muon).
+        sent: the lower dtype in which unquantized weights and gradients are sent (DeepSpeed's ``torch_autocast``);
+            None is the model's dtype for weights, and ``scatter_dtype`` for gradients.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Parameter:
     persistent: bool = False
     place: int = 0
     whole: bool = False
+    sent: torch.dtype | None = None
 
 
 class ResidualOwners(NamedTuple):

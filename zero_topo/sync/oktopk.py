@@ -171,7 +171,7 @@ class OkTopk(Sparse):
     def _balanced(self, picked: Picked) -> Tensor:
         """Return the bounds of regions with equal shares of each rank's selected elements, averaged over the ranks."""
         size, device = self.peers.size, self.context.device
-        shares = torch.arange(size + 1, device=device)
+        shares = torch.arange(size + 1, dtype=torch.int64, device=device)
         bounds = shares * self.numel // size
         own = picked.indices[shares[1:-1] * len(picked) // size] if len(picked) else bounds[1:-1]
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
@@ -215,7 +215,8 @@ class OkTopk(Sparse):
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine, low = self.peers.index, max(threshold / near_by, TINY)
         reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
-        reaching, near = torch.tensor(reach).view(-1, 2).T  # on the host, like all values derived from them
+        # On the host, like all values derived from them.
+        reaching, near = torch.tensor(reach, dtype=torch.int64, device="cpu").view(-1, 2).T
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
@@ -235,8 +236,8 @@ class OkTopk(Sparse):
         size, total = self.peers.size, sum(counts)
         if max(counts) * size <= CROWDED * total:
             return own, counts
-        ends = total * torch.arange(size + 1) // size  # on the host, like the counts
-        edges = torch.tensor([0, *counts]).cumsum(0)
+        ends = total * torch.arange(size + 1, dtype=torch.int64, device="cpu") // size  # on the host, like the counts
+        edges = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0)
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
@@ -245,13 +246,13 @@ class OkTopk(Sparse):
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""
         device, size = self.context.device, self.peers.size
-        bounds = torch.arange(size + 1, device=device) * self.numel // size
+        bounds = torch.arange(size + 1, dtype=torch.int64, device=device) * self.numel // size
         return OkTopkState(0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
         """Convert thresholds and regions to tensors."""
         return {
-            "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64),
+            "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64, device="cpu"),
             "bounds": state.bounds,
         }
 
@@ -285,7 +286,7 @@ class OkTopkByRow(Sparse):
         if sharded:  # all of the own row is in its sums already
             rows[own].zero_()
         indices = largest_of_rows(rows, k)
-        places = (indices + width * torch.arange(size, device=total.device)[:, None]).view(-1)
+        places = (indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]).view(-1)
         picked = Picked(places, total[places]).rounded(self.dtype)
         arriving = self.peers.scatter_later(records.encode(Picked(indices.view(-1), picked.values)).view(size, k, -1))
         report = Report(density=k / width)

@@ -165,7 +165,7 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
     part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(widths, output_size=len(x))
     order = x.abs().argsort(descending=True, stable=True)
     order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
-    place = torch.arange(len(x), device=x.device) - (widths.cumsum(0) - widths)[part]
+    place = torch.arange(len(x), dtype=torch.int64, device=x.device) - (widths.cumsum(0) - widths)[part]
     return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
 
 
@@ -189,7 +189,7 @@ def _likely(x: Tensor, k: int) -> Tensor | None:
     stride = x.numel() // SAMPLE
     if torch.version.hip is None or stride < 16 or k > x.numel() // 8:
         return None
-    rank, within = _surely(k / stride), torch.arange(SAMPLE, device=x.device)
+    rank, within = _surely(k / stride), torch.arange(SAMPLE, dtype=torch.int64, device=x.device)
     sample = x[within * stride + within * 2654435761 % stride].abs()  # scattered, so that no period is missed
     room = stride * _surely(rank)
     indices, _, found = ops.compact_above(x, float(sample.topk(rank).values[-1]), room)
@@ -246,7 +246,8 @@ def in_runs(picked: Picked) -> Picked:
     indices, order = picked.indices.sort(stable=True)
     values = picked.values[order][:, None]
     del order
-    lengths = torch.searchsorted(indices, indices, right=True).sub_(torch.arange(len(picked), device=indices.device))
+    ends = torch.searchsorted(indices, indices, right=True)
+    lengths = ends.sub_(torch.arange(len(picked), dtype=torch.int64, device=indices.device))
     lengths[1:] *= indices.diff() != 0
     return Picked(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
 
@@ -255,7 +256,7 @@ def added_rows(rows: Tensor) -> Tensor:
     """Sum rows ``[P, K]`` in their order to FP32 ``[K]``; Note [In order]."""
     rows = rows.float()
     if _on_cpu(rows):
-        total = torch.zeros(1, rows.shape[1])
-        return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64), rows)[0]
-    lengths = torch.full((1,), len(rows), device=rows.device)
+        total = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
+        return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64, device="cpu"), rows)[0]
+    lengths = torch.full((1,), len(rows), dtype=torch.int64, device=rows.device)
     return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)[0]

@@ -144,7 +144,7 @@ class Radius(Masked):
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
         """Convert the mask to tensors."""
-        return {"chosen": torch.tensor(bool(state.kept)), "mask": state.bits}
+        return {"chosen": torch.tensor(bool(state.kept), dtype=torch.bool, device="cpu"), "mask": state.bits}
 
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Read the mask from a checkpoint."""

@@ -53,9 +53,9 @@ class ScapeState:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
         kept: by run, the masked elements in each row.
         momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update` adds to it.
-        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The lane
-            waits for the gather, and the computation's stream for the lane in the next sync. Freed before, their memory
-            would be taken again while it is sent.
+        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The queue's
+            stream waits for the gather, and the computation's for the queue in the next sync. Freed before, their
+            memory would be taken again while it is sent.
     """
 
     bits: Handle[Tensor]
@@ -208,7 +208,7 @@ class Scape(Masked):
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
-        momentum = torch.zeros(self._columns, device=self.context.device)
+        momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
         return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum)
 
     def state_bytes(self) -> int:

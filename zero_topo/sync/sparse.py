@@ -139,6 +139,7 @@ class Sparse(Crossing):
         self._offloaded = config.offload_residual and context.device.type != "cpu"
         self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
+            dtype=torch.float32,
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
@@ -266,7 +267,8 @@ class Sparse(Crossing):
         if shared is None or shared[0] != density:
             widths = [past - first for first, past in run.ranges]
             counts = [share(density, width) for width in widths]
-            parts = torch.tensor([widths, counts]).to(self.context.device, non_blocking=True).repeat(1, rows)
+            parts = torch.tensor([widths, counts], dtype=torch.int64, device="cpu")
+            parts = parts.to(self.context.device, non_blocking=True).repeat(1, rows)
             shared = self._shared[run.number] = density, parts, rows * sum(counts)
         return shared[1:]
 
@@ -320,7 +322,9 @@ class Sparse(Crossing):
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
-            spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            if back is not None:
+                back.wait()
 
     def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
         """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
@@ -348,8 +352,10 @@ class Sparse(Crossing):
         run = self.runs[tuple(ranges)]
         exchange = self._exchanges.pop(run.number, None)
         if exchange is not None:
-            kept = self._residual_of(run) if self.residual.numel() else torch.zeros(self.peers.size, run.width)
-            left = self._settle(run, exchange, kept.to(self.context.device, copy=True)).mul_(exchange.scale)
+            kept = torch.zeros(self.peers.size, run.width, dtype=torch.float32, device=self.context.device)
+            if self.residual.numel():
+                kept.copy_(self._residual_of(run))
+            left = self._settle(run, exchange, kept).mul_(exchange.scale)
         super().reopen(shard, ranges)
         if exchange is None:
             return
@@ -380,7 +386,7 @@ class Sparse(Crossing):
 
     def residual_table(self) -> Tensor:
         """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other columns."""
-        table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
+        table = torch.zeros(self.peers.size, self.context.columns, dtype=torch.float32, device=self.context.device)
         rows = self.residual_rows()
         if rows is not None:
             for parameter, (first, past) in zip(self._included, self._places, strict=True):
@@ -443,7 +449,8 @@ class Sparse(Crossing):
         """Return :meth:`state_dict` without a copy of the residual, whose elements are in the order of the runs."""
         if not self.active:
             return {}
-        return {"residual": self.residual, "step": torch.tensor(self.steps), **self.save(self._state)}
+        step = torch.tensor(self.steps, dtype=torch.int64, device="cpu")
+        return {"residual": self.residual, "step": step, **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict`; raise ValueError for other entries or shapes."""

@@ -176,8 +176,8 @@ class Tagc(Sparse):
         beside = total.new_zeros(0)
         if any(counts):
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
-            owners = torch.arange(size, device=total.device)
-            sizes = torch.tensor(counts).to(total.device, non_blocking=True)
+            owners = torch.arange(size, dtype=torch.int64, device=total.device)
+            sizes = torch.tensor(counts, dtype=torch.int64, device="cpu").to(total.device, non_blocking=True)
             places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
@@ -228,7 +228,7 @@ class Tagc(Sparse):
 
     def save(self, state: int) -> dict[str, Tensor]:
         """Convert the number of fallbacks to a tensor."""
-        return {"fallbacks": torch.tensor(state)}
+        return {"fallbacks": torch.tensor(state, dtype=torch.int64, device="cpu")}
 
     def restored(self, saved: Mapping[str, Tensor]) -> int:
         """Read the number of fallbacks from a checkpoint."""

@@ -52,8 +52,9 @@ class Ternary(Sparse):
         mine[:, :width], others[:own, :width], others[own:, :width] = rows[own], rows[:own], rows[own + 1 :]
         for padded in (mine, others):
             padded[:, width:].zero_()
-        begins = torch.arange(size, device=total.device)[:, None] * width
-        begins = begins + torch.arange(0, width, BLOCK, device=total.device)  # of each block in a table of all rows
+        begins = torch.arange(size, dtype=torch.int64, device=total.device)[:, None] * width
+        # Of each block in a table of all rows.
+        begins = begins + torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
         sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
         received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))  # nobody reads the own entry
         report = Report(density=count.double() / (len(total) - width))

@@ -86,7 +86,8 @@ class GaussianK(TopkA):
         bound = self.threshold(total, share(self.density, len(total)))
         reaching = (total < bound).logical_not_().logical_or_(total <= -bound)
         room = share(self.config.ROOM * self.density, len(total))
-        indices, selected = positions(reaching, room), torch.arange(room, device=total.device) < reaching.sum()
+        indices = positions(reaching, room)
+        selected = torch.arange(room, dtype=torch.int64, device=total.device) < reaching.sum()
         return Picked(indices, torch.where(selected, total[indices], 0.0))
 
     def threshold(self, total: Tensor, k: int) -> Tensor:
@@ -117,7 +118,7 @@ class TopkDsa(Sparse):
         size, width = self.peers.size, run.width
         picked = largest(total, share(self.density, len(total))).rounded(self.dtype)
         records = Records(self.dtype, width)
-        sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
+        sizes = picked.counts(torch.arange(size + 1, dtype=torch.int64, device=total.device) * width)
         numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values)))
         report = Report(density=len(picked) / len(total))
         errors: list[Picked] = []
@@ -153,7 +154,8 @@ class TopkDsa(Sparse):
         if self.dtype != own.dtype:
             errors.append(Picked(indices + index * width, sums.rounded(self.dtype).values - sums.values))
         picks = records.gather(self.peers, sums, numbers[:size])
-        rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
+        every = torch.arange(size, dtype=torch.int64, device=own.device)
+        rows = every.repeat_interleave(counts, output_size=len(picks))
         reduced = own.new_zeros(size, width)
         reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
         if any(numbers[size:]):
