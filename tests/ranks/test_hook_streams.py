@@ -51,6 +51,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
 
     def asked(own: Any, contiguous_gradients: bool = True, **_: Any) -> None:
         own.contiguous_gradients = contiguous_gradients
+        own.torch_autocast_gradscaler = None
 
     with patch.object(Stock, "__init__", asked), patch.object(optimizer, "meeting_place", lambda: None):
         own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
