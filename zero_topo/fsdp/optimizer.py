@@ -159,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         mode = build_mode(config.sync, context)
         mode.check_optimizer(self.inner)
-        queue = OrderedQueue(device, staged=True, overlap=config.overlap)
+        queue = OrderedQueue(device, overlap=config.overlap, staged=True)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
         self.publisher = Publisher(self._stored, weights, config, mesh, bucket, queue)
@@ -290,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state[param] = self.inner.state[part.master]
         if self.host.config.debug_checks:
             stored = [part.local().view(-1) for part in self.parts.values()]
-            check_replicas(self.host.config.plan, [torch.cat(stored)])
+            check_replicas(self.host.mesh.plans, [torch.cat(stored)])
         self._end_meter()
         return loss
 
