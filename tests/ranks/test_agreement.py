@@ -183,7 +183,7 @@ def seen_by(config: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     """What an engine of this config, and of a small model, tells the others."""
     zero = SimpleNamespace(model_dump=lambda: config["zero_optimization"])
     made = SimpleNamespace(_param_dict=config, zero_config=zero)
-    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps), torch.nn.Linear(2, 2))
+    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps))
 
 
 def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
@@ -227,7 +227,7 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
         layer = torch.nn.Module()
         for name in ("a", "b") if rank else ("b", "a"):
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
-        return found | start._told(engine, layer)
+        return found | start._told(engine) | start._model(layer)
 
     assert 'has model_order.0 "b" in place of "a", ' in told_alike(3, reordered)
 

@@ -20,8 +20,10 @@ from tests.marks import late
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
+from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import optimizer
 from zero_topo.hook import optimizer as module
+from zero_topo.hook.parts import Part, Parts
 from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
@@ -49,14 +51,20 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
 
     def asked(own: Any, contiguous_gradients: bool = True, **_: Any) -> None:
         own.contiguous_gradients = contiguous_gradients
+        own.torch_autocast_gradscaler = None
 
     with patch.object(Stock, "__init__", asked), patch.object(optimizer, "meeting_place", lambda: None):
-        own = optimizer.TopoStage3(resolved=deepspeed.engine.config)
+        own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
+    slots = {slot: slot for slot in range(len(deepspeed.model.numels))}
+    gathers: Any = SimpleNamespace(trained=[], slots=slots)
+    sub_groups = tuple(range(len(deepspeed.columns)))
+    part = Part(deepspeed.engine, gathers, sub_groups, STATE_KEY)
     own.__dict__ |= {
+        "_parts": Parts([part], deepspeed.columns),
         "topo": deepspeed.engine,
-        "slots": {slot: slot for slot in range(len(deepspeed.model.numels))},
+        "slots": slots,
         "ipg_buckets": {},
         "_passes": BackwardPasses(),
         "offloaded_states": set(),
@@ -64,7 +72,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "offload_optimizer": offload,
         "pace": Pace(0, None),
         "overflow": False,
-        "_gathers": SimpleNamespace(trained=[]),
+        "inf_or_nan_tracker": torch.tensor(False),
         "fp16_partitioned_groups_flat_numel": widths,
         "fp32_partitioned_groups_flat": [SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],

@@ -189,6 +189,23 @@ class OrderedQueue:
             torch.accelerator.set_stream(caller)
 
 
+class Queues:
+    """The queues of a model's engines; on a GPU, each has a separate stream.
+
+    Args:
+        device: device of the tensors.
+        overlap: whether sync and publish run in parallel with the computation.
+
+    Attributes:
+        gathers: of the weights. The next module waits for it, so its kernels start before waiting ones.
+        updates: of sync and publish.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self.gathers = OrderedQueue(device, overlap=True, priority=-1)
+        self.updates = OrderedQueue(device, overlap, staged=True)
+
+
 def on_gpu(device: torch.device) -> bool:
     """Return whether work on a device is queued on streams; on a CPU it is done when the call returns."""
     return device.type != "cpu"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
-from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
@@ -196,6 +196,27 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
+def tensor_parallel_groups(ds_config: Mapping[str, Any], ranks: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return the data-parallel groups of AutoTP, which numbers the ranks that share a layer consecutively.
+
+    Args:
+        ds_config: the whole config.
+        ranks: ranks of the job, if they are known.
+
+    Returns:
+        The global ranks of each group; empty without AutoTP, or for an unknown number of ranks.
+
+    Raises:
+        ValueError: if the tensor-parallel size does not divide the ranks.
+    """
+    size = lookup(ds_config, "tensor_parallel.autotp_size")
+    if not isinstance(size, int) or size <= 1 or ranks is None:
+        return ()
+    if ranks % size:
+        raise ValueError(f"tensor_parallel.autotp_size = {size}: it does not divide {ranks} ranks; choose a divisor")
+    return tuple(tuple(range(first, ranks, size)) for first in range(size))
+
+
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
     overlap = refuse_value(ds_config, **NO_OVERLAP)
@@ -259,6 +280,8 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
         return f"{said}: {AGED_REFUSED}"
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
+    if optimizer == "muon" and lookup(ds_config, "expert_parallel.enabled") is True:
+        return f"{said}: {MUON_WITH_EXPERTS}"
     if given is ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'

@@ -58,6 +58,7 @@ class Gradients:
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
         lane: the ordered queue in which sync runs.
+        averaged: number of ranks over whose gradients the mean is taken, if more than the plan has: of experts.
 
     Attributes:
         buffer: ``[N / G, F]``, the sums over this gradient domain, divided by N.
@@ -73,11 +74,13 @@ class Gradients:
         run_numel: int | None,
         loss_scale: Callable[[], float],
         lane: OrderedQueue,
+        averaged: int | None = None,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
         self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, mesh.meter, lane
+        self._averaged = averaged or layout.plan.world_size
         self._route = mesh.route(1, layout.plan.gradients).metered("scatter")
         self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
@@ -100,7 +103,7 @@ class Gradients:
 
         1. pack for each destination its shards of the bucket's gradients, read in place;
         2. reduce over one group (two for ``(L, G)``: inside the node, then across);
-        3. divide by the world size, and add; ranks whose own row is padding take part too.
+        3. divide by the number of data-parallel ranks, and add; ranks whose own row is padding take part too.
 
         Args:
             slots: the parameters, in the same order on every rank.
@@ -118,7 +121,7 @@ class Gradients:
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.spans(slots))
-            mean = 1.0 / plan.world_size
+            mean = 1.0 / self._averaged
             reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
         self.mark_added(slots, last)
         return repeated

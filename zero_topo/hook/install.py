@@ -110,9 +110,10 @@ def init_context(*args: Any, **kwargs: Any) -> Any:
 @wrapping
 def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     with refusals():
-        resolved = agreed(engine, optimizer)
-    if resolved is None:
+        configs = agreed(engine, optimizer)
+    if not configs:
         return configure(engine, optimizer)
+    resolved = configs[0]
     rank = dist.get_rank()
     unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
     show_log(rank)
@@ -124,7 +125,7 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         seed_everything(resolved.seed, rank)
         return configure(engine, None)
     if optimizer is None:
-        kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
+        kind = partial(TopoInference, configs=[plan.without_training() for plan in configs], names=engine.param_names)
         with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
             built = configure(engine, None)
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
@@ -132,10 +133,12 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         on_cpu = get_accelerator().is_synchronized_device()
         log_notes(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
         log_notes(rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__)))
-        kind = partial(TopoStage3, resolved=resolved)
+        kind = partial(TopoStage3, configs=configs)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
     log_notes(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+    for plan in configs[1:]:
+        log_notes(rank, [f"experts: {note}" for note in plan.notes])
     report_steps(engine, built)
     seed_everything(resolved.seed, rank)
     return built
@@ -146,7 +149,8 @@ def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) 
     """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
     load(engine, *args, **kwargs)
     if isinstance(engine.optimizer, TopoStage3):
-        engine.optimizer.topo.restart_frozen()
+        for topo in engine.optimizer.engines():
+            topo.restart_frozen()
 
 
 @wrapping

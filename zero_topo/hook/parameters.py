@@ -9,7 +9,7 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
+from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import wrapping
 from zero_topo.sync import Parameter
@@ -106,6 +107,52 @@ def calls_of(param: Any) -> Calls:
     return found
 
 
+def ranks_of(config: ResolvedConfig) -> tuple[int, ...]:
+    """Return the global ranks of this rank's plan, ascending."""
+    if config.groups is None:
+        return tuple(range(dist.get_world_size()))
+    return config.groups.ranks(dist.get_rank())
+
+
+def wrong_group(name: str, ranks: int, planned: int) -> str:
+    """Return the line that refuses a parameter partitioned over other ranks than a plan's.
+
+    Args:
+        name: of the parameter.
+        ranks: number of ranks over which DeepSpeed partitions it.
+        planned: number of ranks of the data-parallel group.
+    """
+    return (
+        f"{name} is partitioned over {ranks} ranks, but the data-parallel group has {planned}: build the model under "
+        "deepspeed.zero.Init(data_parallel_group=...) of that group, which also keeps tensor-parallel ranks from "
+        "getting rank 0's weights, or without zero.Init; a domain in the block stores parameters in fewer ranks"
+    )
+
+
+def by_plan(
+    module: torch.nn.Module, names: Mapping[Any, str], configs: Sequence[ResolvedConfig]
+) -> list[tuple[ResolvedConfig, list[Any]]]:
+    """Return for each plan the parameters that DeepSpeed partitions over its ranks.
+
+    Raises:
+        ValueError: if a parameter is partitioned over other ranks, as under ``zero.Init``. Stock trains it, but with
+            tensor parallelism from the values of rank 0's part.
+    """
+    found: dict[tuple[int, ...], list[Any]] = {ranks_of(config): [] for config in configs}
+    planned = next(iter(found))
+    ranks_by_group: dict[Any, tuple[int, ...]] = {}
+    params: list[Any] = [*module.parameters()]
+    for param in params:
+        group = param.ds_process_group
+        if group not in ranks_by_group:
+            ranks_by_group[group] = tuple(dist.get_process_group_ranks(group))
+        ranks = ranks_by_group[group]
+        if ranks not in found:
+            raise ValueError(wrong_group(str(names.get(param, param.ds_id)), len(ranks), len(planned)))
+        found[ranks].append(param)
+    return list(zip(configs, found.values(), strict=True))
+
+
 class ParameterGathers:
     """Selects a module's parameters that follow the plan, and serves their gather and partition calls from an engine.
 
@@ -114,6 +161,7 @@ class ParameterGathers:
         trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
         names: parameter -> name.
         dtype: the model's dtype.
+        params: the module's parameters that may follow the plan; None for all.
 
     Attributes:
         module: the module.
@@ -123,11 +171,17 @@ class ParameterGathers:
     """
 
     def __init__(
-        self, module: torch.nn.Module, trained: list[Any], names: Mapping[Any, str], dtype: torch.dtype
+        self,
+        module: torch.nn.Module,
+        trained: list[Any],
+        names: Mapping[Any, str],
+        dtype: torch.dtype,
+        params: list[Any] | None = None,
     ) -> None:
         self.module, self.trained, self._names, self._dtype = module, trained, names, dtype
         updated = {param.ds_id for param in trained}
-        params: list[Any] = [*module.parameters()]
+        if params is None:
+            params = [*module.parameters()]
         rest = [param for param in params if param.ds_id not in updated and param.ds_numel]
         self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
@@ -282,7 +336,7 @@ class ParameterGathers:
         ours, others = self._split(params)
         handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
-            self._count_stock(others, phase)
+            self._count_stock([param for param in others if served_by(param) is None], phase)
             handles += stock(others) or []
         return handles
 
@@ -313,9 +367,10 @@ class ParameterGathers:
             param.ds_status = ZeroParamStatus.AVAILABLE
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
-        world = dist.get_world_size()
-        sent = (world - 1) * sum(p.ds_tensor.nbytes for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE)
-        self._engine.meter.record(phase, self._engine.config.topology.domain(world), sent)
+        absent = [param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        sent = sum((dist.get_world_size(p.ds_process_group) - 1) * p.ds_tensor.nbytes for p in absent)
+        topology = self._engine.config.topology
+        self._engine.meter.record(phase, topology.domain(topology.world_size), sent)
 
     def _gather_now(
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0

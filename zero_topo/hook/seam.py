@@ -92,7 +92,8 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
 )
 # Instance attributes used: some method of the class must name them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "seq_dp_world_size", "checkpoint_engine", "param_names")),
+    (DeepSpeedEngine, ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine")),
+    (DeepSpeedEngine, ("param_names", "mp_world_size", "mpu")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
@@ -102,7 +103,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
     (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "torch_autocast_gradscaler")),
-    (Stock, ("backward",)),
+    (Stock, ("backward", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 

@@ -99,7 +99,7 @@ def _block(merged: Mapping[str, Any]) -> Iterator[str]:
 def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
     for key, least, why in (
         ("pipe_parallel_size", 0, "ZeRO-3 in NeoX runs without its pipeline module, even one of a single stage"),
-        ("model_parallel_size", 1, "zero_topo shards over all ranks, which tensor parallelism would divide"),
+        ("model_parallel_size", 1, "NeoX ends a job of ZeRO stage 3 with tensor parallelism when it builds the model"),
         ("moe_num_experts", 1, "NeoX's MoE does not work with ZeRO-3"),
     ):
         value = merged.get(key, least)

@@ -99,7 +99,8 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     figure, axes = _figure(7, 4.6)
     for place, key, label in ((-0.2, "max", "this run"), (0.2, "zero3", "ZeRO-3")):
         for index, domain in enumerate(LINKED_DOMAINS):
-            shown = [row for row in rows if row["domain"] == domain and row[key]]
+            # Experts' domains have a prefix, and lie on the same links.
+            shown = [row for row in rows if row["domain"].split("_")[-1] == domain and row[key]]
             parts = [(row[key] / unit, COLOURS.get(row["phase"], OTHER)) for row in shown]
             _stacked(axes, index + place, 0.36, parts, label)
     axes.set_xticks(range(len(LINKED_DOMAINS)), _LEVELS)
