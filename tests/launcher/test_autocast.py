@@ -99,8 +99,8 @@ def test_what_is_sent_has_half_the_bytes() -> None:
     """The meter and the formula count gathers and the scatter of each dtype."""
     with lower_dtypes():
         sent = list[Counter[str]]()
-        for autocast in ({}, {"enabled": False}):
-            run = job(block("topo"), **autocast)
+        for enabled in (True, False):
+            run = job(block("topo"), enabled=enabled)
             with running(run) as engine:
                 advance(run, engine, 0, 2)
                 stats = zero_topo.stats(engine)
