@@ -103,9 +103,10 @@ gpu-needs:
 # If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
 # .venv gets the path of $(PYTHON)'s own packages, pip among them.
 gpu-check:
-	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
-		&& $(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
-			> $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
+	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
+		&& outer=$$($(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]') \
+		&& $(PYTHON) -m venv --without-pip $(VENV) \
+		&& echo "$$outer" > $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
 		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(GPU_BUILT) \
 		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e . && touch $(GPU_STAMP); }
 	@python -m tests.gpu $(STAGE)
@@ -120,6 +121,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	@test -x $(VENV)/bin/mkdocs || $(PIP) install --quiet --no-build-isolation -e '.[docs]'
+	@python -m benchmarks.pictures docs/pictures
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.

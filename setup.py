@@ -51,6 +51,7 @@ setup(
             "cost/*.json",
             "doctor/*.json",
             "launch/*.sbatch",
+            "launch/job.*",
             "launch/machines/*.json",
             "neox/*.json",
             "observe/*.jinja",

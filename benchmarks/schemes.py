@@ -19,11 +19,13 @@ class BenchScheme:
     Attributes:
         name: on the command line and in tables.
         block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
-        ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock only.
+        ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock and plain FSDP2 only.
         optimizer: ``optimizer.type`` of the DeepSpeed config.
         lr: its learning rate; None is the benchmark's. Muon's is of its matrices; the others keep the benchmark's.
         change: size of a random change of the initial weights; "benchmarks convergence" alone makes it.
         stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's all-reduce.
+        host: "fsdp" for FSDP2 instead of DeepSpeed; without a block FSDP2's own collectives, over all ranks, or for
+            "hsdp-fsdp" over those of a node with replicas on the others.
     """
 
     name: str
@@ -33,6 +35,7 @@ class BenchScheme:
     lr: float | None = None
     change: float = 0.0
     stage: int = 3
+    host: str | None = None
 
     def at(self, lr: float) -> BenchScheme:
         """The same with a learning rate of its own, which its name tells."""
@@ -43,6 +46,7 @@ class BenchScheme:
         block = None if self.block is None else {"topology": dict(topology), **self.block}
         job: dict[str, Any] = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
         job |= {} if self.stage == 3 else {"stage": self.stage}
+        job |= {} if self.host is None else {"host": self.host}
         return job if self.lr is None else {**job, "lr": self.lr}
 
     def resolve(self, topology: Topology) -> ResolvedConfig | None:
@@ -87,6 +91,14 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("stock-ring", None, ring=True),
             BenchScheme("all-reduce", None, stage=0),
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
+            # FSDP2, by itself and with our collectives and optimizer shards.
+            *(
+                BenchScheme(f"{host}{word}", None, ring=bool(word), host=host)
+                for host in ("fsdp", "hsdp-fsdp")
+                for word in ("", "-ring")
+            ),
+            BenchScheme("fsdp-paper", {"scheme": "paper"}, host="fsdp"),
+            BenchScheme("fsdp-q4", {"scheme": "paper", "sync": INT4, "publish": {"delta": "int4"}}, host="fsdp"),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
             BenchScheme("topo-q4-gpu", {**_quantized(4), "two_hop": "gpu"}),

@@ -13,7 +13,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,12 +31,14 @@ from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
 from benchmarks.floors import all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.fsdp_training import FsdpEngine
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.hook.leaving import leave
+from zero_topo.observe.report import Stats
 from zero_topo.quant.operators import select
 
 COMPUTE_REPEATS = 3
@@ -181,7 +183,9 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
     """
     config = bench.setup.of_job(job, job["micro_batches"])
     bench.stand_still("build")
-    with engine_of(build_model(bench.setup, 0), config) as engine, ring_under_deepspeed(job["ring"]):
+    model, started = build_model(bench.setup, 0), ring_under_deepspeed(job["ring"])
+    building = nullcontext(FsdpEngine(model, bench.setup, job)) if "host" in job else engine_of(model, config)
+    with building as engine, started:
         for step in range(bench.warmup - 1):
             bench.train_step(engine, step)
         bench.stand_still("built")
@@ -215,8 +219,12 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
 
 def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this rank."""
+    stats: Stats | None = None
     parameters = list(engine.module.parameters())
-    if job.get("stage", 3) == 0:
+    if isinstance(engine, FsdpEngine):
+        expected, stats = engine.expected(spec)
+        table = phases(expected, spec)
+    elif job.get("stage", 3) == 0:
         sizes = [parameter.numel() for parameter in parameters]
         expected = all_reduce_loads(sizes, spec, parameters[0].element_size())
         table = phases(expected, spec)
@@ -229,6 +237,7 @@ def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
         stats = zero_topo.stats(engine)
         expected = loads(stats.config, stats.work, spec)
         table = phases(expected, spec)
+    if stats is not None:
         for (phase, domain), nbytes in stats.step_bytes.items():
             table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
         for phase, seconds in stats.phase_seconds.items():

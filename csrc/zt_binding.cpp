@@ -5,6 +5,7 @@
 // stream, and needs no CUDA header. What the kernels refuse becomes a RuntimeError.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -31,7 +32,17 @@ int64_t grain = 1 << 15;
 
 template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size); }
 
-void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
+#ifdef ZT_FOR_GPU
+const char *runtime_text(int status) { return zt_gpu_runtime_text(status); }
+#else
+const char *runtime_text(int) { return ""; }
+#endif
+
+void check(int status) {
+    if (status == ZT_OK) return;
+    const std::string more = runtime_text(status);
+    TORCH_CHECK(false, "zero_topo kernels: ", zt_error_text(status), more.empty() ? "" : ": ", more);
+}
 
 // (bits, block size, dtype or levels)
 zt_wire_spec spec_of(Numbers spec) {
@@ -89,6 +100,14 @@ void *stream_of(const at::Tensor &x) {
     return reinterpret_cast<void *>(current(static_cast<int>(x.get_device())).cast<uintptr_t>());
 }
 
+// Makes the device of a tensor the current one while it lives: a thread in which nobody called set_device launches on
+// device 0 else. Its stream is torch's current one there.
+struct OnDevice {
+    explicit OnDevice(const at::Tensor &x) : guard(x.device()), stream(stream_of(x)) {}
+    const c10::DeviceGuard guard;
+    void *const stream;
+};
+
 // A table in device memory, held until the launch that reads it is queued; or none.
 struct Held {
     at::Tensor data;
@@ -143,9 +162,9 @@ Tables &tables() {
     return *kept;
 }
 
-#define ZT_PIECES pieces.data(), count_of(pieces.size()), tables().of(flats, pieces, stream)
-#define ZT_STREAM(x) void *const stream = stream_of(x)
-#define ZT_ON(function, blocks, size, ...) check(zt_gpu_##function(__VA_ARGS__, stream))
+#define ZT_PIECES pieces.data(), count_of(pieces.size()), tables().of(flats, pieces, on_device.stream)
+#define ZT_STREAM(x) const OnDevice on_device(x)
+#define ZT_ON(function, blocks, size, ...) check(zt_gpu_##function(__VA_ARGS__, on_device.stream))
 
 #else
 
@@ -257,7 +276,7 @@ void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean
     const zt_aged aged = {p.data_ptr<float>(), g.data_ptr<float>(), mean.data_ptr<float>(), square.data_ptr<float>(),
                           age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3)};
 #ifdef ZT_FOR_GPU
-    check(zt_gpu_aged_adamw(aged, stream_of(p)));
+    check(zt_gpu_aged_adamw(aged, OnDevice(p).stream));
 #else
     split(aged.n, grain, [&](zt_range elements) { return zt_cpu_aged_adamw(aged, elements); });
 #endif
@@ -267,18 +286,18 @@ void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean
 
 void mask_pack(const at::Tensor &mask, const at::Tensor &bits) {
     check(zt_gpu_mask_pack(static_cast<uint8_t *>(mask.data_ptr()), mask.numel(), bits.data_ptr<uint8_t>(),
-                           stream_of(bits)));
+                           OnDevice(bits).stream));
 }
 
 void mask_unpack(const at::Tensor &bits, const at::Tensor &mask) {
     check(zt_gpu_mask_unpack(bits.data_ptr<uint8_t>(), mask.numel(), static_cast<uint8_t *>(mask.data_ptr()),
-                             stream_of(bits)));
+                             OnDevice(bits).stream));
 }
 
 at::Tensor chunk_counts(const at::Tensor &x, double threshold) {
     auto partial = at::empty({zt_gpu_partials(x.numel())}, x.options().dtype(at::kLong));
     check(zt_gpu_count_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
-                             partial.data_ptr<int64_t>(), stream_of(x)));
+                             partial.data_ptr<int64_t>(), OnDevice(x).stream));
     return partial;
 }
 
@@ -292,20 +311,20 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
     const auto offsets = (ends - counts).contiguous();
     check(zt_gpu_compact_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
                                offsets.data_ptr<int64_t>(), indices.numel(), indices.data_ptr<int64_t>(),
-                               values.data_ptr(), stream_of(x)));
+                               values.data_ptr(), OnDevice(x).stream));
     return ends.slice(0, -1).clone();
 }
 
 void sketch_insert(const at::Tensor &x, int64_t seed, const at::Tensor &sketch) {
     check(zt_gpu_sketch_insert(x.data_ptr<float>(), x.size(0), x.size(1), seed, sketch.size(1),
-                               sketch.data_ptr<float>(), stream_of(x)));
+                               sketch.data_ptr<float>(), OnDevice(x).stream));
 }
 
 at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t seed, const at::Tensor &out) {
     auto left = at::zeros({1}, out.options().dtype(at::kLong));
     auto work = at::empty({zt_gpu_sketch_work(out.numel(), sketch.size(0))}, out.options().dtype(at::kByte));
     check(zt_gpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed, sketch.size(0),
-                             out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), stream_of(out)));
+                             out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), OnDevice(out).stream));
     return left;
 }
 

@@ -5,7 +5,7 @@
 #include "zt_kernels.h"
 
 extern "C" const char *zt_error_text(int status) {
-    switch (status) {
+    switch (status & 255) {
         case ZT_OK:
             return "no error";
         case ZT_BAD_SPEC:

@@ -23,10 +23,10 @@ ZT_DEVICE zt_extremes zt_scaled(uint32_t width, float levels) {
     return {zt_bits<uint32_t>(zt_div(span, levels)), {zt_div(levels, span), ~0u}};
 }
 
-/* As zt_scaled for NF4; the scale is a byte. */
+/* As zt_scaled for NF4; the scale is a byte, and values become 0..254 (Note [NF4 by look-up]). */
 ZT_DEVICE zt_extremes zt_scaled_nf4(uint32_t width) {
     const uint32_t byte = zt_nf4_byte(zt_bits<uint32_t>(zt_div(zt_bits<float>(width), zt_in_lane(127.0f))));
-    return {byte, {zt_div(1.0f, zt_bits<float>(zt_nf4_scale(byte))), byte == 255 ? 0 : ~0u}};
+    return {byte, {zt_div(2.0f, zt_bits<float>(zt_nf4_scale(byte))), byte == 255 ? 0 : ~0u}};
 }
 
 template <int N, bool NF4> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
@@ -44,29 +44,44 @@ template <int N, bool NF4> ZT_DEVICE zt_extremes zt_measure(const float *v, int 
 }
 
 template <int UNITS, int BITS, bool NF4>
-ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, uint8_t *message) {
+ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, const zt_nf4_table *table,
+                              uint8_t *message) {
     message += zt_packed_offset<BITS>(place);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         uint8_t *to = message + zt_unit_of(place, u) * BITS;
         if constexpr (NF4)
-            zt_store_packed<4>(to, zt_pack_nf4(v + u * ZT_UNIT, coder));
+            zt_store_packed<4>(to, zt_pack_nf4(v + u * ZT_UNIT, coder, *table));
         else
             zt_store_packed<BITS>(to, zt_pack<BITS>(v + u * ZT_UNIT, coder));
     }
 }
 
+/* NF4's table in shared memory; none for other formats. All threads of the block come here. */
+template <bool NF4> ZT_DEVICE const zt_nf4_table *zt_shared_nf4() {
+    if constexpr (NF4) {
+        __shared__ uint32_t words[ZT_NF4_ENTRIES / 4];
+        static_assert(ZT_NF4_ENTRIES / 4 == ZT_THREADS, "a word for each thread");
+        words[threadIdx.x] = ((const uint32_t *)&zt_nf4_origin)[threadIdx.x];
+        __syncthreads();
+        return (const zt_nf4_table *)words;
+    } else {
+        return nullptr;
+    }
+}
+
 /* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
 template <int UNITS, bool NF4>
-ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_gpu_messages &messages) {
+ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_nf4_table *table,
+                         const zt_gpu_messages &messages) {
     const int bits = planes.spec.bits;
     const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, NF4>(v, place.lanes, bits);
     if (place.block >= planes.blocks) return;
     uint8_t *message = zt_message_at(messages, place.member), *scales = message + planes.scales;
     if (!NF4 && bits == 8)
-        zt_store_block<UNITS, 8, false>(v, place, extremes.coder, message);
+        zt_store_block<UNITS, 8, false>(v, place, extremes.coder, table, message);
     else
-        zt_store_block<UNITS, 4, NF4>(v, place, extremes.coder, message);
+        zt_store_block<UNITS, 4, NF4>(v, place, extremes.coder, table, message);
     if (place.lane != 0) return;
     if constexpr (NF4)
         zt_store<uint8_t>(scales + place.block, (uint8_t)extremes.scale);
@@ -111,7 +126,7 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
 /* v = the sum of a lane's units over the messages to its member, in their order. */
 template <int UNITS, int BITS, bool NF4>
 ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
-    const int ahead = UNITS == 8 ? 1 : UNITS == 2 ? 4 : 2; /* as many as registers hold */
+    const int ahead = UNITS == 8 ? 1 : 2; /* as many as registers hold */
     const uint8_t *of_member = zt_message_at(messages, place.member);
 #pragma unroll
     for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */

@@ -58,6 +58,17 @@ ZT_KERNEL(ZT_THREADS) zt_aged_adamw_kernel(ZT_ARGUMENTS zt_aged a) {
     }
 }
 
+const char *zt_gpu_runtime_text(int status) {
+#if defined(__HIPCC__)
+    return status > 255 ? hipGetErrorString((hipError_t)(status >> 8)) : "";
+#elif defined(__CUDACC__)
+    return status > 255 ? cudaGetErrorString((cudaError_t)(status >> 8)) : "";
+#else
+    (void)status;
+    return "";
+#endif
+}
+
 int zt_gpu_aged_adamw(zt_aged a, void *stream) {
     if (a.n < 0 || (a.n > 0 && (!a.p || !a.g || !a.mean || !a.square || !a.age || !a.table))) return ZT_BAD_SIZE;
     if (a.n == 0) return ZT_OK;

@@ -49,6 +49,21 @@
 
 /* -- Launching ----------------------------------------------------------------------------------------------------- */
 
+/* The status of a call of the runtime. Its error is cleared: it is reported here, so not again by whoever asks next. */
+#if defined(__HIPCC__)
+static inline int zt_status_of(hipError_t error) {
+    if (error == hipSuccess) return ZT_OK;
+    (void)hipGetLastError();
+    return ZT_LAUNCH_FAILED + 256 * (int)error;
+}
+#elif defined(__CUDACC__)
+static inline int zt_status_of(cudaError_t error) {
+    if (error == cudaSuccess) return ZT_OK;
+    (void)cudaGetLastError();
+    return ZT_LAUNCH_FAILED + 256 * (int)error;
+}
+#endif
+
 /* How many it takes when each does `each` of n. */
 ZT_WIRE_FN int64_t zt_blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
@@ -64,25 +79,20 @@ static int zt_launch(void (*kernel)(Arguments), int64_t blocks, int threads, Arg
     const unsigned grid = (unsigned)(blocks < zt_most_blocks() ? blocks : zt_most_blocks());
     void *list[] = {&arguments};
 #if defined(__HIPCC__)
-    if (hipLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (hipStream_t)stream) == hipSuccess)
-        return ZT_OK;
-    (void)hipGetLastError(); /* it is reported here, so not again by whoever asks next */
+    return zt_status_of(hipLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (hipStream_t)stream));
 #elif defined(__CUDACC__)
-    if (cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (cudaStream_t)stream) == cudaSuccess)
-        return ZT_OK;
-    (void)cudaGetLastError();
+    return zt_status_of(cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (cudaStream_t)stream));
 #else
     (void)list, (void)stream;
-    if (zt_emulation_run([&] { kernel(arguments); }, grid, threads)) return ZT_OK;
+    return zt_emulation_run([&] { kernel(arguments); }, grid, threads) ? ZT_OK : ZT_LAUNCH_FAILED;
 #endif
-    return ZT_LAUNCH_FAILED;
 }
 
 static inline int zt_clear(void *data, int64_t nbytes, void *stream) {
 #if defined(__HIPCC__)
-    return hipMemsetAsync(data, 0, (size_t)nbytes, (hipStream_t)stream) == hipSuccess ? ZT_OK : ZT_LAUNCH_FAILED;
+    return zt_status_of(hipMemsetAsync(data, 0, (size_t)nbytes, (hipStream_t)stream));
 #elif defined(__CUDACC__)
-    return cudaMemsetAsync(data, 0, (size_t)nbytes, (cudaStream_t)stream) == cudaSuccess ? ZT_OK : ZT_LAUNCH_FAILED;
+    return zt_status_of(cudaMemsetAsync(data, 0, (size_t)nbytes, (cudaStream_t)stream));
 #else
     (void)stream;
     memset(data, 0, (size_t)nbytes);
@@ -212,6 +222,15 @@ template <typename To, typename From> ZT_WIRE_FN To zt_bits(From from) {
     To to;
     memcpy(&to, &from, sizeof to);
     return to;
+}
+
+/* The least integer that is not below x, |x| < 2^21, in the low bits. */
+ZT_DEVICE uint32_t zt_ceil_bits(float x) {
+#if defined(__CUDA_ARCH__)
+    return zt_bits<uint32_t>(__fadd_ru(x, 12582912.0f));
+#else
+    return zt_bits<uint32_t>(zt_add(__builtin_ceilf(x), 12582912.0f));
+#endif
 }
 
 /* -- Sixteen-bit floats, two in a word: the first in the low half -------------------------------------------------- */

@@ -96,22 +96,40 @@ template <int BITS> ZT_DEVICE zt_packed<BITS> zt_pack(const float *v, zt_coder c
     return packed;
 }
 
-/* The number of the level nearest to x: of the bounds below it. A difference's sign is added, as AMD's GPUs have too few
- * scalar registers for so many predicates, or for the bounds. */
-ZT_DEVICE uint32_t zt_nf4_of(float x) {
+/* Note [NF4 by look-up]
+ *     The bounds between levels are multiples of 1/2. So x lies above a bound b if the integer ceil(2 x) lies above 2 b,
+ *     and that integer finds the nibble in a table of bytes in shared memory. |x| stays below 147 (the rounding of a
+ *     scale adds at most 5/32), so ten bits, two's complement, hold every integer. What is in no block of finite
+ *     numbers may find any entry: `keep` drops it. */
+#define ZT_NF4_ENTRIES 1024
+
+struct zt_nf4_table {
+    uint8_t nibble[ZT_NF4_ENTRIES];
+};
+
+constexpr zt_nf4_table zt_nf4_made() {
     const float bounds[16] = {ZT_NF4_TREE};
-    uint32_t number = 0;
-#pragma unroll
-    for (int i = 1; i < 16; i++) number += zt_bits<uint32_t>(zt_sub(zt_in_lane(bounds[i]), x)) >> 31;
-    return number;
+    zt_nf4_table table = {};
+    for (int i = 0; i < ZT_NF4_ENTRIES; i++) {
+        const int twice = i < ZT_NF4_ENTRIES / 2 ? i : i - ZT_NF4_ENTRIES;
+        int number = 0; /* of bounds below */
+        for (int k = 1; k < 16; k++) number += (float)twice > 2.0f * bounds[k];
+        table.nibble[i] = (uint8_t)(number ^ 8);
+    }
+    return table;
 }
 
-/* Packs the levels nearest to a unit's values. */
-ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder) {
+static __device__ const zt_nf4_table zt_nf4_origin = zt_nf4_made();
+
+/* Packs the levels nearest to a unit's values; the coder's inverse is twice that of the scale. */
+ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder, const zt_nf4_table &table) {
     uint32_t word = 0;
 #pragma unroll
-    for (int k = ZT_UNIT; k-- > 0;) word = word << 4 | zt_nf4_of(zt_mul(v[k], coder.inverse));
-    return {{(word ^ 0x88888888u) & coder.keep}};
+    for (int k = ZT_UNIT; k-- > 0;) {
+        const uint32_t twice = zt_ceil_bits(zt_mul(v[k], coder.inverse));
+        word = word << 4 | table.nibble[twice % ZT_NF4_ENTRIES];
+    }
+    return {{word & coder.keep}};
 }
 
 template <int BITS> ZT_DEVICE void zt_store_packed(uint8_t *to, zt_packed<BITS> packed) {

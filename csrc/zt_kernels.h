@@ -41,7 +41,7 @@ enum zt_status {
     ZT_BAD_LEVEL = 5,   /* instructions that this processor or this build lacks */
     ZT_NO_TABLE = 6,    /* over ZT_GPU_PIECES pieces without a table (GPU only) */
     ZT_BAD_ALIGNMENT = 7, /* a message not at a multiple of 16 bytes, or of a value's size if cast (GPU only) */
-    ZT_LAUNCH_FAILED = 8  /* the GPU refused the launch */
+    ZT_LAUNCH_FAILED = 8  /* the GPU refused the launch: ZT_LAUNCH_FAILED + 256 * the runtime's error, if it gave one */
 };
 
 typedef struct zt_piece {
@@ -283,6 +283,8 @@ ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) {
 }
 int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,
                        int64_t *left, void *stream);
+/* What the runtime says of a status of ZT_LAUNCH_FAILED; empty if it said nothing. */
+const char *zt_gpu_runtime_text(int status);
 int zt_gpu_aged_adamw(zt_aged aged, void *stream); /* all of it in device memory */
 /* The tables of codes and of what changes are in device memory too. Whatever a message says, nothing outside it, and of
  * the codes nothing but the part, is read or written. */

@@ -44,6 +44,9 @@ SHARED = ("zt_changes.h", "zt_kernels.h", "zt_nf4.h", "zt_wire.h")
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 # Fixed, not those present: a login node without a GPU then builds what compute nodes look for.
 CUDA_ARCHITECTURES = ("8.0", "9.0+PTX")
+OLDEST_CUDA = 8.0
+"""Compute capability below which the kernels do not compile (zt_gpu_portable.h)."""
+BEFORE_AMPERE = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch takes names for numbers, also "Kepler+Tesla"
 ROCM_ARCHITECTURES = ("gfx90a", "gfx942")
 
 
@@ -242,18 +245,30 @@ class GPUBuilder(TopoBuilder):
 
     def architectures(self) -> tuple[str, ...]:
         """Those given or in torch's variable, else the usual ones, else that of a GPU which those leave out."""
-        asked = os.environ.get(self._variable(), "")
-        chosen = self._only or tuple(arch for arch in re.split("[; ]", asked) if arch)
+        asked = re.split("[; ]", os.environ.get(self._variable(), ""))
+        chosen = self._only or tuple(arch for arch in asked if arch and not self._too_old(arch))
         own = None if chosen else self._own_architecture()
         if self.is_rocm_pytorch():
             return chosen or ((own,) if own and own not in ROCM_ARCHITECTURES else ROCM_ARCHITECTURES)
-        return chosen or ((own,) if own and float(own) < float(CUDA_ARCHITECTURES[0]) else CUDA_ARCHITECTURES)
+        return chosen or ((own,) if own and self._too_old(own) else CUDA_ARCHITECTURES)
+
+    def _too_old(self, arch: str) -> bool:
+        """Whether the kernels cannot be compiled for it: NVIDIA's containers list 7.5 in torch's variable."""
+        if self.is_rocm_pytorch():
+            return False
+        number = re.match(r"\d+\.\d+", arch)
+        return arch.startswith(BEFORE_AMPERE) if number is None else float(number[0]) < OLDEST_CUDA
 
     def chosen(self, verbose: bool = False) -> jit.Recipe:
-        """As of any op, unless there is a module for this process's GPU alone (``zero-topo build --arch``)."""
-        usual, own = super().chosen(verbose), None if self._only else self._own_architecture()
-        alone = usual if own is None else GPUBuilder((own,)).recipe(verbose)
-        return alone if jit.refusal(usual.library()) and not jit.refusal(alone.library()) else usual
+        """What was built ahead of time; else what compiles soonest while other ranks wait: for this GPU alone.
+
+        A list of architectures in torch's variable is a container's, not the user's, so it does not count here.
+        """
+        usual = super().chosen(verbose)
+        own = None if self._only else self._own_architecture()
+        if own is None or jit.refusal(usual.library()) is None:
+            return usual
+        return GPUBuilder((own,)).recipe(verbose)
 
     def recipe(self, verbose: bool = False) -> jit.Recipe:
         """As of any op; the architectures count."""

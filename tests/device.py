@@ -68,6 +68,11 @@ def naps() -> AbstractContextManager[Any]:
     return Naps(int(seed)) if seed else nullcontext()
 
 
+def device_name() -> str:
+    """The device in a record: the GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name() if ON_GPU else str(DEVICE)
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """The default dtype of the process, within the context."""

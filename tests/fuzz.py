@@ -27,6 +27,8 @@ from pydantic import TypeAdapter
 from tests.launching import ROOT
 from zero_topo.cli import main
 from zero_topo.config import json_schema
+from zero_topo.config.deepspeed_parts import NUMBERS, PARTS, TRUTHS
+from zero_topo.config.stock_keys import FIELDS, IGNORED
 from zero_topo.doctor.refusals import BATCHES
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox.__main__ import main as neox
@@ -205,6 +207,43 @@ def stock(data: st.DataObject) -> None:
     obeys("migrate", "ds.json", "-o", odd)
 
 
+def parts(data: st.DataObject) -> None:
+    """Parts of a config that are words, lists, switches or objects of anything, for every command that reads one."""
+    found = data.draw(CONFIG)
+    for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=4)):
+        *parents, key = name.split(".")
+        place = found
+        for parent in parents:
+            if not isinstance(place.get(parent), dict):
+                place[parent] = {}
+            place = place[parent]
+        place[key] = data.draw(HOSTILE | st.dictionaries(st.sampled_from(KEYS_OF_PARTS), HOSTILE, max_size=3))
+    Path("ds.json").write_text(json.dumps(found))
+    there = ("--machine", "frontier", "--nodes", "1")
+    obeys("check", "ds.json", "--params", "1B", *there)
+    obeys("migrate", "ds.json", *there)
+    obeys("plan", "--params", "1B", "--set", "deepspeed-config=ds.json", *there)
+    obeys("plan", "--max-params", "--set", "deepspeed-config=ds.json", *there)
+    obeys("simulate", "--model", "gpt2", "--micro-batches", "1", "--schemes", "./ds.json", *there)
+    Path("neox.yml").write_text(json.dumps({**NEOX, **found}))
+    obeys("check", "neox.yml", "--ranks", "8", command=neox)
+
+
+NAMES = (
+    *PARTS,
+    *TRUTHS,
+    *NUMBERS,
+    *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "leaf_module", *FIELDS, *IGNORED)),
+    *(
+        "optimizer.type",
+        "scheduler.type",
+        "timers.throughput",
+        "tensor_parallel.tp",
+        "zero_topo",
+        "deepspeed_extra_args",
+    ),
+)
+KEYS_OF_PARTS = ("enabled", "device", "type", "params", "stage", "lr", "mode", "zero_topo")
 NEOX = {"pipe_parallel_size": 0, "gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
 ZERO_KEYS = {
     **{name: mostly(st.fixed_dictionaries({"device": HOSTILE})) for name in ("offload_param", "offload_optimizer")},
@@ -232,7 +271,7 @@ SHAPES = [
 ]
 LAUNCHED = [(ROOT / "tests/data/launch/half-frontier.json").read_text()]
 LAUNCHERS = [path.read_text() for path in sorted((ROOT / "tests/data/launchers").iterdir())]
-TARGETS = {target.__name__: target for target in (config, machine, capture, launcher, options, model, stock)}
+TARGETS = {target.__name__: target for target in (config, parts, machine, capture, launcher, options, model, stock)}
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,18 @@ class Rules:
         dist.all_to_all_single(work.result, sent, expected, sizes, group=group)
         return work
 
+    def all_to_all(self, places: Sequence[Tensor], parts: Sequence[Tensor], group: Any, async_op: bool) -> _Work:
+        """See torch; all parts are the same memory, and the places lie one behind the other in the order of members."""
+        assert async_op and len({part.data_ptr() for part in parts}) == 1
+        first = min(places, key=lambda place: int(place.storage_offset()))
+        received = first.as_strided((sum(map(len, places)), first.shape[1]), first.stride())
+        work = self._begin("all-to-all", "uneven", parts[0], received, group)
+        self._check_splits([len(part) for part in parts], [len(place) for place in places], group)
+        begins = [int(place.storage_offset() - first.storage_offset()) // max(1, place.shape[1]) for place in places]
+        into = [work.result[begin : begin + len(place)] for begin, place in zip(begins, places, strict=True)]
+        dist.all_to_all(into, list(parts), group=group)
+        return work
+
     def _begin(self, name: str, size: str, sent: Tensor, received: Tensor, group: Any) -> _Work:
         what = f"{name} of {size} x {sent.dtype}"
         if not (sent.is_contiguous() and received.is_contiguous()):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.commands import Run
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.cost.step import rates_of
+from zero_topo.cost.network import rates_of
 from zero_topo.topology import Topology
 from zero_topo.topology.rates import Rates
 

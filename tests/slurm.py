@@ -56,6 +56,8 @@ KillWait=2
 SchedulerParameters=sched_interval=1
 {nodes}
 PartitionName=batch Nodes={names} Default=YES MaxTime=INFINITE State=UP
+PartitionName=standard-g Nodes={names} MaxTime=INFINITE State=UP
+PartitionName=gh Nodes={names} MaxTime=INFINITE State=UP
 """
 
 
@@ -153,7 +155,8 @@ class Cluster:
         gres = f" Gres=gpu:{self.gpus}" if gpus else ""
         nodes = [
             f"NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={self.cpus} "
-            f"Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=1000{gres}"
+            f"Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=1000 "
+            f"Features=gpu,nvme{gres}"
             for host in self.hosts
         ]
         host = os.uname().nodename.partition(".")[0]
@@ -209,7 +212,7 @@ class Cluster:
 def distributed(order: str, folder: Path) -> list[str]:
     """Options for Frontier with its ranks dealt to the nodes in another order: a machine's file with that setting."""
     machine = json.loads((ROOT / "zero_topo/launch/machines/frontier.json").read_text())
-    machine["srun"].append({"use": f"--distribution={order}", "reason": "the order to test", "source": "this test"})
+    machine["step"].append({"use": f"--distribution={order}", "reason": "the order to test", "source": "this test"})
     (folder / f"{order}.json").write_text(json.dumps(machine))
     return ["--machine", str(folder / f"{order}.json")]
 

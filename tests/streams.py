@@ -11,14 +11,25 @@ Note [Clocks]
     a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which knows no elements).
 
 An operation is one of torch, a kernel's call (whatever the reference does inside it), or a collective.
+
+Note [The host]
+    Memory that was named to :meth:`Device.host` is the host's, page-locked. What touches no other runs on the host at
+    once. It waits for a stream where it synchronizes, or where a copy to or from its memory blocks. What it queues
+    comes after all that it has done.
+
+Note [Threads]
+    Each thread has its own current stream, as on a GPU: autograd calls hooks in a thread of its own
+    (:meth:`Device.in_autograds_thread`). One thread runs at a time.
 """
 
 from __future__ import annotations
 
 import linecache
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -38,14 +49,15 @@ from zero_topo.quant import operators, reference
 from zero_topo.quant.operands import Codes, Messages, Part, View
 
 MAIN = "main"
+HOST = "host"
 Numbers = NDArray[np.int64]
 Places = slice | Numbers
 Trace = list[tuple[CodeType, int]]
 Booking = tuple[torch.UntypedStorage, Places]
 
 
-class RaceError(Exception):
-    """Two accesses without an order, or memory freed too early."""
+class RaceError(BaseException):
+    """Two accesses without an order, or memory freed too early; code that catches an Exception does not hide it."""
 
 
 @dataclass
@@ -98,6 +110,13 @@ class Stream:
         self._device.entered.pop()
 
 
+class _Thread(threading.local):
+    """The streams that a thread has entered, the current one last."""
+
+    def __init__(self) -> None:
+        self.entered = [MAIN]
+
+
 class Device(TorchDispatchMode):
     """The device; within it, operations are booked on the current stream.
 
@@ -107,13 +126,19 @@ class Device(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clocks: dict[str, dict[str, int]] = {MAIN: {}}
-        self.entered = [MAIN]
+        self.clocks: dict[str, dict[str, int]] = {MAIN: {}, HOST: {}}
+        self._thread = _Thread()
+        self._hosts: set[int] = set()
         self.log: list[tuple[str, str, int]] = []
         self._number = 0
         self._traces: list[Trace] = [[]]
         self._memory: dict[int, _Memory] = {}
         self._free: dict[str, list[dict[str, int]]] = {}
+
+    @property
+    def entered(self) -> list[str]:
+        """Of this thread, the streams that it has entered."""
+        return self._thread.entered
 
     @property
     def current(self) -> str:
@@ -149,6 +174,20 @@ class Device(TorchDispatchMode):
         """``Tensor.record_stream``."""
         self._memory_of(tensor.untyped_storage()).recorded.add(stream.name)
 
+    def host(self, *tensors: Tensor) -> None:
+        """Take the memory of tensors for page-locked memory of the host, see Note [The host]."""
+        self._hosts.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def in_autograds_thread(self, work: Callable[[], object]) -> None:
+        """Run something where autograd calls hooks, see Note [Threads]."""
+
+        def run() -> None:
+            with self:
+                work()
+
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            threads.submit(run).result()
+
     # -- operations ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,13 +208,23 @@ class Device(TorchDispatchMode):
         made = [] if given[True] else _tensors(out)
         keys = {tensor.untyped_storage()._cdata for tensor in given[False]} if made else set()
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in keys]
-        with self._operation(func._schema.name):
-            if new:
-                self._reuse(func._schema.name)
-            for writes, tensors in ((False, given[False]), (True, given[True] + new)) if touches else ():
-                self._book(func._schema.name, writes, map(_all_of, tensors))
-            for tensor in new:
-                self._memory_of(tensor.untyped_storage())
+        away = [tensor.untyped_storage()._cdata in self._hosts for tensor in given[False] + given[True]]
+        if away and all(away):
+            self.host(*new)
+            self.entered.append(HOST)
+        try:
+            with self._operation(func._schema.name):
+                if new:
+                    self._reuse(func._schema.name)
+                for writes, tensors in ((False, given[False]), (True, given[True] + new)) if touches else ():
+                    self._book(func._schema.name, writes, map(_all_of, tensors))
+                for tensor in new:
+                    self._memory_of(tensor.untyped_storage())
+        finally:
+            if away and all(away):
+                self.entered.pop()
+        if func is torch.ops.aten.copy_.default and any(away) and not (len(args) > 2 and args[2]):
+            self.current_stream().synchronize()
         return out
 
     @contextmanager
@@ -190,6 +239,7 @@ class Device(TorchDispatchMode):
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
         self._number += 1
+        self.catch_up(self.current, self.clocks[HOST])
         self._traces.append(_trace(sys._getframe(1)))
         self.clocks[self.current][self.current] = self._number
         yield
@@ -220,6 +270,7 @@ class Device(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         """Memory that was freed waits for the next allocation on its stream."""
         memory = self._memory.pop(key)
+        self._hosts.discard(key)
         last: dict[str, int] = {}
         for kind in (memory.read, memory.wrote):
             for stream, numbers in kind.items():

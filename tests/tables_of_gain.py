@@ -14,7 +14,7 @@ from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, best_pipeline, pipeline_step
-from zero_topo.cost.planner import Price, Request, rank_plans
+from zero_topo.cost.planner import Price, Request, rank_plans, rank_tensor
 from zero_topo.cost.step import Job, method_of, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology
@@ -39,6 +39,38 @@ CASES = (
 """Machine, ranks, model, micro-batches."""
 
 
+DIVIDED = (
+    ("frontier", 384, "gpt-neox-20b", 1),
+    ("frontier", 384, "gpt-neox-20b", 4),
+    ("frontier", 384, "gpt-neox-20b", 8),
+    ("frontier", 64, "gpt-neox-20b", 8),
+    ("dgx-h100", 512, "llama-2-70b", 1),
+    ("dgx-h100", 512, "llama-2-70b", 4),
+    ("lumi-g", 128, "llama-2-13b", 4),
+    ("perlmutter", 128, "llama-2-7b", 1),
+)
+"""Machine, ranks, model, micro-batches."""
+
+
+def tensor_rows() -> list[str]:
+    """Seconds of the best plans without and with tensor parallelism, and of the best pipeline."""
+    return [row(_divided(case)) for case in DIVIDED]
+
+
+def _divided(case: tuple[str, int, str, int]) -> list[str]:
+    machine, ranks, model, count = case
+    request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count), keeps_if_fits=True)
+    cells = [machine, str(ranks), model, str(count)]
+    for lossy in (False, True):
+        asked = ZeroTopoConfig.parse({"lossy": lossy})
+        best = rank_tensor(asked, request)[0].best
+        cells += [f"{rank_plans(asked, request).best.seconds:.2f}"]
+        cells += [f"{best.seconds:.2f} (TP {best.request.job.tensor})"]
+    pipeline = best_pipeline(request)
+    assert pipeline is not None
+    return [*cells, f"{pipeline.seconds:.2f} ({pipeline.config.stages} x {pipeline.config.tensor})"]
+
+
 def gain_rows() -> list[str]:
     """Steps of unmodified ZeRO-3, and how many times as fast other plans are."""
     return [row(cells) for cells in map(_gains, CASES)]
@@ -52,6 +84,9 @@ def _gains(case: tuple[str, int, str, int]) -> list[str]:
     lossy, pipeline = ranking.faster, best_pipeline(request)
     cells = [machine, str(ranks), model, str(count), format_seconds(stock.seconds)]
     cells += [_gain(stock, ranking.best), "-" if lossy is None else _gain(stock, lossy)]
+    divided = rank_tensor(ZeroTopoConfig.parse({}), request)
+    best = divided[0].best if divided else None
+    cells += ["none fits" if best is None else f"{_gain(stock, best)}, TP {best.request.job.tensor}"]
     return [*cells, "none fits" if pipeline is None else _gain(stock, pipeline)]
 
 
@@ -68,7 +103,8 @@ def _gain(stock: Price, other: Price) -> str:
 def _seconds(price: Price, overlap: float, sign: int) -> float:
     rates, job = price.request.rates, replace(price.request.job, overlap=overlap)
     share = 1 + sign * rates.spread.get("compute", UNKNOWN_SPREAD)
-    return price.predict(price.config, job, replace(rates, peak_flops=rates.peak_flops * share)).seconds
+    config = replace(price.config, topology=price.request.machine)
+    return price.predict(config, job, replace(rates, peak_flops=rates.peak_flops * share)).seconds
 
 
 def muon_steps() -> list[str]:
@@ -154,6 +190,6 @@ def aurora_rows() -> list[str]:
 
 
 GAINS: Mapping[str, Callable[[], list[Any]]] = MappingProxyType(
-    {"gain": gain_rows, "balance": balance_rows, "aurora": aurora_rows}
+    {"gain": gain_rows, "tensor": tensor_rows, "balance": balance_rows, "aurora": aurora_rows}
 )
 """Marker of a page -> rows of its table."""

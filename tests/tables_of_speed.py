@@ -125,6 +125,38 @@ def scale_rows() -> list[str]:
     ]
 
 
+def gpu_parity_rows() -> list[str]:
+    """How near losses of two ranks on one GPU are to unmodified ZeRO-3's, by case, from the record committed."""
+    cases = record("gpu-parity")["cases"]
+    return [row([case["case"], f"{case['difference']:.1e}"]) for case in cases]
+
+
+def gpu_large_rows() -> list[str]:
+    """Steps of a billion parameters on two ranks of one GPU, from the record committed."""
+    schemes = record("gpu-large")["schemes"]
+    stock = schemes["unmodified ZeRO-3"]["tokens_per_s"]
+    rows = []
+    for name, found in schemes.items():
+        step = found["step_seconds"]
+        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
+        speed = found["tokens_per_s"]
+        rows.append(row([name, spread, f"{speed:,.0f}", f"{speed / stock:.2f}"]))
+    return rows
+
+
+def gpu_time_rows() -> list[str]:
+    """What schemes add to the model's own time on the device, one rank of 384, from the record committed."""
+    schemes = record("gpu-times")["schemes"]
+    own = schemes["model"]["device_ms"]
+    rows = []
+    for name, found in schemes.items():
+        if name == "model":
+            continue
+        added = [found["device_ms"][phase]["median"] - own[phase]["median"] for phase in own]
+        rows.append(row([f"`{name}`", *(f"{value:.1f}" for value in added), str(found["launches"] // 2)]))
+    return rows
+
+
 def cluster_sentences() -> list[str]:
     """What the text beside the table of the emulated cluster says, from the records."""
     few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
@@ -184,6 +216,10 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
+        "quantizers, GPU": partial(quantizer_rows, "quantizers-gpu"),
+        "gpu, parity": gpu_parity_rows,
+        "gpu, large": gpu_large_rows,
+        "gpu, times": gpu_time_rows,
         "sparse": sparse_rows,
         "scale": scale_rows,
     }

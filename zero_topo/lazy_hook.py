@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
 from zero_topo.versions import check_loaded
@@ -56,7 +57,8 @@ def install(hook: str) -> None:
         ImportError: for a release of torch or DeepSpeed that is not, before anything is patched.
     """
     check_loaded(sys.modules)
-    importlib.import_module(hook)
+    if find_spec("deepspeed") is not None:  # without it FSDP2 alone is of use, and Accelerate needs no hook
+        importlib.import_module(hook)
 
 
 def arm() -> None:

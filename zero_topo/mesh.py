@@ -21,6 +21,7 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.transport import Group
 from zero_topo.collectives.transport import Route as Route
 from zero_topo.plan import Plan
+from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 from zero_topo.units import MIB, format_bytes
 from zero_topo.versions import torch_has
@@ -46,14 +48,18 @@ class Mesh:
 
     Attributes:
         calls: number of collective calls that created groups.
+        rank: this rank's number in the plan.
+        ranks: the global ranks that the plan counts from 0.
+        plans: the plan of each group of ranks.
         meter: counts the exchanges of all groups.
 
     Args:
         plan: the degrees.
-        topology: the machine, for the names of domains.
+        topology: the tree of the plan's ranks, for the names of domains.
         meter: counts the exchanges of all groups.
         pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
         hops: further ``(lo, hi)`` that are used as one group each.
+        groups: the groups of ranks that each use the plan; None for one group of all ranks.
     """
 
     def __init__(
@@ -63,11 +69,20 @@ class Mesh:
         meter: Meter,
         pairs: Iterable[tuple[int, int]],
         hops: Iterable[tuple[int, int]] = (),
+        groups: Groups | None = None,
     ) -> None:
         self.plan = plan
         self.topology = topology
         self.meter = meter
-        self.rank = dist.get_rank()
+        self.ranks = tuple(range(dist.get_world_size()))
+        self.plans = {self.ranks: plan}
+        if groups is not None:
+            self.ranks = groups.ranks(dist.get_rank())
+            # Ranks of other groups may be placed in another order.
+            plans = [replace(plan, order=tree.order) for tree in groups.trees]
+            self.plans = dict(zip(groups.members, plans, strict=True))
+        self.rank = self.ranks.index(dist.get_rank())
+        self._prefix = groups.prefix if groups else ""
         self._created: list[dist.ProcessGroup] = []
         self._transport = transport.transport()
         self._splitter, self._timeout = _splitter(), _timeout()
@@ -108,7 +123,7 @@ class Mesh:
                     f"{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or set "
                     '"transport": "torch"'
                 )
-            ranks = self.plan.group(self.rank, hop.lo, hop.hi)
+            ranks = [self.ranks[rank] for rank in self.plan.group(self.rank, hop.lo, hop.hi)]
             comm = world.Create_group(world.Get_group().Incl(ranks), hop.lo)
             self._over_mpi[hop.lo, hop.hi] = transport.Mpi(hop, comm)
         return self._over_mpi[hop.lo, hop.hi]
@@ -118,15 +133,18 @@ class Mesh:
         group_rank = {rank: index for index, rank in enumerate(sorted(ranks))}
         group_ranks = tuple(group_rank[rank] for rank in ranks)
         group = self._group(lo, hi) if len(ranks) > 1 else None
-        domain = self.topology.domain(hi)
+        domain = f"{self._prefix}{self.topology.domain(hi)}"
         return self._transport(lo, hi, ranks.index(self.rank), group_ranks, domain, group, self.meter)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
         """Create all groups ``(lo, hi)`` and return this rank's; see Note [One call makes all groups]."""
-        if hi // lo == self.plan.world_size:
+        if hi // lo == dist.get_world_size():
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        groups, name = self.plan.groups(lo, hi), f"zero_topo {lo} to {hi}"
+        groups = []
+        for ranks, plan in self.plans.items():
+            groups += [[ranks[rank] for rank in group] for group in plan.groups(lo, hi)]
+        name = f"zero_topo {self._prefix}{lo} to {hi}"
         if self._splitter is not None:
             own = dist.split_group(split_ranks=groups, timeout=self._timeout, group_desc=name, backend=self._splitter)
         else:

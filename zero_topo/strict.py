@@ -125,7 +125,7 @@ def _parts(whole: Any) -> Iterable[Any]:
 class StrictModel(BaseModel):
     """A frozen block of settings that refuses unknown keys and names the nearest known one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -240,21 +240,22 @@ def must_be(words: str) -> WrapValidator:
 Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at least 1")]
 Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
-Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
+Strings = Annotated[tuple[str, ...], Field(strict=False), must_be("a list of strings")]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")]
 Positive = Annotated[float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")]
 
 
-def describe(
-    error: ValidationError, what: str, names: Sequence[str] = (), near: Callable[[str], str] = lambda _: "remove it"
-) -> str:
+Near = Callable[[Sequence[str]], str]
+
+
+def describe(error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it") -> str:
     """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by ``"; also "``.
 
     Args:
         error: pydantic's error.
         what: the begin of each line, such as ``"topology: "``, or the key of a block with a dot.
         names: names of positional arguments.
-        near: suggests what to do about an unknown key of a model from another package.
+        near: suggests what to do about an unknown key of a model from another package; gets the keys that lead to it.
     """
     return "; also ".join(_describe_one(detail, what, names, near) for detail in error.errors(include_url=False))
 
@@ -263,7 +264,7 @@ NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|uni
 """Pydantic's types of errors where a JSON object was expected."""
 
 
-def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Callable[[str], str]) -> str:
+def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Near) -> str:
     first, context, value = detail["loc"][:1], detail.get("ctx", {}), detail["input"]
     location = (*(names[part] if names and isinstance(part, int) else part for part in first), *detail["loc"][1:])
     # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no keys of the JSON.
@@ -277,8 +278,8 @@ def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: C
         case "missing":
             return f"{above}: missing key {keys[-1]!r}"
         case "extra_forbidden":
-            return f"{place}: unknown key; {near(keys[-1])}"
-        case "value_error":
+            return f"{place}: unknown key; {near(keys)}"
+        case "value_error" | "assertion_error":
             return f"{place}: {context['error']}" if keys else str(context["error"])
         case "literal_error":
             return f"{place}: {shown} is not one of {context['expected']}{_near(value, context['expected'])}"

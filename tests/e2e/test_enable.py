@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -87,3 +88,23 @@ def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(environm
     environment.install(False)
     assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
     assert environment.listing() == before
+
+
+@pytest.mark.parametrize("value", ["/shared/block.json", '{"scheme": "topo"}'])
+def test_deepspeeds_launcher_passes_our_variables_to_other_nodes(tmp_path: Path, value: str) -> None:
+    """With the hook in the launcher's process, pdsh is told to export them; quotes, which get lost, are refused."""
+    for name, body in (("pdsh", 'for word; do echo "word: $word"; done'), ("ssh", "echo host")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hostfile").write_text("n0 slots=4\nn1 slots=4\n")
+    start = "import zero_topo; from deepspeed.launcher.runner import main; main()"
+    words = [sys.executable, "-c", start, "--hostfile", "hostfile", "train.py"]
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    env |= {"ZERO_TOPO_BLOCK": value, "HOME": str(tmp_path)}
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    if '"' in value:
+        said = [line for line in done.stderr.splitlines() if "ZERO_TOPO_BLOCK" in line]
+        assert done.returncode != 0 and "Traceback" not in done.stderr and "word:" not in done.stdout
+        assert len(said) == 1 and "set ZERO_TOPO_BLOCK=FILE.json" in said[0], done.stderr
+    else:
+        assert f"export ZERO_TOPO_BLOCK={value};" in done.stdout, done.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launching import ROOT, free_port
 from tests.slurm import Cluster, distributed, missing, submitted
+from zero_topo.launch.machines import load_launch_machine, machine_names
 from zero_topo.topology.probes import slurm
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
@@ -69,3 +70,25 @@ def test_a_rank_left_over_in_the_environment_is_refused_by_every_rank(cluster: C
     state, output = ran(cluster, "stray", ["--", "true"], RANK="0")
     said = [line for line in output.splitlines() if "RANK was set before Slurm started the ranks" in line]
     assert state == "FAILED" and said and not [line for line in output.splitlines() if "Traceback" in line]
+
+
+MACHINES = [name for name in machine_names() if load_launch_machine(name).scheduler in (None, "slurm")]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node with as many cores as any machine's script asks for, the partitions and features of their sites."""
+    with Cluster(tmp_path_factory.mktemp("large"), nodes=1, cpus=288, name="any") as up:
+        yield up
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_slurm_reads_every_machines_options(large: Cluster, machine: str) -> None:
+    """sbatch and srun take each option of the script, and every rank starts."""
+    log = large.folder / f"{machine}.out"
+    ranks = load_launch_machine(machine).ranks_per_node or 2
+    words = ["--machine", machine, "--log", str(log), "--ranks-per-node", str(ranks)]
+    job = submitted(large, [*words, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"], {})
+    assert large.wait(job, 120) == "COMPLETED", log.read_text()
+    said = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))
+    assert said == [f"rank {rank} of {ranks}" for rank in range(ranks)]

@@ -99,8 +99,9 @@ def test_what_is_sent_has_half_the_bytes() -> None:
     """The meter and the formula count gathers and the scatter of each dtype."""
     with lower_dtypes():
         sent = list[Counter[str]]()
-        for enabled in (True, False):
-            run = job(block("topo"), enabled=enabled)
+        switched_off: dict[str, Any] = {"enabled": False}
+        for autocast in ({}, switched_off):
+            run = job(block("topo"), **autocast)
             with running(run) as engine:
                 advance(run, engine, 0, 2)
                 stats = zero_topo.stats(engine)

@@ -47,7 +47,7 @@ RESUMED: dict[str, Job] = {
     "codes": WIDE,
     "codes_whole": WIDE.under(block("topo", weights="rank", secondary=None, optimizer="node", **CODES)),
     "topo_offload": job(block("topo", quantize={}), "bf16", **OFFLOAD),
-    "zero++": job(block("zero++", quantize={})),
+    "zero++": job(block("zero++", quantize={}), pipeline_loading_checkpoint=True),
     "hsdp_bf16": job(block("hsdp"), "bf16"),
     "hsdp_offload": job(block("hsdp"), **OFFLOAD),
     "hsdp_published_in_bf16": job(block("hsdp", publish={"dtype": "bf16"})),

@@ -16,7 +16,6 @@ from torch import nn
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, Net, advance, block, ds_config, running
 from tests.marks import late
-from zero_topo.hook.initialize import GROUP_ARGUMENTS
 
 SCHEMES = ["topo", *map(late, ("zero3", "zero++", "mics", "hsdp", "paper", "topo-zero2"))]
 
@@ -72,19 +71,16 @@ def half() -> dist.ProcessGroup:
     return halves[dist.get_rank() // cut]
 
 
+GROUP_ARGUMENTS = ("data_parallel_group", "sequence_data_parallel_group")
+"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older name."""
+
+
 @pytest.mark.parametrize("name", GROUP_ARGUMENTS)
-def test_a_smaller_group_of_zero_init_is_refused(name: str, half: dist.ProcessGroup) -> None:
-    """By the argument's name, on every rank, before the model exists. Stock trains each group by itself."""
-    config = ds_config(Job(zero_topo=block("topo")))
-    with pytest.raises(ValueError, match=rf"^{name} of zero\.Init is a process group of \d ranks: .*; remove"):
-        deepspeed.zero.Init(config_dict_or_path=config, **{name: half})
-
-
-def test_a_model_in_a_smaller_group_is_refused(half: dist.ProcessGroup) -> None:
-    """Where ``zero.Init`` got no config: by ``deepspeed.initialize``, before it sends a parameter."""
-    with deepspeed.zero.Init(data_parallel_group=half):
+def test_a_model_in_a_smaller_group_is_refused(name: str, half: dist.ProcessGroup) -> None:
+    """By ``deepspeed.initialize`` without tensor parallelism, before it sends a parameter, whose name the line has."""
+    with deepspeed.zero.Init(**{name: half}):
         model = Net()
-    with pytest.raises(ValueError, match=r"data_parallel_group of zero\.Init is a process group of \d ranks"):
+    with pytest.raises(ValueError, match=r"inp\.weight is partitioned over \d ranks, but the data-parallel group has"):
         deepspeed.initialize(model=model, config=ds_config(Job(zero_topo=block("topo"))))
 
 

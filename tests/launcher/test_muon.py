@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zero_topo
 from tests.launcher import checkpoints
@@ -91,6 +92,27 @@ def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
     job = small(ds={**muon(), "gradient_clipping": 0.0})
     alone = in_plain_torch(job, lambda model, x, step, micro: model(x), optimizer, clip=float("inf"))
     assert_equal(run(job.under(block(scheme))), alone)
+
+
+def spoiled(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The loss; in step 2 the gradient of one rank is infinite."""
+    output = engine(x)
+    if engine.global_steps == 2 and dist.get_rank() == 3:
+        output.register_hook(lambda gradient: gradient * float("inf"))
+    return torch.nn.functional.mse_loss(output.float(), y.float())
+
+
+@pytest.mark.parametrize(("optimizer", "scheme"), [("Muon", "topo"), ("AdamW", "topo"), late("Muon", "hsdp")])
+def test_a_step_that_is_not_finite_leaves_nothing_behind(optimizer: str, scheme: str) -> None:
+    """DeepSpeed finds it in the norm and skips the step: training goes on as if there had been no such step."""
+    plain = small(ds=muon() if optimizer == "Muon" else {}).under(block(scheme))
+    job = replace(plain, loss=spoiled)
+    with running(job) as engine:
+        losses = advance(job, engine, 0, STEPS)
+        assert engine.skipped_steps == 1
+    with running(plain) as engine:
+        expected = advance(plain, engine, 0, 2) + advance(plain, engine, 3, STEPS)
+    assert losses[:2] + losses[3:] == expected
 
 
 @pytest.mark.parametrize(

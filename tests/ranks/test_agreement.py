@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -182,7 +183,7 @@ def seen_by(config: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     """What an engine of this config, and of a small model, tells the others."""
     zero = SimpleNamespace(model_dump=lambda: config["zero_optimization"])
     made = SimpleNamespace(_param_dict=config, zero_config=zero)
-    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps), torch.nn.Linear(2, 2))
+    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps))
 
 
 def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
@@ -226,7 +227,7 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
         layer = torch.nn.Module()
         for name in ("a", "b") if rank else ("b", "a"):
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
-        return found | start._told(engine, layer)
+        return found | start._told(engine) | start._model(layer)
 
     assert 'has model_order.0 "b" in place of "a", ' in told_alike(3, reordered)
 
@@ -294,13 +295,13 @@ def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
 # -- a rank that may not know of zero_topo -----------------------------------------------------------------------------
 
 
-def meet(blocks: list[bool | None], store: dist.Store | None = None) -> list[str]:
+def meet(blocks: list[bool | None], store: dist.Store | None = None, variable: str | None = None) -> list[str]:
     """What ranks with and without a block are told; None does not come."""
     store = store or dist.HashStore()
 
     def rank_main(rank: int, has_block: bool) -> str:
         try:
-            check_blocks(store, rank, len(blocks), has_block)
+            check_blocks(store, rank, len(blocks), has_block, variable)
         except (ValueError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         return "goes on"
@@ -317,6 +318,21 @@ def test_ranks_with_the_block_name_those_without() -> None:
     assert said[0] == said[2]
     assert said[0].startswith('ValueError: 2 of 4 ranks have no "zero_topo" block in their DeepSpeed config, such as ')
     assert "rank 1 of host " in said[0] and "rank 3 of host " in said[0]
+
+
+def test_a_variable_that_did_not_reach_a_node_is_named_with_the_line_that_sets_it() -> None:
+    """Not the JSON, which every rank has: DeepSpeed's launcher, run here, sets the block from that line."""
+    runner = pytest.importorskip("deepspeed.launcher.multinode_runner").PDSHRunner
+    block = '{"scheme": "topo", "report": "$HOME\\\\`x`"}'
+    said = meet([True, False], variable=block)
+    assert said[1] == "goes on"
+    assert said[0].startswith("ValueError: ZERO_TOPO_BLOCK is not set on 1 of 2 ranks, such as rank 1 of host ")
+    assert "JSON" not in said[0] and "~/.deepspeed_env" in said[0] and "\n" not in said[0]
+    name, _, value = said[0].rpartition("there: ")[2].partition("=")
+    launch = SimpleNamespace(exports={})
+    runner.add_export(launch, name, value)
+    shell = f"export {name}={launch.exports[name]}; printenv {name}"
+    assert subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.strip() == block
 
 
 def test_engine_after_engine_meets_anew() -> None:

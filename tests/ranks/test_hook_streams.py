@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -18,7 +20,11 @@ from tests.marks import late
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
+from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import optimizer
+from zero_topo.hook import optimizer as module
+from zero_topo.hook.parts import Part, Parts
+from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
 
@@ -39,26 +45,99 @@ class Copies(TorchDispatchMode):
 
 @contextmanager
 def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
-    """The hook's optimizer around an engine, without what DeepSpeed's constructor makes."""
-    device, own = deepspeed.device, object.__new__(optimizer.TopoStage3)
+    """The hook's optimizer around an engine, with what it asks of DeepSpeed's constructor, which builds nothing."""
+    device = deepspeed.device
     accelerator = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=device.current_stream)
+
+    def asked(own: Any, contiguous_gradients: bool = True, **_: Any) -> None:
+        own.contiguous_gradients = contiguous_gradients
+        own.torch_autocast_gradscaler = None
+
+    with patch.object(Stock, "__init__", asked), patch.object(optimizer, "meeting_place", lambda: None):
+        own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
+    slots = {slot: slot for slot in range(len(deepspeed.model.numels))}
+    gathers: Any = SimpleNamespace(trained=[], slots=slots)
+    sub_groups = tuple(range(len(deepspeed.columns)))
+    part = Part(deepspeed.engine, gathers, sub_groups, STATE_KEY)
     own.__dict__ |= {
+        "_parts": Parts([part], deepspeed.columns),
         "topo": deepspeed.engine,
-        "_in_backward": False,
+        "slots": slots,
+        "ipg_buckets": {},
+        "_passes": BackwardPasses(),
         "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "pace": Pace(0, None),
         "overflow": False,
-        "_gathers": SimpleNamespace(trained=[]),
+        "inf_or_nan_tracker": torch.tensor(False),
         "fp16_partitioned_groups_flat_numel": widths,
         "fp32_partitioned_groups_flat": [SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],
     }
     with patch.object(optimizer, "get_accelerator", lambda: accelerator):
         yield own
+
+
+@dataclass
+class Bucket:
+    """DeepSpeed's, with a buffer that is only used if its optimizer was built so.
+
+    Args:
+        deepspeed: on whose streams it works.
+        optimizer: the hook's.
+        numel: elements of the buffer.
+    """
+
+    deepspeed: DeepSpeed
+    optimizer: Any
+    numel: int
+    params: list[Any] = field(default_factory=list)
+    elements: int = 0
+
+    def __post_init__(self) -> None:
+        self.buffer = torch.empty(self.numel, dtype=torch.bfloat16)
+        self.optimizer.ipg_buckets[torch.bfloat16] = self
+
+    def add(self, param: Any) -> None:
+        """``__add_grad_to_ipg_bucket``."""
+        scatters, device = self.deepspeed.scatters, self.deepspeed.device
+        scatters.wait_stream(device.current_stream())
+        if self.optimizer.contiguous_gradients:
+            with scatters:
+                place = self.buffer.narrow(0, self.elements, param.grad.numel())
+                place.copy_(param.grad)
+                device.record(param.grad, scatters)
+                param.grad = place
+        self.params.append(param)
+        self.elements += param.grad.numel()
+
+    def scatter(self, last: bool) -> None:
+        """``__reduce_and_partition_ipg_grads``."""
+        with self.deepspeed.scatters:
+            self.optimizer.topo.gradients.scatter(
+                [self.optimizer.slots[param.ds_id] for param in self.params],
+                [param.grad for param in self.params],
+                last,
+            )
+            self.optimizer.partition_grads(self.params, None)
+            self.params.clear()
+            self.elements = 0
+
+
+def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
+    """Autograd adds the second part in place, on the computation's stream, while the bucket waits to be scattered."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
+        bucket, arrives = Bucket(deepspeed, optimizer, 576), optimizer.reduce_independent_p_g_buckets_and_remove_grads
+        with patch.object(Stock, "reduce_independent_p_g_buckets_and_remove_grads", lambda _, param: bucket.add(param)):
+            for slot, numel in ((1, 64), (0, 512)):
+                param = SimpleNamespace(ds_id=slot, grad=torch.ones(numel).bfloat16())
+                arrives(param)
+            param.grad += torch.ones(512).bfloat16()
+            arrives(param)
+        bucket.scatter(last=True)
 
 
 def test_overflow_is_looked_for_after_sync() -> None:
@@ -75,6 +154,19 @@ def test_overflow_is_looked_for_after_sync() -> None:
             optimizer.step()
 
 
+def test_masters_on_the_host_are_page_locked() -> None:
+    """Where DeepSpeed's gradients are; those on the device stay, and the optimizer keeps its tensors."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+        masters = [torch.ones(8, requires_grad=True), torch.ones(8, device="meta")]
+        locked = torch.ones(8)
+        optimizer.__dict__ |= {"fp32_partitioned_groups_flat": list(masters)}
+        pin = MagicMock(return_value=locked)
+        with patch.object(module, "get_accelerator", lambda: SimpleNamespace(pin_memory=pin)):
+            optimizer._pin_masters()
+    assert all(map(is_, optimizer.fp32_partitioned_groups_flat, masters))
+    assert pin.call_count == 1 and masters[0].data_ptr() == locked.data_ptr() and masters[0].requires_grad
+
+
 def test_gradients_for_the_host_are_converted_on_the_device() -> None:
     """What crosses is of the host's type, the host does not wait for each copy, and once for all before it reads."""
     with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
@@ -87,6 +179,19 @@ def test_gradients_for_the_host_are_converted_on_the_device() -> None:
         assert copies.seen == [(torch.float32, torch.float32, True)] * len(grads)
         assert waited.call_count == 1
         assert torch.equal(torch.cat(grads), torch.cat([rows[:, a:b].float().view(-1) for a, b in deepspeed.columns]))
+
+
+def test_the_host_reads_gradients_that_have_arrived() -> None:
+    """Its optimizer reads page-locked memory, which the next step's copies write again."""
+    with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+        grads = [master.grad for master in optimizer.fp32_partitioned_groups_flat]
+        deepspeed.device.host(*grads)
+        for _ in range(2):
+            deepspeed.micro_batch(last=True)
+            deepspeed.engine.gradients.sync()
+            optimizer._copy_gradients_to_host()
+            assert torch.cat(grads).isfinite().all()
+            deepspeed.engine.end_step(skipped=True)
 
 
 def save(deepspeed: DeepSpeed, optimizer: Any) -> None:

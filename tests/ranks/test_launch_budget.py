@@ -6,21 +6,25 @@ A launch is an ATen operation that is neither a view nor an allocation, a call o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import log2
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bare import bare_engine, fake_world, matrices
+from benchmarks.bare import BareStep, bare_engine, fake_world, matrices
 from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
 from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks import worlds
 from zero_topo.config import ResolvedConfig
+from zero_topo.quant import reference
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -156,3 +160,80 @@ def test_the_host_waits_for_nothing(name: str) -> None:
     """
     asked = {"publish": 1} if name.partition("+")[0] in CODES else {}
     assert {phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs} == asked
+
+
+ENOUGH_COLUMNS = 1024
+"""Columns from which on a GPU's threads are busy where each scans a column."""
+
+
+class SlowOperations(TorchDispatchMode):
+    """Collects operations of torch that are slow on a GPU by their shapes; a CPU runs them as fast as others.
+
+    Attributes:
+        found: what is slow, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = RULES.get(func._schema.name.partition("::")[2].rstrip("_"))
+        if rule is not None and (slow := rule(*args)):
+            self.found.append(f"{func._schema.name}: {slow}")
+        return func(*args, **(kwargs or {}))
+
+
+def scan(x: Tensor, dim: int, *_: Any) -> str:
+    """torch gives each column of a scan over an outer dimension one thread, which walks all rows."""
+    columns = x.shape[dim % x.dim() + 1 :].numel()
+    return f"over dimension {dim} of {tuple(x.shape)}" if 1 < columns < ENOUGH_COLUMNS else ""
+
+
+def copies(x: Tensor, times: Sequence[int], *_: Any) -> str:
+    """A collective can be given the same memory for all ranks."""
+    return f"{tuple(x.shape)} packed bytes, {times[0]} times" if x.dtype == torch.uint8 and x.numel() > 1 else ""
+
+
+def positions(mask: Tensor, *_: Any) -> str:
+    """On a GPU of more than 256 multiprocessors the offsets of one-byte elements are not all written."""
+    return f"a mask of {mask.dtype}" if mask.element_size() == 1 else ""
+
+
+RULES: Mapping[str, Callable[..., str]] = MappingProxyType(
+    {"cumsum": scan, "cummax": scan, "repeat": copies, "nonzero_static": positions}
+)
+"""Operation -> what is slow about a call of it, in words; empty if nothing is."""
+
+
+NODE = {"scheme": "topo", "optimizer": "node"}
+BACK = {f"replicated+{mode}": NODE | SPARSE[mode] for mode in ("topk_a", "topk_dsa", "oktopk", "tagc")}
+"""Modes that send sums back to all peers, each of which owns other elements."""
+
+
+@pytest.mark.parametrize("name", often([*OFTEN, *BACK], CASES | BACK))
+def test_no_operation_of_a_step_is_slow_by_its_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle, or fails on a large one."""
+    monkeypatch.setattr(reference, "_scans_half", lambda device: True)
+    slow = SlowOperations()
+    with fake_world(16):
+        step = BareStep(on((CASES | BACK)[name], FEW), numels(16, 64))
+        for _ in range(3):
+            for do in step.phases().values():
+                with slow:
+                    do()
+    assert not slow.found
+
+
+@pytest.mark.parametrize("mode", often(("oktopk", "tagc", "scape"), SPARSE))
+def test_a_monitor_makes_the_host_wait_once(mode: str) -> None:
+    """However many runs and numbers a sparse mode has."""
+    found = Launches()
+    with fake_world(16):
+        step = BareStep(on(NODE | SPARSE[mode], FEW), numels(16), together=4)
+        for _ in range(3):
+            for do in step.phases().values():
+                do()
+        with found.phase("report"):
+            report = step.engine.gradients.mode.report()
+    assert report["density"] > 0 and found.phases["report"].syncs == 1

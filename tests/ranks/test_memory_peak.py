@@ -15,6 +15,7 @@ from benchmarks.counting import Allocations
 from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
+from tests.ranks.test_nccl import lanes_of_a_gpu
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.step import Job
@@ -29,22 +30,25 @@ MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), s
 LAYER = sum(MODEL.modules()[1])
 
 
-def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
+def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
     """A step as DeepSpeed takes it: a layer is whole, the next on its way, while a bucket of whole layers is scattered.
+
+    Gradients are new tensors and live until they are scattered.
 
     There are no activations.
     """
     for module in MODULES:
         engine.weights.gather(module, "gather_forward").wait()
-    coming, ready = engine.weights.gather(MODULES[-1], "gather_backward"), list[int]()
+    coming = engine.weights.gather(MODULES[-1], "gather_backward")
+    ready: dict[int, Tensor] = {}
     for index, module in reversed(list(enumerate(MODULES))):
         whole = coming.wait()
         coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
-        ready += module
-        sizes = [engine.layout.numels[slot] for slot in ready]
-        if not index or sum(sizes) + LAYER > bucket.numel() or index == len(MODULES) - 1:
-            engine.gradients.scatter(ready, bucket[: sum(sizes)].split(sizes), last=not index)
-            ready = []
+        ready |= {slot: torch.zeros(engine.layout.numels[slot], dtype=torch.bfloat16) for slot in module}
+        filled = sum(gradient.numel() for gradient in ready.values())
+        if not index or filled + LAYER > bucket or index == len(MODULES) - 1:
+            engine.gradients.scatter([*ready], [*ready.values()], last=not index)
+            ready = {}
         del whole
     del coming
     engine.gradients.sync()
@@ -62,11 +66,10 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
     with fake_world(config.plan.world_size), allocations:
         engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
         masters, *_moments = (torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3))
-        buffer = torch.zeros(bucket, dtype=torch.bfloat16)
         engine.weights.publish_world()
         allocations.reset()
         for _ in range(2):
-            step(engine, masters, buffer)
+            step(engine, masters, bucket)
     return allocations.peak
 
 
@@ -75,6 +78,23 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
     work = Workload.uniform(MODEL.numels())
     held = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
     return sum(held.values()) - held.get("activations", 0)
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "one group": {"scheme": "topo"},
+    "two groups": {"scheme": "topo", "gradients": "gpu"},
+    "weights and gradients on the rank": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
+    "quantized": {"scheme": "topo", "gradients": "gpu", "sync": {"mode": "quantized"}},
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_runs_in_flight_need_no_more_than_predicted(name: str) -> None:
+    """On a GPU's queue up to three runs of sync and publish have buffers at a time."""
+    config = resolve(emulated(2, 4, 2), **STAGED[name])
+    with lanes_of_a_gpu():
+        found = peak(config, LAYER)
+    assert 0.9 * predicted(config, LAYER) < found <= 1.01 * predicted(config, LAYER)
 
 
 @pytest.mark.parametrize("layers", [2, late(1), late(3)])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.bare import fake_world
 from tests.marks import late
-from tests.ranks.worlds import BLOCKS, COMBINED, world
+from tests.ranks.worlds import BLOCKS, COMBINED, Q4, world
 from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.engine.codes import CodeStore
 from zero_topo.sync import Moment
@@ -25,12 +25,13 @@ from zero_topo.sync import Moment
 @dataclass(frozen=True)
 class Model:
     """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, modules, and which
-    parameters stay whole."""
+    parameters stay whole; which are matrices of Muon, one of its groups."""
 
     numels: tuple[int, ...]
     groups: tuple[range, ...]
     modules: tuple[tuple[int, ...], ...]
     persistent: tuple[int, ...] = ()
+    muon: range = range(0)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -65,7 +66,12 @@ class DeepSpeed:
         self.scatters = device.stream("reduce") if overlap_comm else self.main
         w, self.moments = world(block, numels=model.numels), list[Moment]()
         self.engine = engine = w.engine(
-            torch.bfloat16, CHUNK, moments=lambda: self.moments, persistent=model.persistent, order=model.order
+            torch.bfloat16,
+            CHUNK,
+            moments=lambda: self.moments,
+            persistent=model.persistent,
+            order=model.order,
+            whole=model.muon,
         )
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in model.groups]
@@ -94,23 +100,49 @@ class DeepSpeed:
             self.release(whole)
 
     def micro_batch(self, last: bool) -> None:
-        """Forward, backward, and a bucket of gradients for each module."""
+        """Forward and backward; autograd calls hooks in a thread of its own."""
         self.forward()
-        for slots in reversed(self.model.modules):
-            whole = self.fetch(slots, "gather_backward")
-            grads = [w * 0.01 for w in whole]
-            self.release(whole)
-            self.scatters.wait_stream(self.main)
-            with self.scatters:
-                self.engine.gradients.scatter(slots, grads, last)
-            for grad in grads:
-                grad.record_stream(self.scatters)  # type: ignore[arg-type]
-            del grads, whole
+        self.device.in_autograds_thread(lambda: self.backward(last))
         self.main.wait_stream(self.scatters)
+
+    def backward(self, last: bool) -> None:
+        """Gradients wait in a bucket for those of the next module; the first of a module arrives in two parts."""
+        bucket: dict[int, Tensor] = {}
+        for number, slots in enumerate(reversed(self.model.modules)):
+            whole = self.fetch(slots, "gather_backward")
+            for slot, weight in zip(slots, whole, strict=True):
+                bucket[slot] = weight * 0.01
+                self.scatters.wait_stream(self.main)
+            bucket[slots[0]] += whole[0] * 0.02
+            self.scatters.wait_stream(self.main)
+            self.release(whole)
+            del whole, weight
+            if number % 2:
+                self.scatter(bucket, last)
+        self.scatter(bucket, last)
+
+    def scatter(self, bucket: dict[int, Tensor], last: bool) -> None:
+        """Empty a bucket, on the stream on which DeepSpeed reduces."""
+        with self.scatters:
+            if bucket:
+                self.engine.gradients.scatter([*bucket], [*bucket.values()], last)
+        for grad in bucket.values():
+            grad.record_stream(self.scatters)  # type: ignore[arg-type]
+        bucket.clear()
+
+    def orthogonalize(self) -> None:
+        """Muon's exchange of matrices, with a function that takes memory."""
+        slots, (begin, end) = self.model.muon, self.columns[0]
+        rows = self.engine.gradients.optimizer_rows()[:, begin:end]
+        parts = {slot: self.engine.layout.slot(rows, slot) for slot in slots}
+        shapes = {slot: (8, self.model.numels[slot] // 8) for slot in slots}
+        self.engine.matrices.apply(parts, shapes, lambda owned, found: found / found.norm(dim=(1, 2), keepdim=True))
 
     def step(self, skipped: bool = False) -> None:
         """The optimizer's step, one sub-group after the other."""
         self.engine.gradients.sync()
+        if self.model.muon:
+            self.orthogonalize()
         if not skipped:
             for group in range(len(self.model.groups)):
                 self.update(group)
@@ -191,6 +223,48 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
 
 
+STAGED: dict[str, dict[str, Any]] = {
+    "dense": BLOCKS["two groups"],
+    "quantized": {**BLOCKS["two groups"], "sync": Q4},
+}
+"""Blocks whose sync and publish use two groups."""
+
+
+class Clocks(list[tuple[str, str, int]]):
+    """A device's log that also keeps what the stream of each entry had waited for."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self.clocks: list[dict[str, int]] = []
+
+    def append(self, entry: tuple[str, str, int]) -> None:
+        """Log an entry and its stream's clock."""
+        super().append(entry)
+        self.clocks.append(dict(self._device.clocks[entry[0]]))
+
+
+@pytest.mark.parametrize(("name", "phase"), [("dense", "sync"), ("quantized", "sync"), ("dense", "publish")])
+def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, phase: str) -> None:
+    """The third run's first exchange waits for no second exchange, not even the first run's, which is queued before."""
+    with job(STAGED[name], overlap_comm=True, model=ONE_GROUP) as deepspeed:
+        deepspeed.micro_batch(last=False)
+        deepspeed.engine.weights.finish()
+        if phase == "publish":
+            deepspeed.engine.weights.publish()
+        deepspeed.device.log = log = Clocks(deepspeed.device)
+        if phase == "sync":
+            deepspeed.engine.gradients.sync()
+        else:
+            deepspeed.engine.weights.begin()
+            deepspeed.engine.weights.finish()
+    exchanges = [(*entry, clock) for entry, clock in zip(log, log.clocks, strict=True) if entry[1] == "exchange"]
+    first, second = ("nccl 2-4", "nccl 4-8") if phase == "sync" else ("nccl 4-8", "nccl 2-4")
+    assert [stream for stream, *_ in exchanges[:5]] == [first, first, second, first, second]
+    (_, _, number, _), (_, _, _, clock) = exchanges[2:4]
+    assert clock.get(second, 0) < number
+
+
 def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
     """A prefetch is under way as a whole, and in the order of the starts, whoever needs which first."""
     with job(BLOCKS["zero3"], overlap_comm=True) as deepspeed:
@@ -265,3 +339,31 @@ def test_the_host_waits_once_in_a_step() -> None:
         with patch.object(CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes) as agreed:
             deepspeed.step()
     assert agreed.call_count == 1
+
+
+@pytest.mark.parametrize("model", [ONE_GROUP, TWO_GROUPS])
+def test_a_mask_outlives_its_gather(model: Model) -> None:
+    """SCAPE sends the next mask under the next backward pass, which takes memory that was freed."""
+    with job(BLOCKS["scape, by parameter"], overlap_comm=True, model=model) as deepspeed:
+        for _ in range(3):
+            deepspeed.micro_batch(last=True)
+            deepspeed.step()
+
+
+def test_a_load_waits_for_the_mask_that_is_being_sent() -> None:
+    """The state that it replaces owns the mask."""
+    with job(BLOCKS["scape, by parameter"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        deepspeed.engine.load_state_dict({})
+        deepspeed.forward()
+
+
+@pytest.mark.parametrize("name", ["topo", "codes", "hsdp", "q4"])
+def test_matrices_are_whole_when_they_are_updated(name: str) -> None:
+    """Muon sends gradients to the matrices' owners and updates back, between sync and the optimizer."""
+    model = replace(MODEL, groups=(range(4), range(4, 6)), muon=range(4))
+    with job(BLOCKS[name], overlap_comm=True, model=model) as deepspeed:
+        for _ in range(2):
+            deepspeed.micro_batch(last=True)
+            deepspeed.step()

@@ -51,9 +51,16 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
     "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
     "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
+    "two groups": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN},
+    "two groups, q4": {"scheme": "topo", "gradients": "gpu", "optimizer": "node", "sync": Q4},
     "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
+    "scape, by parameter": {
+        "scheme": "topo",
+        "optimizer": "node",
+        "sync": {"mode": "scape", "warmup": 0, "select": "parameter"},
+    },
     "codes": CODES,
     "topo-zero2": {**CODES, "scheme": "topo-zero2"},
     "codes, q4": {**CODES, "sync": Q4},
@@ -82,10 +89,11 @@ class World:
         moments: Callable[[], Sequence[Moment]] = tuple,
         persistent: Sequence[int] = (),
         order: tuple[int, ...] = (),
+        whole: Sequence[int] = (),
     ) -> Stage3:
-        """This rank's engine, weights still zero; some slots are persistent."""
+        """This rank's engine, weights still zero; some slots are persistent, some are updated as whole matrices."""
         parameters = [
-            replace(p, persistent=slot in persistent, place=order[slot] if order else slot)
+            replace(p, persistent=slot in persistent, place=order[slot] if order else slot, whole=slot in whole)
             for slot, p in enumerate(matrices(self.numels))
         ]
         return bare_engine(self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE)

@@ -66,6 +66,22 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
+def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(run: Run, tmp_path: Path) -> None:
+    """One GCD of each GPU, with all its links; the batch is that of so many ranks, and a size that divides nothing is
+    refused."""
+    block = {"topology": EMULATED, "scheme": "zero3"}
+    path = config_file(tmp_path, block, tensor_parallel={"autotp_size": 2}, train_batch_size=4)
+    status, out, err = run("check", path)
+    assert (status, err) == (0, "")
+    assert "- tensor parallelism: the plan is that of a data-parallel group, 4 of 8 ranks" in out
+    report = printed(run, "check", path)
+    assert report["degrees"]["optimizer"] == 4
+    assert report["topology"]["ranks_per_gpu"] == 1
+    status, _, err = run("check", config_file(tmp_path, block, tensor_parallel={"autotp_size": 3}))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "tensor_parallel.autotp_size = 3: it does not divide 8 ranks" in err
+
+
 def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(run: Run, tmp_path: Path) -> None:
     path = config_file(tmp_path, {"scheme": "topo"})
     small, large = (run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n) for n in ("1B", "45B"))
@@ -93,7 +109,7 @@ def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) 
     path = config_file(tmp_path, {}, hybrid_engine={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)
     assert (status, out) == (2, "")
-    assert [line.split()[1] for line in err.splitlines()] == ["hybrid_engine.enabled", "compile.deepcompile"]
+    assert [line.split()[2] for line in err.splitlines()] == ["hybrid_engine.enabled", "compile.deepcompile"]
 
 
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:

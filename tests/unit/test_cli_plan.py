@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,50 @@ def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: P
     plain, offloaded = (printed(run, "plan", *words, *more) for more in ((), ("--set", f"deepspeed-config={path}")))
     most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
     assert most > 1.2 * least
+
+
+def test_the_ten_best_plans_are_drawn(run: Run, tmp_path: Path) -> None:
+    """As many rows as plans up to ten, in the table's order; a picture without --recommend is refused."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *words: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *words, **options)
+
+    words = ["plan", "--model", "llama-2-7b", "--machine", "frontier", "--ranks", "64", "--lossy"]
+    file = tmp_path / "plans.png"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", keep)
+        status, out, _ = run(*words, "--recommend", "--plot", str(file))
+    assert status == 0 and file.stat().st_size > 10_000 and f"Written: {file}" in out
+    seconds, memory = drawn[0].axes
+    names = [label.get_text() for label in seconds.get_yticklabels()]
+    assert len(names) == 10 and names[0] in " ".join(out.split())
+    assert len(memory.patches) % 10 == 0
+    status, _, err = run(*[word for word in words if word != "--lossy"], "--plot", str(file))
+    assert status == 2 and "--plot draws the plans of --recommend" in err
+
+
+def test_a_wide_terminal_shows_bars(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the seconds, in their ratio; neither in a narrow terminal nor in a file."""
+    words = [
+        "simulate",
+        "--machine",
+        "frontier",
+        "--ranks",
+        "64",
+        "--micro-batches",
+        "1",
+        "--schemes",
+        "stock-zero3,topo",
+    ]
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "\N{FULL BLOCK}" not in run(*words)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bars = [line.count("\N{FULL BLOCK}") for line in run(*words)[1].splitlines() if "\N{FULL BLOCK}" in line]
+    assert len(bars) == 2 and bars[0] == 40 and 30 <= bars[1] <= 34
+    monkeypatch.setenv("COLUMNS", "75")
+    assert "\N{FULL BLOCK}" not in run(*words)[1]

@@ -22,7 +22,7 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
     ]
     for row in found["results"]:
         assert set(row["breakdown"]) == set(PHASES)
-        assert sum(row["breakdown"].values()) == pytest.approx(row["step_s"])
+        assert sum(row["breakdown"].values()) == pytest.approx(row["seconds"])
         assert row["tflops_per_gpu"] > 0
 
 
@@ -40,7 +40,7 @@ def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path:
     preset, slow = (
         printed(run, *words, *more) for more in ((), ("--set", 'rates={"link_efficiency": {"world": 0.1}}'))
     )
-    assert slow["results"][0]["step_s"] > preset["results"][0]["step_s"]
+    assert slow["results"][0]["seconds"] > preset["results"][0]["seconds"]
     assert slow["rates"] == {**preset["rates"], "link_efficiency": {**preset["rates"]["link_efficiency"], "world": 0.1}}
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(slow["rates"]))

@@ -41,7 +41,7 @@ ZERO = "zero_optimization"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(zero_optimization__stage=2), f"{ZERO}.stage = 2", "set it to 3"),
     (changed(zero_optimization__stage="auto"), f"{ZERO}.stage is not set", '{"stage": 3}'),
-    (changed(zero_optimization=True), f"{ZERO}.stage is not set", '{"stage": 3}'),
+    (changed(zero_optimization=True), f"{ZERO} = true", '{"stage": 3}'),
     ({key: value for key, value in GOOD.items() if key != ZERO}, f"{ZERO}.stage is not set", '{"stage": 3}'),
     (changed(optimizer__type="MUON", zero_topo__sync={"mode": "ternary"}), 'type = "MUON": every', '"quantized"'),
     (changed(optimizer__type="AgedAdamW"), 'optimizer.type = "AgedAdamW": it divides', '"AdamW"'),
@@ -224,6 +224,19 @@ def test_the_environments_block_is_that_of_a_stage_3_config() -> None:
     assert with_environment_block(plain, {"ZERO_TOPO_BLOCK": ""}) == plain
     assert with_environment_block(plain | {"zero_optimization": {"stage": 2}}, env).get("zero_topo") is None
     assert with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": '{"scheme": "topo"}'}) == GOOD
+
+
+def test_the_environments_block_may_be_in_a_file(tmp_path: Path) -> None:
+    """A launcher that loses quotation marks passes a path whole."""
+    plain = changed()
+    del plain["zero_topo"]
+    file = tmp_path / "block.json"
+    file.write_text('{"scheme": "zero3"}')
+    env = {"ZERO_TOPO_BLOCK": str(file)}
+    assert with_environment_block(plain, env) == plain | {"zero_topo": {"scheme": "zero3"}}
+    file.unlink()
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_BLOCK = .*block.json: cannot be read .*every node can read"):
+        with_environment_block(plain, env)
 
 
 @pytest.mark.parametrize(

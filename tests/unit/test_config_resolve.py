@@ -39,7 +39,7 @@ def specs(config: ResolvedConfig) -> tuple[BlockSpec | None, ...]:
     ],
 )
 def test_a_scheme_is_the_row_of_its_paper(
-    scheme: str, expected: tuple[int, ...], formats: tuple[BlockSpec | None, ...], reduce: str
+    scheme: str, expected: tuple[int, ...], formats: tuple[BlockSpec | None, ...], reduce: Any
 ) -> None:
     config = resolve(scheme=scheme)
     assert config.scheme == scheme

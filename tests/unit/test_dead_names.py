@@ -19,6 +19,10 @@ NAME = re.compile(r"([\w.]+:)?[A-Za-z_]\w*")
 CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "TopoStage3": "DeepSpeed, whose methods it overrides",
     "Topology.coordinates": "users of zero_topo.Topology who ask where a rank sits",
+    "attach": "trainers on FSDP2 that shard the model themselves",
+    "shard_mesh": "the same trainers",
+    "Scatter": "FSDP2, as its reduce-scatter",
+    "ShardedOptimizer.add_param_group": "torch's optimizers",
     "_HookingFinder": "importlib, as a loader",
 }
 """Names whose callers are not in this repository, and who they are. A class stands for all of its methods."""

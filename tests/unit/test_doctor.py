@@ -154,8 +154,11 @@ def test_the_table_is_sound() -> None:
     rules = load_rules()
     assert rules
     for rule in rules:
-        assert set(rule.machines) <= set(preset_names()) and rule.reason and rule.source
-        assert rule.judge({rule.variable: rule.wanted}).state == OK
+        machines = {*rule.machines, *rule.others}
+        assert machines <= set(preset_names()) and rule.reason and rule.source
+        for own in (rule, *(rule.on(machine) for machine in machines)):
+            assert own is not None and own.source
+            assert own.judge({own.variable: own.wanted}).state == OK
         assert rule.unset or rule.bad
     with pytest.raises(ValueError, match='state: "awful" is not one of'):
         read(Rule, "row", {**vars(rules[0]), "state": "awful"})
@@ -224,6 +227,39 @@ def test_a_config_is_checked_as_check_does(tmp_path: Path, content: dict[str, An
     found = worst(files.config(surroundings(tmp_path, config=str(path))))
     assert found.state == state and words in found.line()
     assert worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state == FAIL
+
+
+def test_intel_tiles_need_no_kernels_of_ours_and_xccl(tmp_path: Path) -> None:
+    """On Aurora torch has neither NCCL nor a compiler for our kernels, and both are well."""
+    tiles = {**GPU, "platform": "xpu", "kernels": {"zt_gpu": "there is no hipcc"}, "triton": None}
+    well = list(examine(surroundings(tmp_path, torch=lambda: tiles)))
+    assert [finding for finding in well if finding.state != OK] == []
+    assert "xccl" in {finding.subject for finding in well}
+
+
+@pytest.mark.parametrize(
+    ("env", "listed", "state"),
+    [
+        ({"ZERO_TOPO_BLOCK": "{}"}, "", WARN),
+        ({"ZERO_TOPO_BLOCK": "{}"}, "ZERO_TOPO_BLOCK={}\n", OK),
+        ({"ZERO_TOPO_BLOCK": "{}", "SLURM_STEP_ID": "0"}, "", OK),
+        ({"ZERO_TOPO_BLOCK": "{}", "FLUX_TASK_RANK": "0"}, "", OK),
+        ({}, "", OK),
+    ],
+)
+def test_variables_that_deepspeeds_launcher_forgets_are_named(
+    tmp_path: Path, env: dict[str, str], listed: str, state: str
+) -> None:
+    """It passes PYTHON*, NCCL* and a few more to other nodes, and the lines of .deepspeed_env."""
+    (tmp_path / ".deepspeed_env").write_text(listed)
+    home = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    seen = surroundings(tmp_path, env=home | env, enabled=lambda: False)
+    found = list(network.forgotten(seen))
+    assert [finding.state for finding in found] == ([state] if "ZERO_TOPO_BLOCK" in env else [])
+    if state == WARN:
+        assert "'ZERO_TOPO_BLOCK={}' >> ~/.deepspeed_env" in found[0].fix and "other nodes" in found[0].text
+    enabled = surroundings(tmp_path, env=home | env, enabled=lambda: True)
+    assert all(finding.state == OK for finding in network.forgotten(enabled))
 
 
 def test_gpu_checks_are_quiet_without_a_gpu(tmp_path: Path) -> None:

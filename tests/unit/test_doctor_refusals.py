@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     (changed(zero_optimization__offload_optimizer={"devise": "cpu"}), None, "did you mean 'device'?"),
     (changed(zero_optimization__reduce_bucket_size="many"), None, "reduce_bucket_size"),
     (changed(fp16={"enabled": True}), None, "cannot be simultaneously enabled"),
-    (changed(fp16={"fp16": True, "enabled": False}), None, "DeepSpeed would refuse fp16.fp16: unknown key; remove it"),
+    (changed(fp16={"fp16": True, "enabled": False}), None, "fp16.fp16: unknown key; did you mean"),
     (optimizer("OneBitAdam"), None, 'optimizer.type = "OneBitAdam"'),
     (optimizer("ZeroOneAdam"), None, 'optimizer.type = "ZeroOneAdam"'),
     (optimizer("lr_scheduler"), None, "neither DeepSpeed nor torch.optim has it"),
@@ -61,6 +62,40 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     ({"csv_monitor": 3}, None, "csv_monitor"),
     ({"checkpoint": {"tag_validation": "Never"}}, None, "checkpoint = "),
     ({"zero_allow_untested_optimizer": True, **optimizer("SGD", momentun=0.9)}, None, "did you mean 'momentum'?"),
+    # what is known only when the optimizer or the schedule is built
+    (optimizer("AdamW", lr="1e-3"), None, 'optimizer.params.lr = "1e-3": DeepSpeed computes with it'),
+    (optimizer("AdamW", lr=-1, torch_adam=True), None, "optimizer.params.lr = -1: AdamW refuses it: Invalid learning"),
+    (optimizer("AdamW", eps=-1, torch_adam=True), None, "optimizer.params.eps = -1: AdamW refuses it"),
+    (optimizer("AdamW", betas=0.9), None, "optimizer.params.betas = 0.9: it is a pair"),
+    (optimizer("AdamW", betas=[0.9, 1.5], torch_adam=True), None, "params.betas = [0.9, 1.5]: AdamW refuses it"),
+    (optimizer("AdamW", amsgrad=True), None, "params.amsgrad = true: AdamW refuses it"),
+    (optimizer("AdamW", bias_correction="yes"), None, 'bias_correction = "yes": AdamW computes with it; give true'),
+    (optimizer("Adagrad", lr=-1), None, "optimizer.params.lr = -1: Adagrad refuses it"),
+    (optimizer("AgedAdamW", betas=[0.9, 2]), None, "optimizer.params.betas = [0.9, 2]: AgedAdamW refuses it"),
+    (optimizer("AdamS", momentum=0.9), None, "optimizer.params.momentum: AdamS does not take it"),
+    (optimizer("Muon", ns_method="foo"), None, 'optimizer.params.ns_method = "foo": Muon refuses it'),
+    ({"optimizer": {"params": {"lr": 1e-3}}}, None, "optimizer.type is missing"),
+    (scheduler("WarmupLR", warmup_num_steps="100"), None, 'warmup_num_steps = "100": WarmupLR computes with it'),
+    (scheduler("WarmupLR", warmup_num_steps=0), None, "warmup_num_steps = 0: WarmupLR refuses it"),
+    (scheduler("WarmupLR", warmup_min_lr=[0, 0], warmup_max_lr=[1, 1, 1]), None, "WarmupLR refuses it: expected"),
+    (
+        scheduler("WarmupDecayLR", warmup_num_steps=10),
+        None,
+        "params.total_num_steps is missing: WarmupDecayLR needs it",
+    ),
+    (scheduler("OneCycle", cycle_min_lr="a", cycle_max_lr=1), None, "OneCycle does not work with it"),
+    (scheduler("CosineAnnealingLR", T_max=100), None, "a schedule of torch does not take ZeRO's optimizer"),
+    ({"scheduler": {"type": "WarmupLR"}}, None, "scheduler.params is missing"),
+    # whose errors spoke of Python
+    ({"timers": {"throughput": 3}}, None, 'timers = {"throughput": 3}: DeepSpeed cannot read it'),
+    ({"communication_data_type": 3}, None, "communication_data_type = 3: DeepSpeed cannot read it"),
+    # hints that looked at other parts
+    ({"bf16": {"enabled": True, "loss_scale": 0}}, None, "bf16.loss_scale: unknown key; remove it"),
+    (
+        changed(zero_optimization__stage3_prefetch_bucket_size=1, zero_optimization__prefetch_bucket_size=1),
+        None,
+        "it is given by two names; remove one",
+    ),
 ]
 
 
@@ -69,6 +104,7 @@ def test_what_deepspeed_refuses_is_one_line(keys: dict[str, Any], ranks: int | N
     """With the key and its value, whether or not the number of ranks is known."""
     (line,) = deepspeed_refusals({**GOOD, **keys}, ranks)
     assert words in line and "\n" not in line
+    assert not re.search(r"NoneType|argument|attribute|has no|<class|Traceback", line)
 
 
 def test_several_mistakes_are_several_lines() -> None:
@@ -98,7 +134,12 @@ def test_keys_that_the_installed_release_has_no_more_are_refused(key: str) -> No
         (optimizer("AdamW", torch_adam=True, adam_w_mode=True, betas=[0.9, 0.95], fused=True), None),
         ({"zero_allow_untested_optimizer": True, **optimizer("SGD")}, None),
         (scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps="auto"), None),
-        (scheduler("CosineAnnealingLR", T_max=100), None),
+        (scheduler("WarmupLR", warmup_max_lr=[1e-2, 2e-3], warmup_num_steps=4, warmup_type="linear"), None),
+        (scheduler("OneCycle", cycle_min_lr=0.01, cycle_max_lr=0.1), None),
+        (scheduler("WarmupCosineLR", total_num_steps=100, warmup_num_steps=10), None),
+        (optimizer("Muon", muon_lr=0.02, adam_lr=3e-4, per_head_muon=True), None),
+        (optimizer("Adam", betas="auto", eps="auto", weight_decay="auto"), None),
+        (changed(zero_optimization__offload_optimizer={"device": "cpu"}, **optimizer("AdamW")), None),
         ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}, "communication_data_type": "bf16"}, None),
         ({"data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1, "steps_per_print": 10}, None),
         (changed(zero_topo={}, zero_optimization__mics_shard_size=4), None),  # the block takes it over

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
     "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe", "measure"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
+    "fsdp": (*_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
     "measure": ("units", "topology"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each

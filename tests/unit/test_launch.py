@@ -14,8 +14,8 @@ import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
+from zero_topo.launch.batch import FLUX, PBS, SLURM, BatchJob, clock, script
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
-from zero_topo.launch.slurm import SlurmJob, script
 from zero_topo.topology.presets import load_machine, preset_names
 
 DATA = ROOT / "tests/data/launch"
@@ -38,11 +38,12 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 WHO = ("--account", "ABC123", "--time", "2:00:00")
+SCHEDULERS = {scheduler.name: scheduler for scheduler in (SLURM, FLUX, PBS)}
 
 
 def masks(machine: LaunchMachine) -> list[set[int]]:
     """Cores of each local rank."""
-    text = next(setting.use for setting in machine.srun if setting.name == "--cpu-bind").rpartition(":")[2]
+    text = next(setting.use for setting in machine.step if setting.name == "--cpu-bind").rpartition(":")[2]
     return [{core for core in range(128) if int(word, 16) >> core & 1} for word in text.split(",")]
 
 
@@ -68,15 +69,17 @@ def test_every_script_is_bash_and_every_setting_has_its_reason(name: str) -> Non
     machine = load_launch_machine(name)
     environment = "env.tar.gz" if machine.disk else None
     ranks = machine.ranks_per_node or 4
-    lines = script(SlurmJob([*TRAIN], 3, name, ranks, environment=environment)).splitlines()
+    scheduler = SCHEDULERS[machine.scheduler or "slurm"]
+    lines = script(BatchJob([*TRAIN], 3, name, ranks, environment=environment), scheduler).splitlines()
     checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    disk = (*machine.disk, *machine.disk_sbatch)
-    for setting in (*machine.modules, *machine.sbatch, *machine.srun, *machine.variables, *machine.doctors, *disk):
+    disk = (*machine.disk, *machine.disk_job)
+    for setting in (*machine.modules, *machine.job, *machine.step, *machine.variables, *machine.doctors, *disk):
         name, _, value = setting.use.partition("=")
         written = setting.use if name.startswith("-") or not value else f'export {name}="{value}"'
         above = lines[max(index for index, line in enumerate(lines) if written in line) - 1].strip()
         assert above.startswith("# ") and above.rstrip(".:").endswith(")"), f"{written}: {above}"
+    assert all(setting.bash in lines for setting in machine.address)
     exported = [line for line in lines if line.startswith("export ")]
     assert len(exported) == 1 + len(machine.variables) + len(machine.doctors) + 2 * len(machine.disk)
 
@@ -84,7 +87,7 @@ def test_every_script_is_bash_and_every_setting_has_its_reason(name: str) -> Non
 def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
     """Spaces, quotes, dollars and globs in arguments reach the rank as they were given."""
     words = ["printf", "%s\n", "a b", "$HOME", "it's", "*", ""]
-    text = script(SlurmJob(words, 1, "generic", 1))
+    text = script(BatchJob(words, 1, "generic", 1))
     program(tmp_path, "srun", 'while [ "$1" != python ]; do shift; done; exec "$@"')
     program(tmp_path, "python", 'shift 3; exec "$@"')
     program(tmp_path, "hostname", "echo 10.0.0.1 10.0.0.2")
@@ -104,7 +107,7 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     machine = json.loads((DATA / "half-frontier.json").read_text())
     setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
     constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
-    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "disk_sbatch": [constraint]}))
+    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "disk_job": [constraint]}))
     words = ["--machine", "m.json", "--nodes", "2", *WHO, "--environment", "env.tar.gz", "--", *TRAIN]
     status, text, _ = run("launch", "slurm", *words)
     assert status == 0 and "#SBATCH --constraint=nvme" in text
@@ -118,6 +121,15 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     assert (where / "mended").exists() and not list(disk.glob("*.tar"))
 
 
+def test_an_environment_is_copied_by_slurm_alone(tmp_path: Path, run: Run) -> None:
+    machine = json.loads((DATA / "half-frontier.json").read_text())
+    setting = {"use": "NODE_DISK=/nvme", "reason": "a disk", "source": "us"}
+    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "scheduler": None}))
+    words = ["--machine", "m.json", *WHO, "--environment", "env.tar.gz", "--", "true"]
+    status, _, err = run("launch", "flux", *words)
+    assert status == 2 and "Flux has no sbcast" in err
+
+
 def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
     """As OLCF asks for at scale; a machine that names no disk of its nodes refuses the option."""
     words = [*WHO, "--environment", "env.tar.gz", "--", "true"]
@@ -128,18 +140,68 @@ def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
     assert status == 2 and "machine perlmutter names no disk of a node" in err
 
 
-def test_machines_fit_their_presets() -> None:
-    """Same name, same ranks per node; and every preset of a real cluster can be launched on."""
-    for name in machine_names():
+def test_every_preset_can_be_launched_on() -> None:
+    """Same name, same ranks per node; a rack of GB200 is a node of the preset, and 18 hosts of the launcher."""
+    assert {*preset_names(), "generic"} == set(machine_names())
+    for name in preset_names():
         machine = load_launch_machine(name)
-        assert machine.name == name
-        if machine.preset is not None:
-            assert machine.preset == name and machine.ranks_per_node == load_machine(name).ranks_per_node
-    of_hosts = {"gb200-nvl72"}  # its node is a rack of hosts, which no launcher knows as a node
-    other = {"alps", "aurora", "el-capitan", "jupiter", "vista"}  # the settings of their sites' launchers are not known
-    real = {name for name in preset_names() if load_machine(name).gpus_per_node and not name.startswith("emulated")}
-    real -= of_hosts | other
-    assert real <= set(machine_names())
+        assert (machine.name, machine.preset) == (name, name)
+        hosts = 18 if name == "gb200-nvl72" else 1
+        assert machine.ranks_per_node is None or machine.ranks_per_node * hosts == load_machine(name).ranks_per_node
+
+
+def test_sites_with_one_network_have_their_own_values() -> None:
+    """Rows of Slingshot are shared; the value of a site, and its source, replace Frontier's."""
+    found = {}
+    for name in ("frontier", "alps", "el-capitan", "aurora", "perlmutter", "lumi-g"):
+        found[name] = {setting.name: setting for setting in load_launch_machine(name).doctors}
+    values = {name: of.get("FI_CXI_RX_MATCH_MODE") for name, of in found.items()}
+    assert {name: of and of.use.partition("=")[2] for name, of in values.items()} == {
+        "frontier": "hybrid",
+        "alps": "software",
+        "el-capitan": "hybrid",
+        "aurora": "hybrid",
+        "perlmutter": None,
+        "lumi-g": None,
+    }
+    assert found["alps"]["NCCL_NET"].bash == 'NCCL_NET="AWS Libfabric"'
+    assert found["lumi-g"]["NCCL_SOCKET_IFNAME"].use == "NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3"
+    for name, site in (("alps", "CSCS"), ("perlmutter", "NERSC"), ("aurora", "ALCF"), ("el-capitan", "HPC-launcher")):
+        slingshot = [setting for setting in found[name].values() if setting.name.startswith(("FI_", "NCCL_"))]
+        assert slingshot and all(site in setting.source for setting in slingshot)
+
+
+def test_the_script_for_el_capitan_is_fluxs(run: Run) -> None:
+    """Directives, time limit and host of rank 0 as Flux has them; every rank sees all APUs."""
+    words = ["--machine", "el-capitan", "--nodes", "2", "--account", "lab", "--partition", "pbatch", "--time", "1-2:30"]
+    status, out, _ = run("launch", "flux", *words, "--", *TRAIN)
+    assert status == 0
+    directives = [line.removeprefix("# flux: ") for line in out.splitlines() if line.startswith("# flux: ")]
+    assert {"--nodes=2", "--bank=lab", "--queue=pbatch", "--time-limit=95400s", "--exclusive"} < set(directives)
+    assert "MASTER_ADDR=$(flux hostlist --nth=0 local)" in out
+    assert "  --tasks-per-node=4\n" in out and "  -ogpu-affinity=off\n" in out
+    assert out.endswith(f"  {' '.join(TRAIN)}\n")
+
+
+def test_the_script_for_aurora_is_pbss(run: Run) -> None:
+    words = ["--machine", "aurora", "--nodes", "2", "--account", "lab", "--partition", "debug", "--time", "30"]
+    status, out, _ = run("launch", "pbs", *words, "--", *TRAIN)
+    assert status == 0
+    directives = [line.removeprefix("#PBS ") for line in out.splitlines() if line.startswith("#PBS ")]
+    assert {"-A lab", "-q debug", "-l walltime=0:30:00", "-l select=2", "-lplace=scatter"} < set(directives)
+    assert "  -n 24\n" in out and "  --ppn 12\n" in out
+    assert 'MASTER_ADDR="$HOSTNAME.hsn.cm.aurora.alcf.anl.gov"' in out
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("5:30", 330), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400), ("1-0:0", None), (None, None)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int | None) -> None:
+    job = object.__new__(BatchJob)
+    object.__setattr__(job, "time", text)
+    assert job.seconds == seconds
+    assert clock(95400) == "26:30:00"
 
 
 @pytest.mark.parametrize("name", ["frontier", "lumi-g"])
@@ -180,6 +242,9 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     [
         (["slurm", "--machine", "fronteir", "--", "true"], "did you mean 'frontier'"),
         (["slurm", "--", "true"], "give --ranks-per-node"),
+        (["slurm", "--machine", "el-capitan", "--", "true"], "not started by Slurm; use zero-topo launch flux"),
+        (["flux", "--machine", "frontier", "--", "true"], "not started by Flux; use zero-topo launch slurm"),
+        (["pbs", "--machine", "aurora", "--", "true"], "without --account and --time and --partition"),
         (["slurm", "--machine", "frontier", "--", "true"], "frontier refuses a job without --account and --time"),
         (["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"], "lumi-g refuses a job without --time;"),
         (["slurm", "--machine", "frontier"], "no command to start"),
@@ -202,8 +267,8 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
     [
         ({"nmae": 1}, "nmae: unknown key; did you mean 'name'"),
         ({"cpus_per_rank": 0}, "cpus_per_rank: must be a whole number of at least 1, got 0"),
-        ({"srun": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
-        ({"srun": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
+        ({"step": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
+        ({"step": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
         *(
@@ -221,7 +286,7 @@ def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], sa
     good = json.loads((DATA / "half-frontier.json").read_text())
     (tmp_path / "m.json").write_text(json.dumps(good | changes))
     with pytest.raises(ValueError, match=re.escape(said)):
-        script(SlurmJob([*TRAIN], 1, str(tmp_path / "m.json")))
+        script(BatchJob([*TRAIN], 1, str(tmp_path / "m.json")))
 
 
 STEP = {

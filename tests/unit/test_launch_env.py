@@ -60,6 +60,37 @@ def test_mpi_ranks_keep_their_numbers(nodes: int, per_node: int) -> None:
         assert (added["MASTER_ADDR"], added["LOCAL_WORLD_SIZE"]) == ("head", str(per_node))
 
 
+def flux(nodes: int, per_node: int, rank: int, **more: str) -> dict[str, str]:
+    """What flux run gives a task (flux-environment(7); the same from a Flux 0.88 on one host)."""
+    names = {"FLUX_JOB_SIZE": nodes * per_node, "FLUX_JOB_NNODES": nodes, "FLUX_TASK_RANK": rank}
+    names |= {"FLUX_TASK_LOCAL_ID": rank % per_node, "PMI_RANK": rank, "PMI_SIZE": nodes * per_node}
+    return {name: str(value) for name, value in names.items()} | {"FLUX_JOB_ID": "f2"} | more
+
+
+@given(SIZES, SIZES, st.booleans())
+def test_flux_ranks_are_where_the_topology_puts_them(nodes: int, per_node: int, pmi: bool) -> None:
+    """Nodes and places follow from the number of nodes, with Flux's PMI and without it."""
+    for rank in range(nodes * per_node):
+        env = flux(nodes, per_node, rank, MASTER_ADDR="head")
+        env = {name: value for name, value in env.items() if pmi or not name.startswith("PMI")}
+        added = rank_environment(env)
+        assert [added[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank), str(rank % per_node)]
+        assert (added["WORLD_SIZE"], added["LOCAL_WORLD_SIZE"]) == (str(nodes * per_node), str(per_node))
+        assert rank_environment(env | added) == added
+        found = discover(env, lambda: (None, ()))
+        assert (found.nodes, found.ranks_per_node) == (nodes, per_node)
+
+
+def test_launchers_inside_a_flux_task_are_closer() -> None:
+    """torchrun, or an mpiexec of MPICH, that Flux started once per node has the ranks."""
+    inner = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+    view = launcher_view(flux(2, 1, 1) | inner)
+    assert view is not None and (view.source, view.world_size, view.nodes) == ("torchrun", 8, 2)
+    hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+    view = launcher_view(flux(1, 1, 0) | hydra)
+    assert view is not None and (view.source, view.world_size, view.rank) == ("mpich", 4, 3)
+
+
 STEP = tasks(2, 4, None)[5]
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0"}
 
@@ -90,6 +121,9 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "rank": (STEP | {"RANK": "5"}, "RANK was set before Slurm started the ranks"),
     "local rank": (STEP | {"LOCAL_RANK": "0"}, "LOCAL_RANK was set before Slurm"),
     "mpi rank": (openmpi(4, 4, 0, RANK="0"), "RANK was set before MPI started the ranks"),
+    "flux rank": (flux(1, 4, 0, RANK="0"), "RANK was set before Flux started the ranks"),
+    "flux uneven": (flux(2, 4, 0, FLUX_JOB_SIZE="7"), "7 ranks (FLUX_JOB_SIZE) on 2 nodes (FLUX_JOB_NNODES) cannot"),
+    "flux cyclic": (flux(2, 4, 1, FLUX_TASK_LOCAL_ID="0"), "rank 1 has local rank 0"),
     "world": (STEP | {"WORLD_SIZE": "16"}, "two launchers disagree: 16 ranks"),
     "local world": (STEP | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8' but"),
     "local id": (STEP | {"SLURM_LOCALID": "0"}, "rank 5 has local rank 0"),

@@ -354,23 +354,44 @@ def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
 def test_keys_are_the_same_with_and_without_a_gpu(
     toy: Path, monkeypatch: pytest.MonkeyPatch, rocm: bool, usual: tuple[str, ...], other: str
 ) -> None:
-    """A login node builds what ranks look for; a GPU that the usual architectures leave out has a module of its own.
+    """Ranks load what a login node built. Without that they compile for their own GPU alone, which is soonest.
 
-    A module built for one architecture alone, on any machine, is found by its GPUs.
+    A module built for one architecture, on any machine, is found by its GPUs.
     """
     monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: rocm))
     for name in ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
         monkeypatch.delenv(name, raising=False)
     seeing(monkeypatch, None)
-    login, alone = keys(), GPUBuilder([usual[0]]).recipe()
+    login = keys()
     for arch in usual:
         seeing(monkeypatch, arch)
-        assert keys() == login and GPUBuilder().chosen().key() == login[1]
-    leave(alone.library())
-    seeing(monkeypatch, usual[0])
-    assert GPUBuilder().chosen().key() == alone.key() != login[1]
+        alone = GPUBuilder([arch]).recipe().key()
+        assert keys() == login and GPUBuilder().chosen().key() == alone != login[1]
     seeing(monkeypatch, other)
-    assert GPUBuilder().chosen().key() == GPUBuilder([other]).recipe().key() not in (alone.key(), login[1])
+    assert GPUBuilder().chosen().key() == GPUBuilder([other]).recipe().key() != login[1]
+    seeing(monkeypatch, None)
+    leave(GPUBuilder().recipe().library())
+    for arch in usual:
+        seeing(monkeypatch, arch)
+        assert GPUBuilder().chosen().key() == login[1]
+
+
+def test_a_containers_list_does_not_make_ranks_wait(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's containers list architectures that the kernels cannot have, and ROCm's list ten.
+
+    What is too old is left out; at first use a rank that sees its GPU compiles for that one alone.
+    """
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
+    seeing(monkeypatch, "9.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 8.0 8.6 9.0 10.0 12.0+PTX")
+    assert GPUBuilder().architectures() == ("8.0", "8.6", "9.0", "10.0", "12.0+PTX")
+    assert GPUBuilder().chosen().key() == GPUBuilder(["9.0"]).recipe().key()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.0;Kepler+Tesla;Volta;7.5+PTX")
+    assert GPUBuilder().architectures() == ("8.0", "9.0+PTX")
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: True))
+    seeing(monkeypatch, "gfx90a")
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx900;gfx906;gfx908;gfx90a;gfx942;gfx1030;gfx1100")
+    assert GPUBuilder().chosen().key() == GPUBuilder(["gfx90a"]).recipe().key()
 
 
 def test_architectures_reach_torch_and_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,6 +55,49 @@ def test_a_forced_backend_is_taken_or_refused() -> None:
         operators.select(CPU, {"ZERO_TOPO_QUANT": "warp"})
 
 
+def refusing(key: str) -> Callable[[], object]:
+    """Serve a packing that fails, as a module that was built for another GPU does."""
+
+    def mask_pack(mask: torch.Tensor, bits: torch.Tensor) -> None:
+        raise RuntimeError("zero_topo kernels: the GPU refused the launch: invalid device function")
+
+    return serving(mask_pack)
+
+
+def serving(mask_pack: Callable[..., None]) -> Callable[[], object]:
+    """Serve a packing; returns what takes it back."""
+    library = torch.library.Library("zero_topo", "IMPL")
+    library.impl("mask_pack", mask_pack, "CPU")
+    return library._destroy
+
+
+def wrong(key: str) -> Callable[[], object]:
+    """Serve a packing that writes nothing."""
+    return serving(lambda mask, bits: None)
+
+
+@pytest.mark.parametrize(
+    ("serve", "reason"),
+    [
+        (refusing, "a first kernel failed (zero_topo kernels: the GPU refused the launch: invalid device function)"),
+        (wrong, "its first kernel packed 0 where 77 is right"),
+    ],
+)
+def test_a_backend_whose_kernels_do_not_run_is_left_out(
+    serve: Serve, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next backend serves from the start, in one line, instead of an error in the first gather."""
+    before = operators.use("reference", CPU)
+    backends = {"native": lambda device: serve, "reference": operators._reference}
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
+        patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
+        assert operators.select(CPU, {}) == "reference"
+    assert caplog.messages == [f"zero_topo: kernels on cpu: reference; not native: {reason}"]
+    bits = ops.pack(torch.tensor([True] * 8))
+    assert int(bits) == 255
+    operators.use(before, CPU)
+
+
 def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as that of torch 2.6: the next backend serves, instead of an AttributeError."""
     pytest.importorskip("triton")
@@ -73,6 +116,15 @@ def test_every_backend_says_what_it_serves() -> None:
         operators.BACKENDS["triton"](CPU)
     with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
         operators.BACKENDS["native"](torch.device("meta"))
+
+
+def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    """A job on XPU starts, with one line that says what serves and why no kernel does."""
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert operators.select(torch.device("xpu"), {}) == "reference"
+    assert "kernels on xpu: reference; not native: there are no native kernels for xpu" in caplog.messages[0]
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"):
+        operators.select(torch.device("xpu"), {"ZERO_TOPO_QUANT": "triton"})
 
 
 def test_a_tensor_that_is_no_view_is_refused() -> None:

@@ -19,3 +19,36 @@ def test_work_ends_at_once_or_in_the_order_in_which_it_began(overlap: bool) -> N
     assert ended[:2] == [0, 1]
     queue.finish()
     assert ended == [0, 1, 2]
+
+
+def test_a_handle_of_several_stages_ends_with_the_last() -> None:
+    """Each stage may begin another exchange; ``then`` keeps the stages, and waiting runs all that are left."""
+    done = list[str]()
+
+    def stage(name: str, following: Handle[str] | None = None) -> Handle[str]:
+        def finish() -> str | Handle[str]:
+            done.append(name)
+            return following or name
+
+        return Handle(None, (), finish)
+
+    handle = stage("inside", stage("across")).then(lambda name: f"decoded {name}")
+    handle.wait(1)
+    assert done == ["inside"]
+    ended = [handle.ended]
+    assert handle.wait() == "decoded across" == handle.wait()
+    ended.append(handle.ended)
+    assert ended == [False, True]
+    assert done == ["inside", "across"]
+
+
+def test_what_follows_an_ended_handle_is_computed_too() -> None:
+    """A meter that times an exchange waits for it at once."""
+    ended = Handle(None, (), lambda: 2)
+    assert ended.wait() == 2 and ended.then(lambda n: n + 1).wait() == 3
+
+    def stage() -> int | Handle[int]:
+        return ended
+
+    again = Handle(None, (), stage).then(lambda n: 10 * n)
+    assert again.wait() == 30

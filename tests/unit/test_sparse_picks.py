@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_topo.config.sparse_config import share
-from zero_topo.quant import ops
+from zero_topo.quant import ops, reference
 from zero_topo.sync import picks
 from zero_topo.sync.picks import (
     TINY,
@@ -173,6 +173,32 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
 def test_positions_are_those_of_a_mask(x: Tensor) -> None:
     """Ascending, as many as there are."""
     assert torch.equal(positions(x > 0, int((x > 0).sum())), (x > 0).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize(("processors", "dtype"), [(132, torch.bool), (256, torch.bool), (304, torch.int16)])
+def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
+    processors: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's scan of a mask of bytes leaves out offsets on more than 256; no mode calls it another way."""
+    properties = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    on_a_gpu = reference._scans_half.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(reference, "_scans_half", lambda device: on_a_gpu)
+    x = torch.tensor([[0.0, 1.0, 2.0, -4.0]])
+    indices = reference.set_positions(x > 0, 2)
+    with patch.object(torch, "nonzero_static", wraps=torch.nonzero_static) as scan:
+        assert positions(x[0] > 0, 2).tolist() == indices[:, 1].tolist() == [1, 2]
+        largest = torch.empty(1, 2, dtype=torch.int64)
+        reference.row_largest(x, largest)
+        packets, _ = ops.ternary_encode(x, 1, largest, 1, torch.float32)
+        reference.ternary_decode(packets, torch.zeros(1, 1, dtype=torch.int64), [4, 2, 1, 0], *_room(2))
+    assert [call.args[0].dtype for call in scan.call_args_list] == [dtype] * 3
+    assert largest.tolist() == [[2, 3]]
+
+
+def _room(numel: int) -> tuple[Tensor, Tensor]:
+    """Indices and values to be written."""
+    return torch.empty(numel, dtype=torch.int64), torch.empty(numel)
 
 
 @pytest.mark.parametrize(("density", "numel", "k"), [(0.001, 1, 1), (0.5, 3, 2), (1, 7, 7), (0.01, 1000, 10)])

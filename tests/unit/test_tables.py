@@ -144,7 +144,7 @@ REFUSED = (
     '{"zero_topo": {"sync": {"mode": "scape"}}}',
     '{"zero_optimization": {"stage": 2}}',
     '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
-    '{"tensor_parallel": {"autotp_size": 2}}',
+    '{"pipeline": {"stages": 2}}',
 )
 
 

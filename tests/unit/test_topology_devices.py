@@ -89,6 +89,47 @@ def test_dies_of_an_mi300x_are_one_device_each() -> None:
     assert set(tree.links.values()) == {DeviceLink("XGMI", 1, 50.0 * GB)}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mi300x_dpx_na_amd_smi.json", (8, 2)),
+        ("mi300a_tpx_amd_smi.json", (4, 3)),
+        ("mi300a_tpx_rocm_smi.txt", (4, 3)),
+        ("mi300x_cpx_amd_smi.txt", (2, 8)),
+    ],
+)
+def test_partitions_of_a_gpu_are_one_domain(name: str, shape: tuple[int, int]) -> None:
+    """In DPX, TPX and CPX mode the devices of a GPU differ in the function of their PCI address alone."""
+    tree = sample(name)
+    assert tree.shape() == shape and not tree.warnings()
+    assert tree.places() == tuple(range(tree.count))
+    # Partitions share the links of their GPU, so that no rate of a ring of ranks follows from the table.
+    assert tree.node_links() == {}
+    assert "function alone" in tree.topology().sources["ranks_per_gpu"]
+
+
+def test_partitions_without_addresses_are_unknown_with_a_warning() -> None:
+    """A table of bandwidths alone has the partitions of MI300s as devices like all others."""
+    lines = text("mi300a_tpx_rocm_smi.txt").splitlines()
+    tree = read_captures([("cut", "\n".join(line for line in lines if "PCI" not in line))])
+    assert tree.packages is None and tree.shape() == (12, 1)
+    assert "partitions of a GPU (CPX, TPX) cannot be recognized" in tree.warnings()[0]
+    assert "--showbus" in tree.warnings()[0]
+
+
+def test_a_partition_that_is_hidden_is_an_error() -> None:
+    tree = sample("mi300a_tpx_amd_smi.json")
+    with pytest.raises(ValueError, match=r"device 3 .* is in a package of 2 where others have 3"):
+        tree.select([0, 1, 2, 3, 4, *range(6, 12)]).shape()
+
+
+def test_numa_nodes_of_whole_gpus_serve_their_partitions() -> None:
+    """Linux lists one PCI device for all partitions of a GPU, without the functions that the tools print."""
+    tree = sample("mi300a_tpx_amd_smi.json")
+    linux = DeviceTree("sysfs", 4, numa=(0, 1, 2, 3), bus_ids=tuple(f"0000:{bus}5:00.0" for bus in range(4)))
+    assert merge([tree, linux]).numa == tuple(node for node in range(4) for _ in range(3))
+
+
 @pytest.mark.parametrize(("rates", "packages"), [("0-0", None), ("50000-200000", (0, 1, 2, 3))])
 def test_equal_links_to_all_peers_are_no_package(rates: str, packages: tuple[int, ...] | None) -> None:
     """Drivers without bandwidths print 0-0 for every pair, which is no proof of lone dies; four links to each are."""
@@ -129,6 +170,7 @@ def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
         ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
         ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: not valid JSON"),
+        ("mi300x_cpx_amd_smi.txt", "0000:22:00.7 XGMI", "0000:22:00.7", "its LINK TYPE table is not one row for each"),
     ],
 )
 def test_broken_captures_are_one_clear_line(name: str, old: str, new: str, complaint: str) -> None:

@@ -40,6 +40,7 @@ DEEPSPEED = sample("deepspeed")
         ("openmpi_torchrun", (2, 2, 1), None, "torchrun: LOCAL_WORLD_SIZE"),
         ("mpich_hydra", (2, 2, 1), None, "mpich: MPI_LOCALNRANKS"),
         ("mpich_pals", (2, 12, 1), None, "mpich: PALS_LOCAL_SIZE"),
+        ("flux", (2, 4, 1), None, "flux: FLUX_JOB_SIZE / FLUX_JOB_NNODES"),
         ("mvapich", (2, 2, 1), None, "mvapich: MV2_COMM_WORLD_LOCAL_SIZE"),
         ("plain", (1, 2, 1), None, "assumed: one node"),
     ],

@@ -205,3 +205,60 @@ def test_compressed_ranks_say_the_same_numbers(numbers: list[int]) -> None:
 
 def test_long_runs_are_compressed() -> None:
     assert compress([0, 1, 2, 3, 8, 10, 12]) == "0-3,8-12:2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (range(24), (3, 4, 2)),
+        (range(0, 24, 2), (3, 4, 1)),
+        (range(1, 24, 2), (3, 4, 1)),
+        (range(0, 24, 4), (3, 2, 1)),
+        (range(5, 24, 8), (3, 1, 1)),
+        (range(8, 24), (2, 4, 2)),
+        ([5], (1, 1, 1)),
+    ],
+)
+def test_a_group_of_ranks_forms_a_tree_without_the_levels_inside_its_tensor_parallel_groups(
+    ranks: range | list[int], shape: tuple[int, int, int]
+) -> None:
+    """The rows of the table: one GCD of every GPU, of every second one, one of a node, whole nodes, a rank alone."""
+    cut = tree(3).among(ranks)
+    assert (cut.nodes, cut.gpus_per_node, cut.ranks_per_gpu) == shape
+    assert cut.order is None
+
+
+@given(topologies(), st.data())
+def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(topology: Topology, data: st.DataObject) -> None:
+    """Whatever the placement, two ranks share a GPU or node in the cut tree exactly if they do in the machine."""
+    nodes = data.draw(st.integers(1, topology.nodes))
+    gpus = data.draw(st.integers(1, topology.gpus_per_node))
+    dies = data.draw(st.integers(1, topology.ranks_per_gpu))
+    first = [(0, topology.nodes - nodes), (0, topology.gpus_per_node - gpus), (0, topology.ranks_per_gpu - dies)]
+    node0, gpu0, die0 = (data.draw(st.integers(low, high)) for low, high in first)
+    ranks = []
+    for rank in range(topology.world_size):
+        node, gpu, die = topology.coordinates(rank)
+        if 0 <= node - node0 < nodes and 0 <= gpu - gpu0 < gpus and 0 <= die - die0 < dies:
+            ranks.append(rank)
+    ranks = data.draw(st.permutations(ranks))
+    cut = topology.among(ranks)
+    assert (cut.nodes, cut.gpus_per_node, cut.ranks_per_gpu) == (nodes, gpus, dies)
+    for index, rank in enumerate(ranks):
+        node, gpu, die = topology.coordinates(rank)
+        assert cut.coordinates(index) == (node - node0, gpu - gpu0, die - die0)
+    if topology.hosts is not None:
+        assert cut.hosts == topology.hosts[node0 : node0 + nodes]
+    assert (cut.links, cut.emulated) == (topology.links, topology.emulated)
+
+
+def test_a_cyclic_placement_gives_the_group_of_consecutive_ranks_one_rank_of_each_node() -> None:
+    cyclic = tree(2, 2, 2, order=tuple(rank % 2 * 4 + rank // 2 for rank in range(8)))
+    cut = cyclic.among([0, 1])
+    assert (cut.nodes, cut.ranks_per_node) == (2, 1)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3, 8, 10], [0, 1, 8]])
+def test_a_group_with_unequal_nodes_or_gpus_is_refused_with_its_ranks(ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"different numbers of the ranks {ranks} of one group")):
+        tree(2).among(ranks)

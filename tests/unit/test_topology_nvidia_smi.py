@@ -115,7 +115,7 @@ def test_what_terminals_and_shells_add_changes_nothing(name: str) -> None:
         ((PASTES / "dgx1_p100_SOC_tabs.txt").read_text(), "row GPU0, column GPU5 is 'SOC'"),
         ("\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n", "nearest to nvidia-smi, but lacks a header line|GPU0"),
         ("Legend: NV# SYS PHB of nvidia-smi topo -p2p r", "nearest to nvidia-smi, but lacks a header line"),
-        ("GPU: 0\n    BDF: 0000:c1:00.0\n    HOPS: 1", "nearest to amd-smi, but lacks the JSON of all GPUs"),
+        ("GPU: 0\n    BDF: 0000:c1:00.0\n    HOPS: 1", "nearest to amd-smi, but lacks the tables LINK TYPE"),
         ('{"card0": {"Temperature (Sensor edge) (C)": "35.0"}}', "nearest to rocm-smi, but lacks lines or keys"),
         (
             '<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0">',

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
+from zero_topo.cli.inputs import naming, refuse
+from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of, tensor_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import fill, print_json, print_notes
 from zero_topo.cli.plan import Ranked, plan_json
@@ -25,11 +26,12 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.deepspeed_json import with_environment_block
+from zero_topo.config.deepspeed_json import muon_clipping, with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
 from zero_topo.cost.planner import Ranking, max_params, rank_plans
+from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.console import figures_table
@@ -39,7 +41,7 @@ from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.units import format_bytes, format_count, format_seconds
-from zero_topo.versions import installed_refusals
+from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
 
 FOUND = (AUTO, MEASURED)
 """Topologies that are found where the job runs."""
@@ -50,7 +52,7 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 class Cost(Document):
     """Of a step of a rank, and the memory it needs; the limit is None if the memory is not known."""
 
-    step_s: float
+    seconds: float
     sent_by_domain: dict[str, int]
     held: int
     limit: int | None
@@ -89,26 +91,31 @@ def check(
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    loaded = with_environment_block(load_deepspeed_config(ds_config))
-    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
-    block = ZeroTopoConfig.from_ds_config(loaded)
-    if block is None:
-        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
-    found, doubts = _machine(options, block, loaded)
+    refuse(installed_refusals())
+    with naming(ds_config):
+        loaded = with_environment_block(load_deepspeed_config(ds_config))
+        refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
+        block = ZeroTopoConfig.from_ds_config(loaded)
+        if block is None:
+            raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
+        found, doubts = _machine(options, block, loaded)
     model = model_of(options)
+    clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
+    doubts += muon_clipping(loaded, clipping)
+    tree = tree_of(found, tensor_of(options, loaded))
     translated = translate(loaded, optimizer=True).lines
-    if is_automatic(block, found) and model is None:
+    if is_automatic(block, tree) and model is None:
         _forecast(options, block, found, loaded, [*translated, *doubts])
         return
     cost: dict[str, Any] | None = None
     if model is None:
-        resolved = resolve_config(block, found)
-        notes = [*resolved.notes, *_largest(options, resolved, loaded)]
+        resolved = resolve_config(block, tree)
+        notes = [*resolved.notes, *_largest(options, resolved, found, loaded)]
     else:
         request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        resolved, cost = price.config, fill(Cost, price, request, step_s=price.seconds)
-        notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
+        resolved, cost = price.config, fill(Cost, price, request)
+        notes = [*resolved.notes, price_sentence(price), setting(request), *assumed_lines(request)]
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
@@ -129,18 +136,27 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
     counted = options.ranks is not None or options.nodes is not None
     fewest = None if counted else fewest_ranks(block, where, os.environ)
     found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
+    tensor = tensor_of(options, loaded)
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
     if counted or not anywhere or launcher_view(os.environ) is not None:
-        _refuse(deepspeed_refusals(loaded, found.world_size))
-    if fewest is None:
-        return found, []
-    return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
+        refuse(deepspeed_refusals(loaded, tree_of(found, tensor).world_size))
+    notes = []
+    if fewest is not None:
+        notes.append(f"checked for {fewest} ranks, as this is no job; --ranks N checks for others")
+    if tensor > 1:
+        group = found.world_size // tensor
+        notes.append(
+            f"tensor parallelism: the plan is that of a data-parallel group, {group} of {found.world_size} ranks"
+        )
+    if (loaded.get("expert_parallel") or {}).get("enabled") is True:
+        notes.append("expert parallelism is not priced: plan, seconds, bytes and memory are those without it")
+    return found, notes
 
 
-def _largest(options: JobOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
+def _largest(options: JobOptions, resolved: ResolvedConfig, found: Topology, loaded: Mapping[str, Any]) -> list[str]:
     """How large a model fits a named plan, if the memory is known."""
     sized = scaled(USUAL[0], options.seq or SEQUENCE)
-    request = request_of(options, resolved.topology, sized, loaded)
+    request = request_of(options, found, sized, loaded)
     most = max_params(resolved, request)
     if most is None or request.limit is None:
         return []
@@ -154,7 +170,7 @@ def _forecast(
     options: JobOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
 ) -> None:
     """What an automatic block would choose for models of usual sizes, as no model is named."""
-    before_a_model(block, found)
+    before_a_model(block, tree_of(found, tensor_of(options, loaded)))
     chosen = {
         params: rank_plans(block, request_of(options, found, scaled(params, options.seq or SEQUENCE), loaded))
         for params in USUAL
@@ -165,7 +181,7 @@ def _forecast(
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME",
-        setting(chosen[USUAL[0]].request.job)
+        setting(chosen[USUAL[0]].request)
         if chosen
         else f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
         "from its devices; here give --machine, such as --machine dgx-h100",
@@ -203,8 +219,3 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
 def _say(notes: tuple[str, ...]) -> None:
     print_notes(filter(None, (*notes, unasked())))
     print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))

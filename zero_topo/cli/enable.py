@@ -71,6 +71,11 @@ def disable() -> None:
         print("not enabled: nothing to remove")
 
 
+def enabled() -> bool:
+    """Return whether `enable` has installed the hook for this Python."""
+    return any(path.is_file() for path in _candidates())
+
+
 def _candidates() -> list[Path]:
     """Return folders for the file: the interpreter's site-packages, then the user's, if Python reads them."""
     folders = [sysconfig.get_path("purelib")]

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
 from zero_topo.config.deepspeed_json import parse_object
+from zero_topo.config.deepspeed_parts import wrong_values
 from zero_topo.cost.candidates import fewest_ranks
 from zero_topo.strict import cut, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
@@ -43,6 +45,34 @@ def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) ->
     if value > most:
         raise ValueError(f"{what} {cut(text)!r} is more than {most:,}, the most that is planned for")
     return int(value)
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Begin every line of a refusal with the file that it is about, unless the line names it."""
+    try:
+        yield
+    except ValueError as error:
+        lines = [line if source in line else f"{cut(source, 200)}: {line}" for line in str(error).splitlines()]
+        raise ValueError("\n".join(lines)) from None
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError with all problems, each on one line and once, if there are any."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ValueError("\n".join(lines))
+
+
+def read_deepspeed_config(source: str) -> dict[str, Any]:
+    """Load a DeepSpeed config whose parts have the types that every command expects.
+
+    Raises:
+        ValueError: as ``load_deepspeed_config``, and a line for each part of another type.
+    """
+    loaded = load_deepspeed_config(source)
+    with naming(source):
+        refuse(wrong_values(loaded).values())
+    return loaded
 
 
 def read_rates(text: str, preset: Rates | None) -> Rates:

@@ -12,9 +12,11 @@ from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
+from zero_topo.config.deepspeed_parts import half_precision
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Attention, Job, deepspeed_settings
+from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
@@ -64,6 +66,14 @@ class JobOptions:
         typer.Option(
             metavar="K",
             help="Micro-batches per optimizer step; default: the config's, or 1. In simulate a list; default: 1,8.",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Ranks that share each micro-batch by tensor parallelism; default: the config's, or 1.",
         ),
     ] = None
     overlap: Annotated[
@@ -173,9 +183,9 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
     Raises:
         ValueError: for wrong settings.
     """
-    micro, steps = _batches(options, topology, loaded)
-    halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
-    single = loaded and not any(half.get("enabled") for half in halves)
+    tensor = tensor_of(options, loaded)
+    micro, steps = _batches(options, tree_of(topology, tensor).world_size, loaded)
+    single = loaded and not half_precision(loaded)
     job = Job(
         model,
         micro,
@@ -185,14 +195,24 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         attention=options.attention,
         fused_loss=options.fused_loss,
         overlap=options.overlap,
+        tensor=tensor,
         **deepspeed_settings(loaded),
     )
     request = Request(topology, job, reserve=RESERVE if options.reserve is None else options.reserve)
     return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
 
 
-def _batches(options: JobOptions, topology: Topology, loaded: Mapping[str, Any]) -> tuple[int, int]:
-    """Sequences of a micro-batch, and micro-batches of a step."""
+def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
+    """The number of ranks that share each micro-batch by tensor parallelism."""
+    if options.tensor_parallel is not None:
+        return options.tensor_parallel
+    block = loaded.get("tensor_parallel") or {}
+    size = block.get("autotp_size") or (block.get("tp") or {}).get("tp_size")
+    return size if isinstance(size, int) and size > 1 else 1
+
+
+def _batches(options: JobOptions, ranks: int, loaded: Mapping[str, Any]) -> tuple[int, int]:
+    """Sequences of a micro-batch, and micro-batches of a step, of each of so many data-parallel ranks."""
     micro, steps = (
         value if isinstance(value := loaded.get(key), int) and value > 0 else None
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -200,7 +220,7 @@ def _batches(options: JobOptions, topology: Topology, loaded: Mapping[str, Any])
     micro = options.micro_batch or micro or 1
     batch, sharing = loaded.get("train_batch_size"), loaded.get("sequence_parallel_size")
     if steps is None and isinstance(batch, int):
-        steps = batch * (sharing if isinstance(sharing, int) else 1) // (micro * topology.world_size)
+        steps = batch * (sharing if isinstance(sharing, int) else 1) // (micro * ranks)
     if options.micro_batches is not None:
         steps = one(counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES), "--micro-batches")
     return micro, max(1, steps or 1)

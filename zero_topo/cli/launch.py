@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch``: print the script of a Slurm job for a machine, or the machine's variables for a shell."""
+"""``zero-topo launch``: print a job's script for Slurm, Flux or PBS, or a machine's variables for a shell."""
 
 from __future__ import annotations
 
@@ -8,29 +8,58 @@ import os
 import typer
 
 from zero_topo.cli.options import taking
+from zero_topo.launch.batch import FLUX, PBS, SLURM, BatchJob, MachineName, Port, Scheduler, script
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import load_launch_machine
-from zero_topo.launch.slurm import MachineName, Port, SlurmJob, script
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 
 launch = typer.Typer(
-    help="Print a Slurm script, or a machine's variables.",
+    help="Print a batch script, or a machine's variables.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 
 
-@launch.command(context_settings={"allow_interspersed_args": False})  # the program's options are its own
-@taking(SlurmJob)
-def slurm(options: SlurmJob) -> None:
+OWN_OPTIONS = {"allow_interspersed_args": False}  # the program's options are its own
+
+
+@launch.command(context_settings=OWN_OPTIONS)
+@taking(BatchJob)
+def slurm(options: BatchJob) -> None:
     """Print a Slurm batch script. Read it, then submit it: zero-topo launch slurm ... | sbatch."""
+    _print_script(options, SLURM)
+
+
+@launch.command(context_settings=OWN_OPTIONS)
+@taking(BatchJob)
+def flux(options: BatchJob) -> None:
+    """Print a Flux batch script. Read it, then submit it: zero-topo launch flux ... | flux batch."""
+    _print_script(options, FLUX)
+
+
+@launch.command(context_settings=OWN_OPTIONS)
+@taking(BatchJob)
+def pbs(options: BatchJob) -> None:
+    """Print a PBS batch script. Read it, then submit it: zero-topo launch pbs ... | qsub."""
+    _print_script(options, PBS)
+
+
+def _print_script(options: BatchJob, scheduler: Scheduler) -> None:
+    """Print a job's script.
+
+    Raises:
+        ValueError: if an option is missing that the machine's scheduler asks for.
+    """
     target = options.target
-    if target.preset is not None and load_machine(target.preset).clusters:
-        missing = [f"--{name}" for name in ("account", "time") if getattr(options, name) is None]
-        if missing:
-            raise ValueError(f"{target.name} refuses a job without {' and '.join(missing)}; give them")
-    print(script(options), end="")
+    asked = ["account", "time"] if target.preset and load_machine(target.preset).clusters else []
+    if target.scheduler == PBS.name:
+        asked = ["account", "time", "partition"]
+    missing = [f"--{name}" for name in asked if getattr(options, name) is None]
+    text = script(options, scheduler)
+    if missing:
+        raise ValueError(f"{target.name} refuses a job without {' and '.join(missing)}; give them")
+    print(text, end="")
 
 
 @launch.command()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count
+from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config, refuse
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json, print_notes
@@ -22,7 +22,6 @@ from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
-    load_deepspeed_config,
     resolve_config,
     stock_keys,
 )
@@ -50,7 +49,7 @@ class CostsBeside(Document):
     micro_batches: int
     memory: dict[str, dict[str, int]]
     sent_by_domain: dict[str, dict[str, int]]
-    step_s: dict[str, float]
+    seconds: dict[str, float]
 
 
 class Migrated(Document):
@@ -74,11 +73,11 @@ def migrate(
 ) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     check_files([(output, "", None)], force)
-    loaded = load_deepspeed_config(ds_config)
+    loaded = read_deepspeed_config(ds_config)
     active, found = switched_on(loaded), migrated(loaded)
-    if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
-        raise ValueError("\n".join(dict.fromkeys(problems)))
-    block = ZeroTopoConfig.parse(found.config[ROOT])
+    with naming(ds_config):
+        refuse([*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)])
+        block = ZeroTopoConfig.parse(found.config[ROOT])
     prices = _prices(options, active, block, loaded)
     costs = _costs(prices, active) if prices else None
     if output is not None:
@@ -158,17 +157,17 @@ def _costs(prices: Mapping[str, Price], active: Mapping[str, Any]) -> dict[str, 
         "micro_batches": after.request.job.micro_batches,
         "memory": memory,
         "sent_by_domain": {row: price.sent_by_domain for row, price in prices.items()},
-        "step_s": {row: price.seconds for row, price in prices.items()},
+        "seconds": {row: price.seconds for row, price in prices.items()},
     }
 
 
 def _show(prices: Mapping[str, Price], costs: Mapping[str, Any]) -> None:
-    found, job = prices[AFTER].config.topology, prices[AFTER].request.job
+    found, request = prices[AFTER].config.topology, prices[AFTER].request
     configs = {row: price.config for row, price in prices.items()}
     show(places_table(configs, f"{costs['params']:,} parameters on {found.world_size:,} ranks of {found.name}"))
     show(memory_table(costs["memory"], found.memory_per_rank))
-    show(volume_table(costs["sent_by_domain"], job.micro_batches))
-    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["step_s"].items())
+    show(volume_table(costs["sent_by_domain"], request.job.micro_batches))
+    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["seconds"].items())
     print(f"- a step takes by prediction: {', '.join(steps)}")
-    print(f"- {setting(job)}")
+    print(f"- {setting(request)}")
     print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')

@@ -5,33 +5,45 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count
+from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config
 from zero_topo.cli.job import JobOptions, machine_of, need_model, request_of
-from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
+from zero_topo.cli.options import SPARSE_NAMES, Force, Rare, refuse_others, taking
 from zero_topo.cli.output import fill, print_json, print_notes
-from zero_topo.cli.tables import DEGREES, memory_table, places_table, ranking_table, show, volume_table
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.cli.tables import (
+    DEGREES,
+    drawn_name,
+    memory_table,
+    places_table,
+    ranking_table,
+    show,
+    volume_table,
+    with_bars,
+)
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
-from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_both, rank_plans
+from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_plans, rank_tensor
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Degrees, Document, Resolved
+from zero_topo.observe.files import RANKING, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count
 
 SHOWN_PLANS = 8
+DRAWN_PLANS = 10
 OF_A_JOB = (
-    *("micro_batch", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
+    *("micro_batch", "tensor_parallel", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
     *("reserve", "lossy", "sparse", "rates"),
 )
 """Options that the plain view, which is formulas of the parameters, does not read."""
@@ -48,6 +60,10 @@ class PlanOptions(JobOptions):
         bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
     ] = False
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the ten best plans of --recommend.")] = (
+        None
+    )
+    force: Force = False
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
     scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
@@ -65,6 +81,9 @@ def plan(options: PlanOptions) -> None:
     """
     if options.recommend and options.max_params:
         raise ValueError("--recommend and --max-params are different views; ask for one at a time")
+    if options.plot is not None and not options.recommend:
+        raise ValueError("--plot draws the plans of --recommend; add it, or leave --plot out")
+    check_files([(options.plot, ".png", RANKING)], options.force)
     view = recommendation if options.recommend else largest_models if options.max_params else schemes
     if view is schemes:
         refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend or --max-params")
@@ -79,14 +98,17 @@ def _request(options: PlanOptions) -> Request:
     Raises:
         ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
     """
-    loaded = load_deepspeed_config(options.deepspeed_config or {})
+    loaded = {} if options.deepspeed_config is None else read_deepspeed_config(options.deepspeed_config)
     request = request_of(options, machine_of(options), need_model(options))
+    with naming(options.deepspeed_config or ""):
+        settings = deepspeed_settings(loaded)
     return replace(
         request,
-        job=replace(request.job, **deepspeed_settings(loaded)),
+        job=replace(request.job, **settings),
         reserve=0.0 if options.states_only and options.reserve is None else request.reserve,
         sparse=options.sparse,
         states_only=options.states_only,
+        keeps_if_fits=options.recommend and options.checkpointing is None,
     )
 
 
@@ -154,7 +176,7 @@ def schemes(options: PlanOptions) -> None:
 
 def _states(options: PlanOptions) -> Request:
     """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
-    muon = method_of(load_deepspeed_config(options.deepspeed_config or {}))
+    muon = options.deepspeed_config and method_of(read_deepspeed_config(options.deepspeed_config))
     counted = options.params is not None and not muon
     request = replace(_request(replace(options, params="1B") if counted else options), states_only=True)
     if not counted and options.trainable is None:
@@ -176,6 +198,7 @@ class Ranked(Document):
     degrees: Degrees
     quantize: dict[str, str | None]
     seconds: float
+    checkpointing: bool
     losses: list[str]
     sent_by_domain: dict[str, int]
     memory: dict[str, int]
@@ -184,6 +207,12 @@ class Ranked(Document):
 
 class _Recommended(Ranked):
     range: Range
+
+
+class _Divided(Ranked):
+    tensor: int
+    micro_batch: int
+    micro_batches: int
 
 
 class _Refused(Document):
@@ -218,38 +247,60 @@ class Recommendation(Document):
     assumed: list[str]
     plans: list[Ranked]
     lossier: list[Ranked]
+    tensor: list[_Divided]
     pipeline: _Compared | None
     refused: list[_Refused]
 
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    request, rank = _request(options), rank_both if options.checkpointing is None else rank_plans
-    ranking = rank(ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)}), request)
-    reasons, pipeline = explain(ranking), best_pipeline(ranking.request)
+    request = _request(options)
+    asked = ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)})
+    ranking = rank_plans(asked, request)
+    tensor = rank_tensor(asked, request)
+    reasons = explain(ranking, tensor)
+    pipeline = best_pipeline(request)
+    if options.plot is not None:
+        _draw(options.plot, ranking)
     if options.as_json:
-        print_json(_ranking_json(ranking, reasons, pipeline, options))
+        machine = _machine(options)
+        divided = [_divided_json(of.best, machine) for of in tensor]
+        print_json({**_ranking_json(ranking, reasons, pipeline, machine), "tensor": divided})
         return
     model, found = request.job.model, request.topology
     shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
     title = f"{shape} on {found.world_size} ranks of {found.name}"
-    show(ranking_table(ranking.timed[:SHOWN_PLANS], title, pipeline))
+    divided_plans = [of.best for of in tensor]
+    plans = ranking.timed[:SHOWN_PLANS]
+    show(with_bars(lambda bars: ranking_table(plans, title, divided_plans, pipeline, bars)))
     print(f"{DEGREES}\n")
-    print_notes([setting(ranking.request.job), *reasons])
+    print_notes([setting(ranking.best.request), *reasons])
     print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
+    if options.plot is not None:
+        print(f"\nWritten: {options.plot}")
+
+
+def _draw(path: Path, ranking: Ranking) -> None:
+    from zero_topo.observe.plots import ranked_plans
+
+    model, found = ranking.request.job.model, ranking.request.topology
+    title = f"{format_count(model.params)} parameters on {found.world_size} ranks of {found.name}, predicted"
+    plans = ranking.timed[:DRAWN_PLANS]
+    rows = [(drawn_name(plan), plan.seconds, plan.range, plan.memory) for plan in plans]
+    write_png(ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"), path, RANKING, dpi=200)
 
 
 def _ranking_json(
-    ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, options: PlanOptions
+    ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    request, job, machine = ranking.request, ranking.request.job, _machine(options)
+    request, job = ranking.request, ranking.best.request.job
     return fill(
         Recommendation,
         job,
         request,
         topology=request.topology.to_json(),
         params=job.model.params,
-        setting=setting(job),
+        setting=setting(ranking.best.request),
         overlap=job.hidden,
         memory_limit=request.limit,
         recommended={**plan_json(ranking.best, machine), "range": ranking.best.range},
@@ -257,6 +308,7 @@ def _ranking_json(
         assumed=assumptions(request.topology.name),
         plans=[plan_json(plan, machine) for plan in ranking.timed],
         lossier=[plan_json(plan, machine) for plan in ranking.lossier],
+        tensor=[],
         pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
         refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.held) for plan in ranking.refused],
     )
@@ -266,7 +318,15 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine in its block."""
     of = plan.candidate
     places = {"degrees": plan.config.plan.degrees(), "quantize": plan.config.to_json()["quantize"]}
-    return fill(Ranked, plan, name=of.name, **places, losses=of.words, block={**machine, **of.settings})
+    block = {**machine, **of.settings}
+    return fill(Ranked, plan, plan.request.job, name=of.name, **places, losses=of.words, block=block)
+
+
+def _divided_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
+    """A plan with tensor parallelism, and how its ranks share the batch."""
+    job = plan.request.job
+    batch = {"tensor": job.tensor, "micro_batch": job.micro_batch, "micro_batches": job.micro_batches}
+    return {**plan_json(plan, machine), **batch}
 
 
 def _machine(options: PlanOptions) -> dict[str, Any]:
@@ -298,8 +358,8 @@ def largest_models(options: PlanOptions) -> None:
             f'--max-params: the memory of a rank of {machine.name} is not known; give "memory_per_rank" (bytes) '
             "in a .json file of the machine, or take a preset"
         )
-    found = {name: max_params(config, request) for name, config in _schemes(options, request.machine).items()}
-    assumed = f"models of conventional shape; {setting(request.job).partition('; ')[2]}"  # not of the request's size
+    found = {name: max_params(config, request) for name, config in _schemes(options, request.tree).items()}
+    assumed = f"models of conventional shape; {setting(request).partition('; ')[2]}"  # not of the request's size
     if options.as_json:
         schemes = {name: {"max_params": n} for name, n in found.items()}
         place = {"topology": machine.to_json(), "memory_limit": request.limit}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +14,18 @@ import typer
 from pydantic_core import to_jsonable_python
 from rich.table import Table
 
-from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, naming, read_deepspeed_config
 from zero_topo.cli.job import JobOptions, Machine, machines_of, need_model, request_of
 from zero_topo.cli.options import SCHEME_NAMES, Force, taking
 from zero_topo.cli.output import fill, print_json, print_notes
-from zero_topo.cli.tables import show
-from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.cli.tables import bar_cells, show, with_bars
+from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
-from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipelines
+from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipeline_price, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, method_of
+from zero_topo.cost.tensor import tree_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
@@ -70,13 +72,14 @@ class Point(Document):
     scheme: str
     ranks: int
     micro_batches: int
-    step_s: float
+    seconds: float
     tflops_per_gpu: float
     breakdown: dict[str, float]
     range: Range
     sent_by_domain: dict[str, int]
     held: int
     fits: bool
+    checkpointing: bool
 
 
 class Simulated(Document):
@@ -119,12 +122,12 @@ def simulate(options: Options) -> None:
         places[0],
         machine=options.machine,
         model=job.model.name,
-        setting=setting(job),
+        setting=setting(places[0]),
         overlap=job.hidden,
         notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
-            fill(Point, price, price.step, scheme=name, ranks=ranks, micro_batches=count, step_s=price.seconds)
+            fill(Point, price, price.step, price.request.job, scheme=name, ranks=ranks, micro_batches=count)
             for (name, ranks, count), price in prices.items()
         ],
     )
@@ -145,7 +148,8 @@ def _places(options: Options) -> Iterator[Request]:
         options = replace(options, ranks=RANKS)
     model = need_model(options)
     for place in machines_of(options):
-        yield request_of(replace(options, micro_batches="1"), place, model)
+        request = request_of(replace(options, micro_batches="1"), place, model)
+        yield replace(request, keeps_if_fits=options.checkpointing is None)
 
 
 def _price(name: str, place: Request, count: int) -> Price:
@@ -154,11 +158,11 @@ def _price(name: str, place: Request, count: int) -> Price:
     A scheme has a name, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine.
     """
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
-    content = load_deepspeed_config(plain) if plain.endswith(".json") else {}
+    content = read_deepspeed_config(plain) if plain.endswith(".json") else {}
     job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
     request = replace(place, job=job)
     if name.startswith(NAME):
-        tried = {plan.name: PipelinePrice(plan, request) for plan in pipelines(place.topology, job)}
+        tried = {plan.name: pipeline_price(plan, request) for plan in pipelines(place.topology, job)}
         if name != NAME and name not in tried:
             raise ValueError(
                 f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
@@ -176,11 +180,12 @@ def _price(name: str, place: Request, count: int) -> Price:
             f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    elif ROOT in content:
-        content = content[ROOT]
-    else:
+    elif ROOT not in content:
         raise ValueError(f'{plain}: has no "{ROOT}" block; add one, such as "{ROOT}": {{}}')
-    return request.price(resolve_config(ZeroTopoConfig.parse(content), place.topology))
+    with naming(plain):
+        of_file = ZeroTopoConfig.from_ds_config(content)
+        block = ZeroTopoConfig.parse(content) if of_file is None else of_file
+        return request.price(resolve_config(block, tree_of(place.topology, job.tensor)))
 
 
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
@@ -198,8 +203,11 @@ def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
 def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, Any]) -> None:
     for count in dict.fromkeys(key[2] for key in prices):
         title = f"{content['model']} on {content['machine']}, K = {count}, predicted"
-        show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
+        shown = {key: price for key, price in prices.items() if key[2] == count}
+        show(with_bars(partial(_steps_table, shown, title)))
     print(f"- {content['setting']}")
+    recomputed = [f"{key[0]} on {key[1]:,} ranks" for key, price in prices.items() if price.request.job.checkpointing]
+    print(f"- activations are recomputed by {', '.join(dict.fromkeys(recomputed)) or 'none'}")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:
@@ -211,12 +219,13 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
     print_notes(content["notes"])
 
 
-def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:
+def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str, bars: int = 0) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
     steps = [price.step.breakdown for price in prices.values()]
     parts = {name: phases for name, phases in SHOWN.items() if any(phases[0] in step for step in steps)}
-    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts], title)
-    for (scheme, ranks, _), price in prices.items():
+    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts, *([" "] if bars else [])], title, ("", " "))
+    drawn = bar_cells([price.step.seconds for price in prices.values()], bars)
+    for ((scheme, ranks, _), price), drawn_bar in zip(prices.items(), drawn, strict=True):
         found, within = price.step, price.range
         shares = (sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds for phases in parts.values())
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
@@ -224,5 +233,5 @@ def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Ta
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
         step = f"{found.seconds:.3g} s" if found.seconds < 1000 else f"{found.seconds:,.0f} s"
         speed = f"{found.tflops_per_gpu:.1f}"
-        table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells)
+        table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells, *drawn_bar)
     return table

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
@@ -16,6 +17,7 @@ from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
 NARROWEST, WIDEST = 80, 1000
+SHORTEST_BAR, LONGEST_BAR = 8, 40
 DEGREES = "degrees: ranks that share weights/secondary/gradients/optimizer"
 
 
@@ -25,6 +27,26 @@ def show(table: Table) -> None:
     console.width = max(NARROWEST, console.measure(table).maximum)
     console.print(table)
     console.print()
+
+
+def with_bars(make: Callable[[int], Table]) -> Table:
+    """Return a table with a column of bars if stdout is a terminal that has room for it, else the table without.
+
+    Args:
+        make: the width of the bars in columns, or 0 -> the table.
+    """
+    console = Console()
+    table = make(0)
+    room = min(console.width - console.measure(table).maximum - 1, LONGEST_BAR)
+    return make(room) if console.is_terminal and room >= SHORTEST_BAR else table
+
+
+def bar_cells(values: Sequence[float], width: int) -> list[tuple[str, ...]]:
+    """Return the cells of a column of bars, one for each value; of no column if ``width`` is 0."""
+    if not width:
+        return [()] * len(values)
+    block = "\N{FULL BLOCK}" if Console().encoding.startswith("utf") else "#"
+    return [(block * max(1, round(value / max(values) * width)),) for value in values]
 
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
@@ -72,22 +94,47 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None) -> Table:
-    """Plans: degrees of the roles, sync, step and its range, memory; last the pipeline to compare with."""
-    table = figures_table(
-        ["scheme", "degrees", "lossy", "sync", "step", "range", "memory"], title, ("scheme", "degrees")
-    )
-    for plan in plans:
-        config = plan.config
-        moves = config.plan.gradients < config.plan.world_size
-        few_bits = getattr(config.sync, "spec", None)
-        sync = config.sync.MODE if few_bits is None else few_bits.name
+def ranking_table(
+    plans: Sequence[Priced],
+    title: str,
+    tensor: Sequence[Priced] = (),
+    pipeline: PipelinePrice | None = None,
+    bars: int = 0,
+) -> Table:
+    """Plans: degrees of the roles, sync, step and its range, memory.
+
+    The best plans with tensor parallelism follow, then the pipeline to compare with.
+    """
+    columns = ["scheme", "degrees", "lossy", "sync", "step", "range", "memory", *([""] if bars else [])]
+    table = figures_table(columns, title, ("scheme", "degrees", ""))
+    prices = [*plans, *tensor, *([] if pipeline is None else [pipeline])]
+    drawn = bar_cells([price.seconds for price in prices], bars)
+    for plan, drawn_bar in zip((*plans, *tensor), drawn, strict=False):
         scheme = str(plan.candidate.settings.get("scheme", "-"))
+        divided = plan.request.job.tensor
+        if divided > 1:
+            scheme = f"TP {divided}" if scheme == "-" else f"TP {divided}, {scheme}"
         loses = "yes" if plan.candidate.losses else "no"
-        table.add_row(scheme, degrees(config), loses, sync if moves else "-", *_costs(plan))
+        table.add_row(scheme, degrees(plan.config), loses, _sync(plan), *_costs(plan), *drawn_bar)
     if pipeline is not None:
-        table.add_row(pipeline.config.name, "", "no", "", *_costs(pipeline))
+        table.add_row(pipeline.config.name, "", "no", "", *_costs(pipeline), *drawn[-1])
     return table
+
+
+def drawn_name(plan: Priced) -> str:
+    """Return a plan's scheme, degrees and sync, for a picture."""
+    scheme = plan.candidate.settings.get("scheme")
+    words = [degrees(plan.config)] if scheme is None else [str(scheme), degrees(plan.config)]
+    return " ".join(words if _sync(plan) == "-" else [*words, _sync(plan)])
+
+
+def _sync(plan: Priced) -> str:
+    """Return the mode of a plan's sync, or its format; "-" if nothing is to be reduced across nodes."""
+    config = plan.config
+    if config.plan.gradients == config.plan.world_size:
+        return "-"
+    spec = getattr(config.sync, "spec", None)
+    return config.sync.MODE if spec is None else str(spec.name)
 
 
 def _costs(price: Price) -> tuple[str, str, str]:

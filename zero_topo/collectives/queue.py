@@ -11,8 +11,12 @@ Note [In order]
     need results in different orders (DeepSpeed waits in the order of a set). Waiting for one result therefore finishes
     all work that began before it.
 
-Note [One ahead]
-    A queue that finishes a run only after the next has begun sends the next run's messages while it decodes this one's.
+Note [Stages]
+    A hierarchical collective has two exchanges with a kernel between them, so its handle has several stages: each
+    stage waits for one exchange, runs the kernels that read its result, and begins the next exchange. A queue that is
+    staged begins the next run before it takes the runs before it one stage further, the newer of them first. While one
+    run then crosses nodes, the next is exchanged inside the node, and kernels of both run on the queue's stream. Every
+    rank begins the same runs in the same order, so the order of exchanges is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,31 +39,65 @@ class Handle(Generic[T]):
     Args:
         wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended; None if nothing moves.
         buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
-        finish: computes the result from the received buffers; runs once, in the first :meth:`wait`.
+        finish: computes the result from the received buffers; runs once. If it returns a handle, that one's stages
+            follow, and its result is the result; see Note [Stages].
     """
 
     # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits for it.
     event: torch.Event | None = None
 
-    def __init__(self, wait: Callable[[], object] | None, buffers: tuple[object, ...], finish: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], object] | None,
+        buffers: tuple[object, ...],
+        finish: Callable[[], T | Handle[T]],
+    ) -> None:
         self._wait = wait
         self._buffers = buffers
-        # None once the first `wait` has called it; the result is stored then.
-        self._finish: Callable[[], T] | None = finish
-        self._result: T
+        # The next stage; None once the last one has stored the result.
+        self._finish: Callable[[], Any] | None = finish
+        # What is computed of the last stage's result, in order.
+        self._following: list[Callable[[Any], Any]] = []
+        self._result: T = None  # type: ignore[assignment]  # until the last stage
 
-    def then(self, finish: Callable[[T], U]) -> Handle[U]:
-        """Return a handle whose result is ``finish`` of this handle's result."""
-        return Handle(None, (), lambda: finish(self.wait()))
+    @property
+    def ended(self) -> bool:
+        """Whether the result is there."""
+        return self._finish is None
 
-    def wait(self) -> T:
-        """Wait for the collective and return its result; later calls return the stored result."""
-        if self._finish is not None:
+    def then(self, finish: Callable[[T], U | Handle[U]]) -> Handle[U]:
+        """Return this handle, whose result becomes ``finish`` of the result."""
+        if self._finish is None:
+            result = self._result
+            self._finish = lambda: result
+        self._following.append(finish)
+        return cast("Handle[U]", self)
+
+    def wait(self, stages: int = -1) -> T:
+        """Wait for the collective and return its result; later calls return the stored result.
+
+        Args:
+            stages: the most stages to run, -1 for all; there is no result before the last one.
+        """
+        while self._finish is not None and stages:
+            stages -= 1
             if self._wait is not None:
                 self._wait()
             finish, self._finish = self._finish, None
-            self._result = finish()
-            self._buffers, self._wait = (), None
+            found = finish()
+            self._wait, self._buffers = None, ()
+            while isinstance(found, Handle) or self._following:
+                if not isinstance(found, Handle):
+                    found = self._following.pop(0)(found)
+                elif found.ended:
+                    found = found._result
+                else:
+                    # Nobody else has this handle, so its stages become those of the waiting one.
+                    self._wait, self._buffers, self._finish = found._wait, found._buffers, found._finish
+                    self._following = found._following + self._following
+                    break
+            else:
+                self._result = found
         return self._result
 
 
@@ -69,16 +107,16 @@ class OrderedQueue:
     Args:
         device: device of the tensors.
         overlap: False makes :meth:`run` finish the work before it returns.
-        ahead: runs that a GPU begins before it finishes an older one; see Note [One ahead].
+        staged: whether a GPU begins a run before it takes older ones one stage further; see Note [Stages].
         priority: of the queue's stream on a GPU; -1 lets its kernels start before waiting kernels of the computation.
 
     Attributes:
         overlaps: whether overlap is on.
     """
 
-    def __init__(self, device: torch.device, overlap: bool, ahead: int = 0, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, overlap: bool, staged: bool = False, priority: int = 0) -> None:
         self.overlaps = overlap
-        self._ahead = ahead
+        self._staged = staged
         self._on_gpu = on_gpu(device)
         # On a GPU with overlap, the stream of all work of this queue. It first waits for the caller's stream.
         self._stream = torch.Stream(device, priority=priority) if overlap and self._on_gpu else None
@@ -97,8 +135,10 @@ class OrderedQueue:
                 tensor.record_stream(self._stream)
         begun = self._beside(start)
         self._begun.append(begun)
-        if not self.overlaps or self._on_gpu:
-            self._end(self._ahead if self.overlaps else 0)
+        if self.overlaps and self._staged and self._on_gpu:
+            self._advance()
+        elif not self.overlaps or self._on_gpu:
+            self._end(0)
         return Handle(None, (), partial(self._wait, begun))
 
     def flush(self) -> None:
@@ -116,6 +156,14 @@ class OrderedQueue:
         if begun.event is not None:
             begun.event.wait()
         return begun.wait()
+
+    def _advance(self) -> None:
+        """Take all runs but the newest one stage further, the newer first, and finish all but two of them."""
+        for begun in list(self._begun)[-2::-1]:
+            self._beside(partial(begun.wait, 1))
+        self._end(3)
+        while self._begun[0].ended:
+            self._end(len(self._begun) - 1)
 
     def _end(self, left: int) -> None:
         """Finish the oldest runs until ``left`` of them remain."""
@@ -139,6 +187,23 @@ class OrderedQueue:
             return work()
         finally:
             torch.accelerator.set_stream(caller)
+
+
+class Queues:
+    """The queues of a model's engines; on a GPU, each has a separate stream.
+
+    Args:
+        device: device of the tensors.
+        overlap: whether sync and publish run in parallel with the computation.
+
+    Attributes:
+        gathers: of the weights. The next module waits for it, so its kernels start before waiting ones.
+        updates: of sync and publish.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self.gathers = OrderedQueue(device, overlap=True, priority=-1)
+        self.updates = OrderedQueue(device, overlap, staged=True)
 
 
 def on_gpu(device: torch.device) -> bool:

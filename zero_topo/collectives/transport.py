@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal, Self
 
 import torch
@@ -198,7 +199,13 @@ class Group:
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
+        received = rows.new_empty(sum(sizes), rows.shape[1])
+        places = received.split(list(sizes))
+        if not self.in_order:
+            places = itemgetter(*self.members)(places)
+        # A list of tensors: every rank is sent the same memory, and each message is received where it belongs.
+        work = dist.all_to_all(list(places), [rows] * self.size, group=self.group, async_op=True)
+        return Handle(work.wait, (rows, places), lambda: received)
 
 
 class Gloo(Group):
@@ -288,8 +295,11 @@ class Mpi(Group):
 
 
 def transport() -> type[Group]:
-    """Return the class of groups for the world's backend."""
-    return Gloo if dist.get_backend() == "gloo" else Group
+    """Return the class of groups for the world's backend; without a name torch chooses one for each device."""
+    backend: str = dist.get_backend()
+    if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
+        backend = "gloo"
+    return Gloo if backend == "gloo" else Group
 
 
 class Route:
@@ -374,7 +384,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
-    2. if there is an inner group: on ``wait``, all-gather the received messages inside the node.
+    2. if there is an inner group: in a second stage, all-gather the received messages inside the node.
 
     A single member sends nothing and returns the message itself.
 
@@ -389,7 +399,7 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     if len(route.hops) == 1:
         return outer.then(lambda received: received[None])
     inner = route.hops[0]
-    return outer.then(lambda received: inner.gather(received).transpose(0, 1))
+    return outer.then(lambda received: inner.gather_later(received).then(lambda messages: messages.transpose(0, 1)))
 
 
 def all_gather_views(
@@ -469,7 +479,8 @@ def reduce_scatter(
         accumulate: add the sums to the values of ``out``.
 
     Returns:
-        A handle whose ``wait`` finishes with step 2's sums. A single member sums nothing, and does not quantize.
+        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
+        not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
@@ -480,14 +491,19 @@ def reduce_scatter(
     send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
+    def forward(received: Tensor) -> Handle[Tensor]:
+        # The messages of one destination are summed before they leave for the next group.
+        send = _empty(outer, received.shape[1], spec.nbytes(numel), received.device)
+        requantize(received, spec, send.transpose(0, 1), numel)
+        return outer.scatter_later(send)
+
     def finish(received: Tensor) -> None:
-        for following in route.hops[1:]:
-            send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
-            requantize(received, spec, send.transpose(0, 1), numel)
-            received = following.scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    return first.scatter_later(send).then(finish)
+    received, outer = first.scatter_later(send), route.hops[-1]
+    if outer is not first:
+        received = received.then(forward)
+    return received.then(finish)
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:

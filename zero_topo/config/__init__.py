@@ -7,6 +7,7 @@ from zero_topo.config.deepspeed_json import (
     deepspeed_hints,
     deepspeed_problems,
     load_deepspeed_config,
+    tensor_parallel_groups,
 )
 from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
 from zero_topo.config.modes import SPARSE_MODES
@@ -28,4 +29,5 @@ __all__ = [
     "json_schema",
     "load_deepspeed_config",
     "resolve_config",
+    "tensor_parallel_groups",
 ]

@@ -12,14 +12,16 @@ import binascii
 import importlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
+from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import ABSENT, ZERO, lookup, on, translate
+from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
 
@@ -64,17 +66,29 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
 def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the config with the block of ``ZERO_TOPO_BLOCK`` added, if the config is one of stage 3.
 
+    The variable is a JSON object, or the path of a file with one (ends in ``.json``): the deepspeed launcher loses the
+    quotation marks of a value on its way to other nodes.
+
     Args:
         ds_config: the DeepSpeed config; it is not changed.
         env: the launcher's environment.
 
     Raises:
-        ValueError: if the variable is not a JSON object, or the config has another block.
+        ValueError: if the variable is not a JSON object or no such file, or the config has another block.
     """
     text = env.get(BLOCK_VARIABLE, "")
     if not text or _stage(ds_config):
         return dict(ds_config)
-    block = parse_object(text, BLOCK_VARIABLE)
+    if text.endswith(".json"):
+        try:
+            content = read_text(Path(text), f"{BLOCK_VARIABLE} = {text}")
+        except OSError as error:
+            raise ValueError(
+                f"{BLOCK_VARIABLE} = {text}: cannot be read ({error.strerror}); give a path that every node can read"
+            ) from None
+        block = parse_object(content, f"{BLOCK_VARIABLE} = {text}")
+    else:
+        block = parse_object(text, BLOCK_VARIABLE)
     if ds_config.get(ROOT, block) != block:
         own = cut(as_json(ds_config[ROOT]))
         raise ValueError(
@@ -83,8 +97,22 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
     return {**ds_config, ROOT: block}
 
 
+def exported(block: str) -> str:
+    """Return the line of ``.deepspeed_env`` with which DeepSpeed's launcher sets the block on every node.
+
+    The launcher puts double quotes around the value and passes it to a shell.
+
+    Args:
+        block: the value of ``ZERO_TOPO_BLOCK``.
+    """
+    escaped = re.sub(r'([\\"$`])', r"\\\1", block)
+    return f"{BLOCK_VARIABLE}={escaped}"
+
+
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
+    if wrong := wrong_values(ds_config):
+        return list(wrong.values())  # what is said of their keys would mislead
     found = [_misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
@@ -161,11 +189,32 @@ def _holds(test: str, value: Any) -> bool:
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
     "on": on,
-    "off": lambda value: not on(value),
+    "off": off,
     "set": lambda value: value not in (None, "none"),
     "not one": lambda value: value != 1,
     "above one": lambda value: isinstance(value, int | float) and value > 1,
 }
+
+
+def tensor_parallel_groups(ds_config: Mapping[str, Any], ranks: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return the data-parallel groups of AutoTP, which numbers the ranks that share a layer consecutively.
+
+    Args:
+        ds_config: the whole config.
+        ranks: ranks of the job, if they are known.
+
+    Returns:
+        The global ranks of each group; empty without AutoTP, or for an unknown number of ranks.
+
+    Raises:
+        ValueError: if the tensor-parallel size does not divide the ranks.
+    """
+    size = lookup(ds_config, "tensor_parallel.autotp_size")
+    if not isinstance(size, int) or size <= 1 or ranks is None:
+        return ()
+    if ranks % size:
+        raise ValueError(f"tensor_parallel.autotp_size = {size}: it does not divide {ranks} ranks; choose a divisor")
+    return tuple(tuple(range(first, ranks, size)) for first in range(size))
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
@@ -179,6 +228,24 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
             '"timers": {"throughput": {"synchronized": false}}'
         )
     return hints if ROOT in ds_config else []
+
+
+def muon_clipping(ds_config: Mapping[str, Any], default: float) -> list[str]:
+    """Return a line if DeepSpeed clips the norm of Muon's updates.
+
+    Args:
+        ds_config: the DeepSpeed config.
+        default: the norm to which the installed DeepSpeed clips without ``gradient_clipping``.
+    """
+    given = lookup(ds_config, "gradient_clipping")
+    norm = default if given is ABSENT else given
+    if str(lookup(ds_config, "optimizer.type")).lower() != "muon" or not norm:
+        return []
+    whose = ", DeepSpeed's default" if given is ABSENT else ""
+    return [
+        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, which depends only "
+        'on the sizes of the matrices, so it lowers the learning rate in every step; set "gradient_clipping": 0'
+    ]
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
@@ -213,6 +280,8 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
         return f"{said}: {AGED_REFUSED}"
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
+    if optimizer == "muon" and lookup(ds_config, "expert_parallel.enabled") is True:
+        return f"{said}: {MUON_WITH_EXPERTS}"
     if given is ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
     return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'

@@ -25,6 +25,12 @@ def _check_topology(value: Any) -> Any:
     raise ValueError(f'must be "auto", a preset\'s name, a path to a .json file or an object, got {as_json(value)}')
 
 
+def _check_two_hop(value: Any) -> Any:
+    if isinstance(value, bool) or value == "gpu":
+        return value
+    raise ValueError(f'must be true, false or "gpu", got {as_json(value)}')
+
+
 class ZeroTopoConfig(StrictModel):
     """Over which ranks ZeRO-3's weights, gradients and optimizer states are sharded, and what is quantized."""
 
@@ -86,7 +92,7 @@ class ZeroTopoConfig(StrictModel):
     debug_checks: StrictBool = Field(
         False, description="After each step check that all holders of a weight shard agree bit for bit."
     )
-    two_hop: StrictBool | Literal["gpu"] = Field(
+    two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
         True,
         description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; "
         '"gpu": gathers and the scatter inside a node also go through the GPU, if it has several ranks; false sends '

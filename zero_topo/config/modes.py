@@ -33,6 +33,7 @@ MUON_REFUSED = (
     'step; set sync.mode to "dense" or "quantized"'
 )
 """Why Muon does not work with sparse modes, and the way out."""
+MUON_WITH_EXPERTS = "Muon does not work with expert_parallel, whose experts have shards of their own; use Adam or AdamW"
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 

@@ -21,6 +21,7 @@ from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Degree, Plan
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import as_json
+from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
 ROLES = ("weights", "secondary", "gradients", "optimizer")
@@ -34,7 +35,7 @@ class ResolvedConfig:
 
     Attributes:
         plan: degrees and index arithmetic.
-        topology: the machine the plan is for.
+        topology: the tree of the ranks that the plan is for.
         scheme: the scheme the defaults came from, or None for the free form.
         weights_spec: wire format of the gather before a forward; None sends weights as stored.
         secondary_spec: format of the secondary copy, stored and sent; None stores it in the dtype of the weights.
@@ -50,6 +51,7 @@ class ResolvedConfig:
         seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them unchanged.
         debug_checks: whether replicas are compared after each step.
         notes: one line for each choice made for the user.
+        groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for one group of all.
     """
 
     plan: Plan
@@ -68,6 +70,7 @@ class ResolvedConfig:
     seed: int | None
     debug_checks: bool
     notes: tuple[str, ...]
+    groups: Groups | None = None
 
     def without_training(self) -> ResolvedConfig:
         """Return the config of an engine without an optimizer: the sharding of weights, and their wire format."""

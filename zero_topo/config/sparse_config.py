@@ -46,6 +46,7 @@ from zero_topo.config.sync_config import (
     sync_peers,
 )
 from zero_topo.plan import Plan
+from zero_topo.strict import Strings
 
 PICK_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
@@ -93,10 +94,10 @@ class SparseSync(SyncSettings):
         "fp32",
         description="Type of the values on the wire; each comes with an index of 4 bytes, or 8 above 2^32 elements.",
     )
-    include: tuple[str, ...] = Field(
+    include: Strings = Field(
         ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
     )
-    exclude: tuple[str, ...] = Field((), description="Parameters to reduce densely after all: shell patterns.")
+    exclude: Strings = Field((), description="Parameters to reduce densely after all: shell patterns.")
     dense_vectors: StrictBool = Field(
         True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )
@@ -301,7 +302,7 @@ class TopkDsaSync(PickingSync):
         back: float = row + overwritten
         if replicated(plan):
             sparse = k * self.record_bytes(columns) < row
-            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
+            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 4 * n), 4 * n + overwritten)
         kept, _, settling = super().run_bytes(columns, plan, overwritten)
         return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
 
@@ -447,9 +448,15 @@ class ScapeSync(MaskedSync):
         return (sync_peers(plan) - 1) * (ways * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
-        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard."""
-        rows, (residual, masks) = plan.world_size // plan.gradients, super().memory(plan, columns, loss_scaled)
-        return (residual + FP32 * columns, 2 * rows * -(-columns // 8)) if sync_peers(plan) > 1 else (residual, masks)
+        """Return the residual and the own row's momentum, and two masks of all rows of the gradient shard.
+
+        The own row of each mask is stored again, as it was sent.
+        """
+        residual, masks = super().memory(plan, columns, loss_scaled)
+        if sync_peers(plan) == 1:
+            return residual, masks
+        rows = plan.world_size // plan.gradients
+        return residual + FP32 * columns, 2 * (rows + 1) * -(-columns // 8)
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep also the own row of the next mask, which is selected at the peak, or later its momentum."""

@@ -16,12 +16,14 @@ import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from zero_topo.config.deepspeed_parts import ZERO, lookup, part_of, switch
 from zero_topo.config.parts import ROOT
 from zero_topo.strict import as_json
 
-ZERO = "zero_optimization"
 QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
     "zero_quantized_weights",
     "zero_hpz_partition_size",
@@ -30,13 +32,30 @@ QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
     "mics_shard_size",
     "mics_hierarchical_params_gather",
 )
-ABSENT = object()
+_FLAG: TypeAdapter[Any] = TypeAdapter(bool)
+_COUNT: TypeAdapter[Any] = TypeAdapter(Annotated[int, Field(ge=0)])
+_WHOLE: TypeAdapter[Any] = TypeAdapter(int)
+_LOCO: TypeAdapter[Any] = TypeAdapter(dict[str, Any] | None)
+FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
+    **dict.fromkeys((QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HOPS), (_FLAG, "true or false")),
+    HPZ: (_COUNT, "a number of ranks"),
+    LOCO: (_LOCO, "a JSON object, or null"),
+    MICS: (_WHOLE, "a number of ranks"),
+}
+"""The stock keys -> how DeepSpeed reads their values, and what they must be."""
 GONE = (LOCO, MICS, MICS_HOPS)
 PERSISTENCE = "stage3_param_persistence_threshold"
 """TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores it."""
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
 OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
-ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
+_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
+IGNORED: Mapping[str, tuple[bool, str]] = {
+    "stage3_use_all_reduce_for_fetch_params": (True, _FETCH),
+    "use_all_reduce_for_fetch_params": (True, _FETCH),
+    "reduce_scatter": (False, "zero_topo scatters gradients to their shards, which sends half of an all-reduce"),
+    "pipeline_loading_checkpoint": (True, "each rank reads only its own files, and no state changes before all have"),
+}
+"""Stage-3 settings that zero_topo supersedes -> the value that asks for something else, and why it has no effect."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +63,9 @@ class Translation:
     """Holds a DeepSpeed config whose stock keys have been translated to keys of the block.
 
     Attributes:
-        config: the config without the translated keys; keys that contradict the block remain.
+        config: the config without the translated keys; keys that are wrong or contradict the block remain.
         lines: one line for each translated key, with its replacement.
-        problems: one line for each key that contradicts the block.
+        problems: one line for each key that is wrong or contradicts the block.
     """
 
     config: dict[str, Any]
@@ -54,34 +73,30 @@ class Translation:
     problems: tuple[str, ...] = ()
 
 
-def on(value: Any) -> bool:
-    """Return whether DeepSpeed treats a value as true."""
-    return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
-
-
-def lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value of a key of a block, such as ``"bf16.enabled"``; :data:`ABSENT` for "auto" too."""
-    value: Any = ds_config
-    for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return ABSENT
-        value = value[key]
-    return ABSENT if isinstance(value, str) and value == "auto" else value
-
-
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18."""
-    zero = _zero(ds_config)
-    given = {key: zero[key] for key in KEYS if key in zero}
-    effective = {
-        QUANTIZED_WEIGHTS: on(given.get(QUANTIZED_WEIGHTS)),
-        HPZ: _ranks(given.get(HPZ), least=2),
-        QUANTIZED_GRADIENTS: on(given.get(QUANTIZED_GRADIENTS)),
-        LOCO: given.get(LOCO) is not None,
-        MICS: _ranks(given.get(MICS), least=1),
-        MICS_HOPS: on(given.get(MICS_HOPS)),
-    }
-    return {key: given[key] for key, works in effective.items() if works and given[key] != "auto"}
+    """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18, as DeepSpeed reads it."""
+    given, _ = read_stock(part_of(ds_config, ZERO))
+    least = {HPZ: 2, MICS: 1}
+    active = {}
+    for key, value in given.items():
+        works = value is not None if key == LOCO else value >= least.get(key, 1)
+        if works:
+            active[key] = value
+    return active
+
+
+def read_stock(zero: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the stock keys as DeepSpeed's fields read them, and a line for each whose value they refuse."""
+    values, problems = {}, {}
+    for key, (kind, expected) in FIELDS.items():
+        value = zero.get(key, "auto")
+        if value == "auto":
+            continue
+        try:
+            values[key] = kind.validate_python(value)
+        except ValidationError:
+            problems[key] = f"{ZERO}.{key} = {as_json(value)}: must be {expected}"
+    return values, problems
 
 
 def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,17 +117,21 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         ds_config: the DeepSpeed config; it is not changed.
         optimizer: whether the caller passes an optimizer; a config may also name one.
     """
-    block, active, zero = ds_config.get(ROOT), switched_on(ds_config), _zero(ds_config)
-    off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if key in zero and key not in active}
-    off |= dict(_asks_for_less(zero))
+    block, active, zero = ds_config.get(ROOT), switched_on(ds_config), part_of(ds_config, ZERO)
+    _, wrong = read_stock(zero)
+    off = {}
+    for key in GONE:
+        if key in zero and key not in active and key not in wrong:
+            off[key] = "DeepSpeed 0.19 refuses the key"
+    off |= dict(_ignored(zero))
     device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
     if device == "cpu" and (optimizer or "optimizer" in ds_config):  # others keep them there, and gather from there
         off["offload_param"] = OFFLOADED
     # The policy gets the number that is meant: with another one the reference would round other parameters.
     meant = ds_config.get(f"{ZERO}.{PERSISTENCE}") if zero.get(PERSISTENCE) == "auto" else None
-    if not isinstance(block, Mapping) or not (active or off or meant is not None):
+    if not isinstance(block, Mapping) or not (active or off or wrong or meant is not None):
         return Translation(dict(ds_config))
-    config, lines, problems = deepcopy(dict(ds_config)), [], []
+    config, lines, problems = deepcopy(dict(ds_config)), [], list(wrong.values())
     if meant is not None:
         config[ZERO][PERSISTENCE] = meant
         lines.append(f'{ZERO}.{PERSISTENCE} = "auto" is taken as {meant}, the value of "{ZERO}.{PERSISTENCE}"')
@@ -124,8 +143,8 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         if base:
             lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {json.dumps(base)}')
     wishes = _wishes(active)
-    for key, value in active.items():
-        written, wish = f"{ZERO}.{key} = {as_json(value)}", wishes.get(key, {})
+    for key in active:
+        written, wish = f"{ZERO}.{key} = {as_json(zero[key])}", wishes.get(key, {})
         if contradiction := _contradiction(block, wish, ROOT):
             problems.append(f"{written}: it means {contradiction}; remove one of the two")
             continue
@@ -135,19 +154,11 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     return Translation(config, tuple(lines), tuple(problems))
 
 
-def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return DeepSpeed's block of ZeRO settings; an empty one if there is none."""
-    zero = ds_config.get(ZERO)
-    return zero if isinstance(zero, Mapping) else {}
-
-
-def _asks_for_less(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for stock settings of gathers and reductions that zero_topo supersedes."""
-    for key in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
-        if zero.get(key, "auto") != "auto" and on(zero[key]):
-            yield key, ALL_REDUCED_FETCH
-    if zero.get("reduce_scatter") in (False, "false", "False"):
-        yield "reduce_scatter", "zero_topo scatters gradients to their shards, which sends half of an all-reduce"
+def _ignored(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for each setting of :data:`IGNORED` that the config has."""
+    for key, (value, why) in IGNORED.items():
+        if switch(zero.get(key)) is value:
+            yield key, why
 
 
 def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -189,8 +200,3 @@ def _filled(block: Mapping[str, Any], wish: Mapping[str, Any]) -> dict[str, Any]
     """Return the block with the keys of the wish that it lacks."""
     both = {key: _filled(block[key], value) for key, value in wish.items() if isinstance(value, dict) and key in block}
     return {**block, **{key: value for key, value in wish.items() if key not in block}, **both}
-
-
-def _ranks(value: Any, least: int) -> bool:
-    whole = value.is_integer() if isinstance(value, float) else type(value) is int
-    return whole and value >= least

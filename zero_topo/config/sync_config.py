@@ -60,6 +60,7 @@ class SyncSettings(StrictModel):
     Attributes:
         MODE: the value of ``mode``, its default.
         OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
+        STAGED: whether each stage of a run returns before its exchange has ended, so that runs overlap.
 
     Raises:
         TypeError: where a mode without a formula is used; Python's error for an abstract class names the formula.
@@ -67,6 +68,7 @@ class SyncSettings(StrictModel):
 
     MODE: ClassVar[str]
     OPTIMIZER: ClassVar[str | None] = None
+    STAGED: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -151,6 +153,7 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
 class DenseSync(SyncSettings):
     """Every element of the gradient shard is reduced, unquantized."""
 
+    STAGED: ClassVar[bool] = True
     mode: Literal["dense"] = Field("dense", description="Reduce every element, unquantized.")
     reduce: Literal["reduce_scatter", "all_reduce"] = Field(
         "reduce_scatter",
@@ -179,6 +182,7 @@ class DenseSync(SyncSettings):
 class QuantizedSync(SyncSettings):
     """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
 
+    STAGED: ClassVar[bool] = True
     mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
     bits: Literal[8, 4, "nf4"] = Field(
         4,

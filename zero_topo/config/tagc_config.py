@@ -30,6 +30,7 @@ from pydantic.json_schema import SkipJsonSchema
 from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, SparseSync, replicated
 from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
+from zero_topo.strict import Strings
 
 RATIOS = (10, 4, 2)
 PAPER_ZEROS = {2: 0.80, 4: 0.90, 10: 0.9875}
@@ -73,7 +74,7 @@ class TagcSync(SparseSync):
         "more, so that the selected elements of all ranks fit into the sketch even if none coincide.",
     )
     value_dtype: Dtype = Field("bf16", description="Type of values sent without a sketch; sketches are always FP32.")
-    exclude: tuple[str, ...] = Field(
+    exclude: Strings = Field(
         QUERY_KEY_VALUE,
         description="Parameters to reduce densely after all: shell patterns; by default what computes queries, keys "
         "and values.",

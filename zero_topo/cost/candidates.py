@@ -6,8 +6,10 @@ Note [What is tried]
     the world. Weights, gradients and optimizer follow the dependency rule; the optimizer is sharded over the world, or
     replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
     the bits of the ZeRO-topo paper, and additionally with sync and publish in INT4. If weights are sent in INT8, it is
-    also tried with resident INT8 weights, whose publish is exact and needs no INT4. Sparse modes change how training
-    converges, so they are tried only if asked for. Keys that the user wrote override those of every candidate.
+    also tried with resident INT8 weights, whose publish is exact and needs no INT4. Where GPUs have several ranks, each
+    plan whose collectives inside a node can go through the GPU is tried with that too (``"two_hop": "gpu"``). Sparse
+    modes change how training converges, so they are tried only if asked for. Keys that the user wrote override those of
+    every candidate.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 from zero_topo.config import AUTO, ROLES, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic
 from zero_topo.config.resolve import resolve_config
-from zero_topo.plan import divisors
+from zero_topo.plan import PHASES, divisors
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
@@ -98,7 +100,9 @@ def _candidates(asked: str, topology: Topology, sparse: tuple[str, ...]) -> tupl
     fixed = json.loads(asked)
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
-    for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
+    plans = (*_schemes(sparse), *_free_forms(topology, sparse))
+    by_gpu = [{**settings, "two_hop": "gpu"} for settings in plans] if topology.ranks_per_gpu > 1 else []
+    for settings in (*plans, *by_gpu):
         try:
             chosen = ZeroTopoConfig.parse({**settings, **fixed})
             config = resolve_config(chosen, topology)
@@ -157,6 +161,8 @@ def _name(own: Block, config: ResolvedConfig) -> str:
     if moving := [key for key in ("sync", "publish") if key in own]:
         mode = own.get("sync", FEW_BITS["sync"])["mode"]
         parts.append(f"{'int4' if mode == FEW_BITS['sync']['mode'] else mode} {' and '.join(moving)}")
+    if "two_hop" in own:
+        parts.append("through the GPU")
     return ", ".join(parts)
 
 
@@ -232,7 +238,9 @@ def _place(topology: Topology, degree: int) -> str | int:
 
 def _effect(config: ResolvedConfig) -> object:
     """Return a key that distinguishes plans; formats of collectives that move nothing are ignored."""
-    return tuple(config.plan.degrees().values()), config.resident_spec, repr(_used(config))
+    plan = config.plan
+    routes = tuple(tuple(plan.route(*plan.hop(phase))) for phase in PHASES)
+    return tuple(plan.degrees().values()), routes, config.resident_spec, repr(_used(config))
 
 
 def _used(config: ResolvedConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Price, Priced, Ranking, Request, rank_plans
 from zero_topo.cost.step import Job
+from zero_topo.cost.tensor import tree_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
@@ -54,7 +55,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         for plan in ranking.timed[1:2]
     ]
     return best.candidate.chosen, "; ".join(
-        [line, *near, *_gain(ranking), counted, setting(request.job), *assumed_lines(request)]
+        [line, *near, *_gain(ranking), counted, setting(best.request), *assumed_lines(request)]
     )
 
 
@@ -79,17 +80,21 @@ def _gain(ranking: Ranking) -> list[str]:
     ]
 
 
-def explain(ranking: Ranking) -> list[str]:
+def explain(ranking: Ranking, tensor: Sequence[Ranking] = ()) -> list[str]:
     """Explain which plan won and why, what dominates its link time, where the runner-up is slower, what does not fit.
 
     Named schemes that do not fit get a sentence each; other plans are counted.
+
+    Args:
+        ranking: the plans.
+        tensor: those with tensor parallelism, by :func:`rank_tensor`.
 
     Raises:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
     lines = [_winner_line(ranking), *_loss_lines(ranking), *_gain(ranking), range_sentence(best), _memory_line(best)]
-    lines += [*_advice(best), *_pipeline_line(best), _step_line(best)]
+    lines += [*_advice(best), *_tensor_lines(best, tensor), *_pipeline_line(ranking), _step_line(best)]
     lines += [_runner_up_line(best, second) for second in ranking.timed[1:2]]
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
@@ -144,13 +149,18 @@ def price_sentence(price: Price) -> str:
     return f"each rank stores {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
-def setting(job: Job) -> str:
+def setting(request: Request) -> str:
     """Return the job settings on which every predicted time depends; printed with each."""
+    job = request.job
     model, optimizer = job.model, "; Muon" if job.muon else ""
+    where = "a rank" if job.tensor == 1 else f"{job.tensor} tensor parallel ranks"
+    activations = "recomputed" if job.checkpointing else "kept"
+    if request.keeps_if_fits:
+        activations = "kept by each plan that fits with them, else recomputed"
     return (
         f"{format_count(model.params)} parameters, as {model.layers} layers of width {model.hidden}; "
-        f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on a rank, activations "
-        f"{'recomputed' if job.checkpointing else 'kept'}{optimizer}; of the communication that computation may hide, "
+        f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on {where}, activations "
+        f"{activations}{optimizer}; of the communication that computation may hide, "
         f"{job.hidden:.0%} is hidden (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
@@ -169,15 +179,33 @@ def _advice(best: Priced) -> list[str]:
     return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
 
 
-def _pipeline_line(best: Priced) -> list[str]:
+def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
+    """Compare the winner with the best plan of each number of tensor parallel ranks, and return what these need."""
+    lines = []
+    for other in (ranking.best for ranking in tensor):
+        job, share = other.request.job, other.seconds / best.seconds - 1
+        lines.append(
+            f"with {job.tensor} tensor parallel ranks, {other.candidate.name} would take "
+            f"{format_seconds(other.seconds)}, {share:+.1%} time, and {format_bytes(other.held)}, for the same batch: "
+            f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
+        )
+    if tensor:
+        lines.append(
+            'tensor parallelism divides the layers: "tensor_parallel": {"autotp_size": N} does so for Hugging Face '
+            "models that DeepSpeed can divide; other models need code, layers that communicate and an mpu"
+        )
+    return lines
+
+
+def _pipeline_line(ranking: Ranking) -> list[str]:
     """Compare the winner with tensor and pipeline parallel training."""
-    price = best_pipeline(best.request)
+    best, price = ranking.best, best_pipeline(ranking.request)
     if price is None or best.request.states_only:
         return []
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
         f"parallel ranks), would take {format_seconds(price.seconds)}, {price.seconds / best.seconds - 1:+.1%} "
-        f"time, and {format_bytes(price.held)}"
+        f"time, and {format_bytes(price.held)}; it needs code that divides the model"
     ]
 
 
@@ -229,11 +257,12 @@ def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
         ValueError: raised by :func:`recommend` and ``resolve_config``, and if the shards of weights and gradients alone
             are more than a rank's memory.
     """
-    if is_automatic(block, request.topology):
+    topology = tree_of(request.topology, request.job.tensor)
+    if is_automatic(block, topology):
         chosen, why = recommend(block, request)
-        resolved = resolve_config(chosen, request.topology)
+        resolved = resolve_config(chosen, topology)
         return replace(resolved, notes=(why, *resolved.notes))
-    resolved = resolve_config(block, request.topology)
+    resolved = resolve_config(block, topology)
     memory, limit, price = request.topology.memory_per_rank, request.limit, request.price(resolved)
     if memory is None or limit is None or price.fits:
         return resolved
@@ -297,7 +326,7 @@ def estimate(
     job = replace(request.job, checkpointing=checkpointing)
     ranking, tree = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), replace(request, job=job)), job.model
     print(f"{tree.name}: {tree.params:,} parameters in {tree.layers} layers of width {tree.hidden}")
-    for line in (setting(job), *explain(ranking)):
+    for line in (setting(ranking.best.request), *explain(ranking)):
         print(f"- {line}")
     return ranking
 

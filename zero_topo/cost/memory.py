@@ -7,11 +7,12 @@ weights of parameters that are not quantized.
 
 Note [Activations]
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
-    tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
-    only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm take ``4 s b h``
-    (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores
-    one FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors that a
-    layer stores, which covers other widths, grouped-query attention and gated layers.
+    tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a layer keeps ``s b h (34 + 5 a s / h)``
+    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of one layer is stored
+    at a time; embedding and last norm take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores. Only
+    eager attention stores it; flash attention stores one FP32 number per head and token. ``Part.stored`` replaces the
+    ``34 h`` by a count of the tensors that a layer stores, which covers other widths, grouped-query attention and gated
+    layers.
 
     The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's (transformers
     5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then. Fused losses, which
@@ -19,8 +20,9 @@ Note [Activations]
 
 Note [In flight]
     DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by default), but at least
-    the module in use and the prefetched modules. The buffers of the all-gather come in addition. Its gradient bucket
-    has ``reduce_bucket_size`` elements (5 * 10^8 by default) for any model size. The optimizer updates
+    the module in use and the prefetched modules. The buffers of the all-gather come in addition. In a backward pass
+    gradients of up to ``reduce_bucket_size`` elements (5 * 10^8 by default) wait for their scatter, or one gradient if
+    it is larger. They are read in place: DeepSpeed's contiguous bucket is not allocated. The optimizer updates
     ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
     states and these copies are in host memory, which is not counted.
 
@@ -141,8 +143,8 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
         job: the model's shape, the micro-batch and DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`memory_bytes`; "masks" of sparse modes; the gradient "bucket"; and
-        the roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
+        The roles of :func:`memory_bytes`; "masks" of sparse modes; and the roles of the largest moment, see
+        :func:`moments`. Roles of zero bytes are left out, except the four shards.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
@@ -152,7 +154,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     held |= {"optimizer": 0} if job.offload else {}
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]
-    beside = {"masks": masks, "bucket": job.bucket * work.itemsize, **most}
+    beside = {"masks": masks, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
@@ -167,7 +169,8 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     Returns:
         One mapping of role to bytes for each of these moments, in order:
 
-        1. A backward pass: "gathered" parameters, "activations", and "messages" of sync if it overlaps.
+        1. A backward pass: "gathered" parameters, "activations", the "bucket" of gradients that wait for their scatter,
+           and "messages" of sync if it overlaps.
         2. The backward pass while a bucket is reduce-scattered, with the buffers of that in "messages".
         3. Sync after the backward pass.
         4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
@@ -183,7 +186,8 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, job.bucket, work)
     complete, coming = gathered_bytes(config, job, work.itemsize)
-    computing = {"activations": activation_bytes(job, work.itemsize)}
+    waiting = min(max([job.bucket, *work.numels]), sum(work.numels)) * work.itemsize
+    computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
     beside = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (
@@ -207,9 +211,9 @@ def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int
         Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
         flight, for which this rank stores its own buffer and those received from the outermost group.
     """
-    sizes = [sum(numels) for numels in job.model.modules()]
+    sizes = [sum(numels) for numels in job.part.modules()]
     ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))
-    whole = min(job.model.params, max(job.live, ahead)) * itemsize
+    whole = min(job.part.params, max(job.live, ahead)) * itemsize
     complete = coming = 0
     for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
         members, (lo, hi) = config.plan.hop(phase)[1], config.plan.route(*config.plan.hop(phase))[-1]
@@ -219,19 +223,18 @@ def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int
     return whole + complete, whole + coming
 
 
-def activation_bytes(job: Job, itemsize: int = 2, tensor: int = 1) -> int:
+def activation_bytes(job: Job, itemsize: int = 2) -> int:
     """Return the bytes of activations of one micro-batch at the peak; see Note [Activations].
 
     Args:
         job: gives the model's shape, sequences per micro-batch, the attention, and whether layers are recomputed.
         itemsize: bytes per activation.
-        tensor: tensor parallel ranks, which share the logits and 24 of a layer's 34 bytes per element.
     """
-    model = job.model
+    model = job.part
     tokens, h = model.sequence * job.micro_batch, model.hidden
     scores = 5 * model.heads * model.sequence if job.attention == "eager" else 4 * model.heads
-    layer = tokens * (2 * model.stored + scores) * (10 * tensor + 24) * itemsize // (2 * 34 * tensor)
-    logits = 0 if job.fused_loss else int(LOGITS * 4 * tokens * model.vocab) // tensor
+    layer = tokens * (2 * model.stored + scores) * itemsize // 2
+    logits = 0 if job.fused_loss else int(LOGITS * 4 * tokens * model.vocab)
     ends = 4 * tokens * h
     if job.checkpointing:  # the layers' inputs, and then either the loss or one layer
         return model.layers * tokens * h * itemsize + max(layer, logits) + ends

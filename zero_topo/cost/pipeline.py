@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zero_topo.cost.memory import ADAM_BYTES, activation_bytes
-from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import OPTIMIZER_BYTES, Job, Network, Step
+from zero_topo.cost.network import Network
+from zero_topo.cost.planner import Price, Request, first_that_fits
+from zero_topo.cost.step import OPTIMIZER_BYTES, Job, Step
 from zero_topo.cost.volume import Key
 from zero_topo.plan import divisors
 from zero_topo.topology.model import Topology
@@ -67,12 +68,17 @@ def pipelines(topology: Topology, job: Job) -> Iterator[Pipeline]:
                 yield Pipeline(topology, stages, tensor)
 
 
-def _collectives(plan: Pipeline, job: Job) -> Iterator[tuple[str, int, tuple[int, int], float, str]]:
+def _slots(plan: Pipeline, job: Job) -> float:
+    """Return the micro-batches of a replica, which trains those of ``p t`` ranks of the job."""
+    return job.micro_batches * plan.stages * plan.tensor / job.tensor
+
+
+def _collectives(plan: Pipeline, job: Job) -> Iterator[tuple[str, float, tuple[int, int], float, str]]:
     """Yield (phase, times in a step, process group, bytes that a rank sends, pattern)."""
     p, t, r, model = plan.stages, plan.tensor, plan.replicas, job.model
     activations = float(job.micro_batch * model.sequence * model.hidden * job.itemsize)
     weights = model.params / (p * t) * job.itemsize
-    slots, layers = job.micro_batches * p * t, model.layers // p
+    slots, layers = _slots(plan, job), model.layers // p
     if t > 1:
         times = slots * layers * (4 + 2 * job.checkpointing)
         for pattern in ("reduce ring", "ring"):  # the halves of an all-reduce
@@ -88,13 +94,12 @@ def pipeline_step(plan: Pipeline, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step of the batch that ``job`` gives all ranks together."""
     model, network = job.model, Network(plan.topology, rates)
     flops = model.module_flops(job.micro_batch * model.sequence)
-    compute = job.micro_batches * (3 * sum(flops) + job.checkpointing * sum(flops[1:-1])) / rates.flops
+    compute = job.micro_batches / job.tensor * (3 * sum(flops) + job.checkpointing * sum(flops[1:-1])) / rates.flops
     found = {"compute": compute, "tensor": 0.0, "stages": 0.0, "sync": 0.0, "publish": 0.0}
     for phase, times, (lo, hi), sent, pattern in _collectives(plan, job):
         hop = network.hop(lo, hi, sent, pattern)
         found[phase] += times * hop.seconds * (1.0 if phase == "tensor" else 1 - job.hidden)
-    slots = job.micro_batches * plan.stages * plan.tensor
-    found["bubble"] = (plan.stages - 1) / slots * (found["compute"] + found["tensor"] + found["stages"])
+    found["bubble"] = (plan.stages - 1) / _slots(plan, job) * (found["compute"] + found["tensor"] + found["stages"])
     found["optimizer"] = model.params / plan.topology.world_size * OPTIMIZER_BYTES / rates.memory
     return Step(found, job.flops)
 
@@ -116,7 +121,7 @@ class PipelinePrice(Price):
             "gradients": each * job.itemsize,
             "optimizer": 0 if job.offload else each * ADAM_BYTES // plan.replicas,
             "bucket": min(job.bucket, each) * job.itemsize,
-            "activations": activation_bytes(job, job.itemsize, plan.tensor),
+            "activations": activation_bytes(replace(job, tensor=plan.tensor), job.itemsize),
         }
 
     @cached_property
@@ -128,7 +133,12 @@ class PipelinePrice(Price):
         return sent
 
 
+def pipeline_price(plan: Pipeline, request: Request) -> PipelinePrice:
+    """Return the cost of a pipeline for a request."""
+    return first_that_fits(PipelinePrice(plan, each) for each in request.choices)
+
+
 def best_pipeline(request: Request) -> PipelinePrice | None:
     """Return the fastest pipeline that fits into memory; None if none does."""
-    prices = [PipelinePrice(plan, request) for plan in pipelines(request.machine, request.job)]
+    prices = [pipeline_price(plan, request) for plan in pipelines(request.machine, request.job)]
     return min((price for price in prices if price.fits), key=lambda price: price.seconds, default=None)

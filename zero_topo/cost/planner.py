@@ -16,15 +16,18 @@ why a plan won.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.memory import memory_bytes, predict_memory
-from zero_topo.cost.step import Job, Range, Step, predict_step, rates_of, step_range
+from zero_topo.cost.network import rates_of
+from zero_topo.cost.step import Job, Range, Step, predict_step, step_range
+from zero_topo.cost.tensor import all_reduces, tensor_sizes, tree_of
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, MOST_RANKS, Topology
@@ -61,6 +64,8 @@ class Request:
         own_rates: rates of a rank, if they are known; None takes those of the machine's preset.
         frozen: elements of each parameter that no optimizer updates.
         whole: for each of ``numels``, whether its update is Muon's; empty if none.
+        keeps_if_fits: keep activations in each plan that fits with them, and recompute them in the other plans, rather
+            than as the job says.
     """
 
     topology: Topology
@@ -72,16 +77,31 @@ class Request:
     own_rates: Rates | None = None
     frozen: tuple[int, ...] = ()
     whole: tuple[bool, ...] = ()
+    keeps_if_fits: bool = False
 
     def price(self, config: ResolvedConfig) -> Price:
         """Return the cost of a plan: its step time, the bytes it sends, and the memory of a rank."""
-        return Price(config, self)
+        return first_that_fits(Price(config, each) for each in self.choices)
+
+    @cached_property
+    def choices(self) -> tuple[Request, ...]:
+        """Return the requests of which a plan takes the first with which it fits; see ``keeps_if_fits``."""
+        if not self.keeps_if_fits:
+            return (self,)
+        kept, recomputed = (replace(self.job, checkpointing=recompute) for recompute in (False, True))
+        fixed = replace(self, keeps_if_fits=False)
+        return replace(fixed, job=kept), replace(fixed, job=recomputed)
 
     @cached_property
     def machine(self) -> Topology:
         """Return the topology as far as costs depend on it, with assumed links where they are unknown."""
         links = {**load_machine(ASSUMED_MACHINE).links, **self.topology.links}
         return replace(self.topology, links=links, order=None, hosts=None)
+
+    @cached_property
+    def tree(self) -> Topology:
+        """Return the tree of the ranks that a plan counts: of each data-parallel group, with assumed links."""
+        return tree_of(self.machine, self.job.tensor)
 
     @property
     def known_rates(self) -> Rates | None:
@@ -105,10 +125,10 @@ class Request:
     def work(self) -> Workload:
         """Return the parameters and the step, as far as bytes depend on them."""
         job = self.job
-        numels, dims = (job.model.numels(), job.model.dims()) if self.numels is None else (self.numels, None)
+        numels, dims = (job.part.numels(), job.part.dims()) if self.numels is None else (self.numels, None)
         work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
         frozen = Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
-        whole = self.whole if self.numels is not None else job.model.whole() if job.muon else ()
+        whole = self.whole if self.numels is not None else job.part.whole() if job.muon else ()
         return replace(work, frozen=frozen, whole=whole, loss_scaled=job.loss_scaled)
 
     @property
@@ -160,7 +180,12 @@ class Price:
     @cached_property
     def sent(self) -> Mapping[Key, int]:
         """Return the bytes that a rank sends in a step, by phase and domain."""
-        return step_bytes(self.config, self.request.work, self.request.job.stock)
+        job = self.request.job
+        sent = step_bytes(self.config, self.request.work, job.stock)
+        if job.tensor > 1:
+            count, half = all_reduces(job)
+            sent["tensor", self.request.machine.domain(job.tensor)] = int(2 * count * half)
+        return sent
 
     @cached_property
     def step(self) -> Step:
@@ -184,8 +209,19 @@ class Price:
 
     @property
     def _known(self) -> ResolvedConfig:
-        """Return the plan with assumed links where they are unknown."""
+        """Return the plan with the whole machine, and assumed links where they are unknown."""
         return replace(self.config, topology=self.request.machine)
+
+
+P = TypeVar("P", bound=Price)
+
+
+def first_that_fits(prices: Iterable[P]) -> P:
+    """Return the first price that fits into a rank's memory; the last if none does."""
+    for price in prices:
+        if price.fits:
+            break
+    return price
 
 
 @dataclass(frozen=True)
@@ -268,8 +304,10 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     Raises:
         ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
-    found = _careful(candidates(asked, request.machine, request.sparse), request)
-    plans = [Priced(candidate.config, request, candidate) for candidate in found]
+    found = _careful(candidates(asked, request.tree, request.sparse), request)
+    plans = [
+        first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices) for candidate in found
+    ]
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(
@@ -281,14 +319,32 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
 
 
-def rank_both(asked: ZeroTopoConfig, request: Request) -> Ranking:
-    """Rank plans with and without recomputation of activations, and return the ranking with the faster winner."""
-    kept, recomputed = (
-        rank_plans(asked, replace(request, job=replace(request.job, checkpointing=recompute)))
-        for recompute in (False, True)
-    )
-    slower = kept.timed and recomputed.timed and recomputed.best.seconds < kept.best.seconds
-    return recomputed if slower or not kept.timed else kept
+def tensor_requests(request: Request, size: int) -> tuple[Request, Request]:
+    """Return the two requests that train the same batch on groups of ``size`` tensor parallel ranks.
+
+    A group takes the micro-batches of its ranks one after the other, or in fewer, larger ones.
+    """
+    job = request.job
+    longer = replace(job, tensor=size, micro_batches=job.micro_batches * size)
+    larger = replace(job, tensor=size, micro_batch=job.micro_batch * size)
+    return replace(request, job=longer), replace(request, job=larger)
+
+
+def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
+    """Rank the plans with each number of tensor parallel ranks, and return the rankings with a plan that fits.
+
+    They are sorted by the time of their best plan; of both ways to place the batch, the faster is taken. There are none
+    if the request has a number of tensor parallel ranks, or counts states alone.
+    """
+    if request.job.tensor > 1 or request.states_only:
+        return ()
+    found = []
+    for size in tensor_sizes(request.machine, request.job.model):
+        rankings = [rank_plans(asked, each) for each in tensor_requests(request, size)]
+        fitting = [ranking for ranking in rankings if ranking.timed]
+        if fitting:
+            found.append(min(fitting, key=lambda ranking: ranking.best.seconds))
+    return tuple(sorted(found, key=lambda ranking: ranking.best.seconds))
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
@@ -298,7 +354,7 @@ def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate
     """
     if request.limit is not None:
         return found
-    sharded = [plan for plan in found if plan.config.plan.weights >= request.topology.ranks_per_node]
+    sharded = [plan for plan in found if plan.config.plan.weights >= request.tree.ranks_per_node]
     return sharded or found
 
 
@@ -374,7 +430,7 @@ def _more_nodes(machine: Topology) -> list[int]:
 
 def _on(plan: Priced, request: Request) -> Price:
     """Return the cost of a plan under another request."""
-    return request.price(resolve_config(plan.candidate.chosen, request.machine))
+    return request.price(resolve_config(plan.candidate.chosen, request.tree))
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:

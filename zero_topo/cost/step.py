@@ -12,27 +12,13 @@ Note [A step]
     is switched off (``Job.prefetch``, ``Job.overlap_scatter``, the block's ``overlap``). ``Job.overlap`` interpolates
     between the two.
 
-Note [Links]
-    A byte uses the link of the smallest domain that holds both ends: the GPU's link between its GCDs, the node's
-    between GPUs, the world's between nodes. A :class:`Link` gives the rate of one rank while all ranks of the domain
-    send at once. Every rank of the world takes part in all collectives of a plan, each in its own group, so all do
-    send. Rings are the exception: a ring through ``g`` members of a node leaves it once, so only ``L / g`` of the ``L``
-    ranks of a node send to other nodes. If the domain's link is shared (a node's uplink), each of these gets ``g``
-    times the rate.
-
-Note [Patterns]
-    A process group has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B`` bytes in all.
-    *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the unit, and the
-    latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather. Each unit's link
-    carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of Thakur,
-    Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of the
-    tree.
-
-Note [Measured rings]
-    If a machine's rings were measured (``Rates.rings``), these rates replace those of the links. They were measured
-    with one ring through all ranks of a unit, which uses all of its links. With ``L`` ranks in a unit and ``g`` of them
-    in each ring, ``L / g`` rings run in parallel and share the links. Each of the ``P - 1`` steps of a ring takes the
-    step time of the widest domain: all ranks send at once, and the slowest pair sets the pace.
+Note [Runs]
+    Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run has stages: packing,
+    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in
+    ``collectives/queue.py``): one run crosses nodes while the next is exchanged inside the node and a third is packed.
+    All runs then take as long as their longest stage, and once, for one run, the others. Stages follow one another with
+    ``overlap`` off and in sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there
+    is one collective for each module.
 
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
@@ -62,20 +48,20 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from zero_topo.config import AUTO, ResolvedConfig
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.memory import VARIANCE_BYTES
+from zero_topo.cost.network import HopTime, Network
+from zero_topo.cost.tensor import all_reduces, part_of
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import Columns, Workload, count_moves, gather_spec, matrix_moves, phase_moves, sent_as
 from zero_topo.strict import must_be, read
-from zero_topo.topology.model import DOMAINS, Topology
-from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
@@ -100,8 +86,12 @@ PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "pu
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
 Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")]
-COUNTS = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
-"""Field of a job -> key of ``zero_optimization``, a number of elements."""
+COUNTS = {
+    "live": ("stage3_max_live_parameters", "max_live_parameters"),
+    "bucket": ("reduce_bucket_size",),
+    "sub_group": ("sub_group_size",),
+}
+"""Field of a job -> the names of a key of ``zero_optimization``, a number of elements."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +116,7 @@ class Job:
         sub_group: elements that the optimizer updates at a time (``sub_group_size``).
         offload: whether ``offload_optimizer`` names the CPU.
         loss_scaled: whether ``fp16`` is enabled.
+        tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor parallelism].
 
     Raises:
         ValueError: if a number is out of range.
@@ -148,9 +139,10 @@ class Job:
     sub_group: int = 10**9
     offload: bool = False
     loss_scaled: bool = False
+    tensor: int = 1
 
     def __post_init__(self) -> None:
-        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
+        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0), ("tensor", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
         if not 0 <= self.hidden <= 1:
@@ -162,10 +154,15 @@ class Job:
         return OVERLAP if self.overlap is None else self.overlap
 
     @property
+    def part(self) -> Model:
+        """Return a rank's part of the model: all of it without tensor parallelism."""
+        return part_of(self.model, self.tensor)
+
+    @property
     def flops(self) -> float:
         """Return the model FLOPs of one rank in a step: forward and backward, without recomputation."""
         tokens = self.micro_batch * self.model.sequence
-        return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
+        return 3.0 * self.micro_batches * sum(self.part.module_flops(tokens))
 
 
 def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,112 +171,22 @@ def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if a value is not a number.
     """
-    zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
-    stated = {name: key for name, key in COUNTS.items() if zero.get(key, AUTO) != AUTO}
-    counts = {name: int(read(Elements, f"zero_optimization.{key}", zero[key])) for name, key in stated.items()}
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    scaled = fp16.get("enabled") is True
-    return {**counts, "offload": device == "cpu", "loss_scaled": scaled, "muon": method_of(config)}
+    counts = {}
+    for name, keys in COUNTS.items():
+        for key in keys:
+            value = lookup(config, f"{ZERO}.{key}")
+            if value is not ABSENT:
+                counts[name] = int(read(Elements, f"{ZERO}.{key}", value))
+    offload = lookup(config, f"{ZERO}.offload_optimizer.device") == "cpu"
+    scaled = on(lookup(config, "fp16.enabled"))
+    return {**counts, "offload": offload, "loss_scaled": scaled, "muon": method_of(config)}
 
 
 def method_of(ds_config: Mapping[str, Any]) -> str | None:
     """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not Muon."""
-    optimizer = ds_config.get("optimizer")
-    if not isinstance(optimizer, Mapping) or str(optimizer.get("type")).lower() != "muon":
+    if str(lookup(ds_config, "optimizer.type")).lower() != "muon":
         return None
-    return "standard" if (optimizer.get("params") or {}).get("ns_method") == "standard" else "gram"
-
-
-# -- process groups ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class HopTime:
-    """Holds the time of a collective over one process group on otherwise idle links.
-
-    Attributes:
-        latency: seconds.
-        busy: domain -> seconds for which its link is busy.
-    """
-
-    latency: float
-    busy: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds from the first byte to the last."""
-        return self.latency + max(self.busy.values(), default=0.0)
-
-
-@dataclass(frozen=True)
-class Network:
-    """Computes the times of collectives on the links of a machine.
-
-    Attributes:
-        topology: tree and links.
-        rates: efficiencies, and which links are shared.
-    """
-
-    topology: Topology
-    rates: Rates
-
-    @cached_property
-    def units(self) -> Mapping[str, int]:
-        """Return domain -> its number of ranks."""
-        return {domain: self.topology.degree(domain) for domain in DOMAINS}
-
-    def bandwidth(self, domain: str) -> float:
-        """Return the bytes/s of a domain's link that collectives reach."""
-        return self.topology.links[domain].bandwidth * self.rates.link_efficiency.get(domain, 1.0)
-
-    def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
-        """Return the time of a collective over ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
-
-        Args:
-            lo, hi: the process group.
-            sent: bytes to all other members together.
-            pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
-        """
-        size, busy, latency = hi // lo, dict[str, float](), 0.0
-        members = {domain: _members(lo, hi, unit) for domain, unit in self.units.items()}
-        measured = self.rates.rings.get("reduce" if pattern == "reduce ring" else "gather", {})
-        for below, domain in pairwise(DOMAINS):
-            inner, outer = members[below], members[domain]
-            if outer == inner:
-                continue
-            if pattern == "direct":
-                busy[domain] = sent * (outer - inner) / (size - 1) / self.bandwidth(domain)
-                latency = max(latency, self.topology.links[domain].latency)
-            elif (ring := measured.get(domain)) is not None:
-                unit = "gpu" if domain == "gpu" else "node"
-                busy[domain] = sent * self.units[unit] / (members[unit] * ring.bandwidth)
-                latency = ring.latency(size, sent / (size - 1))
-            else:
-                busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * self.bandwidth(domain))
-                steps = size // inner - (size // outer if outer < size else 0)
-                latency += steps * self.topology.links[domain].latency * (size - 1) / size
-        return HopTime(latency, busy)
-
-
-def _members(lo: int, hi: int, unit: int) -> int:
-    """Return the number of members of a process group in one unit of a domain, which has ``unit`` ranks."""
-    size = hi // lo
-    return size if unit % hi == 0 else max(1, min(size, unit // lo))
-
-
-def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
-    """Return a preset's rates, by default those of the topology's name; None if it has none, or is no preset.
-
-    Measured rings count only over links equal to the preset's.
-    """
-    machine = load_machine(name or topology.name) if (name or topology.name) in preset_names() else None
-    if machine is None or machine.rates is None:
-        return None
-    known = {name: link.bandwidth for name, link in machine.links.items()}
-    stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
-    rings = machine.rates.rings.items()
-    kept = {collective: {name: of[name] for name in of if name not in stated} for collective, of in rings}
-    return replace(machine.rates, rings=kept)
+    return "standard" if lookup(ds_config, "optimizer.params.ns_method") == "standard" else "gram"
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -294,17 +201,21 @@ class Packet:
         packing: seconds to pack and unpack one collective.
         hops: times of one collective by process group, in the order they run.
         count: number of collectives.
+        staged: runs whose stages overlap; 1 if stages follow one another. See Note [Runs].
     """
 
     phase: str
     packing: float
     hops: tuple[HopTime, ...]
     count: int = 1
+    staged: int = 1
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all collectives in sequence, from the first value packed to the last unpacked."""
-        return self.count * (self.packing + sum(hop.seconds for hop in self.hops))
+        """Return the seconds of all collectives, from the first value packed to the last unpacked."""
+        stages = [self.packing, *(hop.seconds for hop in self.hops)]
+        longest = max(stages)
+        return self.count * (longest + (sum(stages) - longest) / self.staged)
 
     def busy(self, host_codec: bool) -> Iterable[tuple[str, float]]:
         """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on its stream."""
@@ -315,8 +226,10 @@ class Packet:
             yield from ((domain, self.count * seconds) for domain, seconds in hop.busy.items())
 
 
-def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1) -> Packet:
-    """Return the collectives of a phase for ``count`` modules of these parameters."""
+def _packet(
+    config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1, runs: int = 1
+) -> Packet:
+    """Return the collectives of a phase for ``count`` modules, each with one of ``runs`` parts of these parameters."""
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
@@ -332,12 +245,29 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    return Packet(phase, touched / network.rates.memory, _hops(network, found, reduces), count)
+    hops = _hops(network, found, reduces, runs)
+    return Packet(phase, touched / runs / network.rates.memory, hops, count)
 
 
-def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> tuple[HopTime, ...]:
+def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules) -> list[Packet]:
+    """Return the first run of sync or publish of a model's modules, and the other runs; see Note [Runs]."""
+    if (job.stock or network.rates.host_codec) and not (phase == "sync" and config.sync.whole):
+        return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
+    plain, coded = (tuple(width for count, of in modules for width in of[kind] * count) for kind in (0, 1))
+    columns, params = Columns(plain, coded), job.part.params
+    limit = max(1, job.bucket)
+    if phase == "sync":
+        limit = config.sync.run_numel(limit, params) or params
+    runs = -(-params // limit)
+    staged = config.overlap and (phase == "publish" or config.sync.STAGED)
+    first = _packet(config, job, network, phase, columns, runs=runs)
+    first = replace(first, staged=runs if staged else 1)
+    return [first, replace(first, count=runs - 1)]
+
+
+def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1) -> tuple[HopTime, ...]:
     gathers = network.rates.gather
-    return tuple(network.hop(m.lo, m.hi, float(m.sent), gathers if m.gathers else reduces) for m in moves)
+    return tuple(network.hop(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces) for m in moves)
 
 
 def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:
@@ -407,14 +337,14 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step; see Note [A step].
 
     Args:
-        config: plan, formats and machine, with all links that are used.
+        config: plan, formats and the whole machine, with all links that are used.
         job: what is trained.
         rates: rates of a rank.
     """
-    network = Network(config.topology, rates)
+    network = Network(config.topology, rates, config.topology.world_size // config.plan.world_size)
     sent_alike = replace(job, micro_batch=1, micro_batches=1, checkpointing=True, overlap=None)
     modules, packets = _collectives(config, sent_alike, network)
-    flops = job.model.module_flops(job.micro_batch * job.model.sequence)
+    flops = job.part.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
@@ -425,23 +355,35 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
     if job.muon:
-        whole = [shape for part in job.model.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
+        whole = [shape for part in job.part.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
         numels, owners = [*map(math.prod, whole)], config.plan.world_size if job.stock else config.plan.optimizer
         saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
         found["matrices"] = Packet("matrices", 0.0, _hops(network, exchange)).seconds
+    if job.tensor > 1:
+        found["tensor"] = _tensor_seconds(replace(network, stride=1), job)
     return Step(found, job.flops)
+
+
+def _tensor_seconds(network: Network, job: Job) -> float:
+    """Return the seconds of the all-reduces of activations, which nothing hides."""
+    count, sent = all_reduces(job)
+    halves = [network.hop(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")]
+    return count * sum(half.seconds for half in halves)
 
 
 @lru_cache(maxsize=512)  # of all plans of a machine: other micro-batches, recomputation or overlap ask again
 def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
     """Return the columns of a job's modules, each with their number, and their collectives by phase."""
-    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
-    return modules, {
+    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.part.parts]
+    packets = {
         phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-        for phase in PHASES[1:-1]
+        for phase in ("gather_forward", "gather_backward", "scatter")
     }
+    for phase in ("sync", "publish"):
+        packets[phase] = _run_packets(config, job, network, phase, modules)
+    return modules, packets
 
 
 def _passes(
@@ -462,12 +404,13 @@ def _passes(
         """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
         return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
-    whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
-    synced = [_packet(config, job, network, "sync", columns) for columns in whole] or packets["sync"]
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
     forward = [split(packets["gather_forward"], gathers)]
     backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
-    published, reduced = split(packets["publish"], config.overlap), split(synced, config.overlap and not whole)
+    published, reduced = (
+        split(packets["publish"], config.overlap),
+        split(packets["sync"], config.overlap and not config.sync.whole),
+    )
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]

@@ -26,6 +26,7 @@ def examine(seen: Surroundings) -> Iterator[Finding]:
         yield from software.backends(told)
     yield from network.launcher(seen)
     yield from network.interfaces(seen)
+    yield from network.forgotten(seen)
     yield from variables(seen)
     yield from files.locks(seen)
     yield from files.shared_memory(seen)

@@ -109,7 +109,8 @@ def config(seen: Surroundings) -> Iterator[Finding]:
     try:
         loaded = load_deepspeed_config(seen.config)
         view = launcher_view(seen.env)
-        problems = [*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None if view is None else view.world_size)]
+        ranks = None if view is None else view.world_size
+        problems = list(dict.fromkeys([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, ranks)]))
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
             where = seen.machine if seen.machine and block.topology == AUTO else block.topology

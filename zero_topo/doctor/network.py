@@ -1,17 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks the launcher's variables, and the network interfaces that the backends are configured to use."""
+"""Checks the launcher's variables, those that it passes on, and the network interfaces that the backends use."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.strict import words_of
 from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.probes import slurm
 
 LOOPBACK = "lo"
+PREFIX = "ZERO_TOPO_"
 
 
 def launcher(seen: Surroundings) -> Iterator[Finding]:
@@ -19,7 +23,7 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
     try:
         view = launcher_view(seen.env)
     except ValueError as error:
-        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|OMPI'")
+        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|FLUX|OMPI'")
         return
     if view is None:
         yield Finding(OK, "launcher", "not in a job")
@@ -41,6 +45,32 @@ def interfaces(seen: Surroundings) -> Iterator[Finding]:
         else:
             up = [name for name, is_up in there.items() if is_up]
             yield Finding(OK, variable, f"not set, the backend chooses; up are {', '.join(up)}")
+
+
+def forgotten(seen: Surroundings) -> Iterator[Finding]:
+    """Check that DeepSpeed's launcher passes zero_topo's variables to other nodes.
+
+    It passes a list of its own, and the lines of ``.deepspeed_env``; under the hook (``zero-topo enable``) ours too.
+    """
+    ours = sorted(name for name in seen.env if name.startswith(PREFIX))
+    if not ours:
+        return
+    by_scheduler = slurm.in_step(seen.env) or "FLUX_TASK_RANK" in seen.env
+    file = seen.env.get("DS_ENV_FILE", ".deepspeed_env")
+    paths = (Path(seen.env.get("HOME", "~")).expanduser() / file, Path(file))
+    texts = [path.read_text(errors="replace") for path in paths if path.is_file()]
+    listed = {line.partition("=")[0] for text in texts for line in text.splitlines()}
+    missing = [name for name in ours if name not in listed]
+    if by_scheduler or seen.enabled() or not missing:
+        yield Finding(OK, PREFIX, f"{', '.join(ours)} set, on every node")
+        return
+    text = f"{', '.join(missing)} set, which the deepspeed launcher does not pass to other nodes"
+    quoted = [name for name in missing if '"' in seen.env[name]]
+    if quoted:
+        text += f", nor the quotation marks of {', '.join(quoted)}"
+    values = {name: f"/path/of/{name.lower()}.json" if name in quoted else seen.env[name] for name in missing}
+    lines = " ".join(shlex.quote(f"{name}={value}") for name, value in values.items())
+    yield Finding(WARN, PREFIX, text, f"printf '%s\\n' {lines} >> ~/.deepspeed_env, or zero-topo enable")
 
 
 def _judged(subject: str, named: Mapping[str, list[str]], there: Mapping[str, bool], several: bool) -> Finding:

@@ -14,12 +14,16 @@ def state() -> dict[str, Any]:
     import torch.distributed as dist
 
     available = dist.is_available()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    platform = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    if accelerator is not None and accelerator.type != "cuda":
+        platform = accelerator.type
     return {
         "torch": torch.__version__,
-        "platform": "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu",
-        "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+        "platform": platform,
+        "devices": torch.accelerator.device_count() if accelerator is not None else 0,
         "gloo": available and dist.is_gloo_available(),
-        "nccl": available and dist.is_nccl_available(),
+        "nccl": available and (dist.is_xccl_available() if platform == "xpu" else dist.is_nccl_available()),
         "mpi4py": importlib.util.find_spec("mpi4py") is not None,
         "triton": _triton(),
         "seam": _seam(),

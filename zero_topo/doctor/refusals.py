@@ -1,8 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Reports the settings that DeepSpeed itself refuses in a config, before a job is queued.
 
-A separate process runs the installed DeepSpeed, because planning commands import neither it nor torch. ``"auto"``
-counts as absent: Hugging Face replaces it by a value.
+A separate process runs the installed DeepSpeed, because planning commands import neither it nor torch.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from threading import Timer
 from typing import Any
 
+from zero_topo.config.deepspeed_parts import ZERO, part_of, wrong_values
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import translate
+from zero_topo.config.stock_keys import read_stock, translate
 from zero_topo.strict import as_json, cut
 from zero_topo.versions import installed
 
@@ -47,9 +48,21 @@ def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
     """
     if unasked() is not None:
         return []
-    config = _without_auto(translate(ds_config).config)
-    config = {key: value for key, value in config.items() if key not in BATCHES}
-    return list(_ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True)))
+    wrong = wrong_values(ds_config)
+    config = deepcopy(translate(ds_config).config)
+    zero = part_of(ds_config, ZERO)
+    _, stock_lines = read_stock(zero)
+    for name in (*wrong, *(f"{ZERO}.{key}" for key in (*stock_lines, ROOT) if key in zero), ROOT, *BATCHES):
+        _drop(config, name)
+    return [*wrong.values(), *stock_lines.values(), *_ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True))]
+
+
+def _drop(config: dict[str, Any], dotted: str) -> None:
+    *parents, key = dotted.split(".")
+    place: Any = config
+    for parent in parents:
+        place = place[parent]
+    place.pop(key, None)
 
 
 def unasked() -> str | None:
@@ -105,12 +118,6 @@ def _line(program: subprocess.Popen[str]) -> str:
         return program.stdout.readline()
     finally:
         timer.cancel()
-
-
-def _without_auto(block: Any) -> Any:
-    if not isinstance(block, Mapping):
-        return block
-    return {key: _without_auto(value) for key, value in block.items() if value != "auto" and key != ROOT}
 
 
 def _batches(ds_config: Mapping[str, Any], ranks: int | None) -> Iterator[str]:

@@ -61,6 +61,8 @@ def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
         gpu = name == "zt_gpu"
         if state == "built":
             yield Finding(OK, subject, "built")
+        elif gpu and told["platform"] == "xpu":
+            yield Finding(OK, subject, "none for Intel GPUs, torch's operations serve them")
         elif gpu and not told["devices"]:
             yield Finding(OK, subject, "not needed, there is no GPU here")
         elif state == "not compiled":
@@ -70,10 +72,10 @@ def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(WARN, subject, f"{state}; runs use {other} instead", f"mend that, then {COMPILE}")
     if told["triton"]:
         yield Finding(OK, "triton", told["triton"])
-    elif told["devices"]:
+    elif told["devices"] and told["platform"] != "xpu":
         yield Finding(WARN, "triton", "is not installed, so GPUs depend on the native kernels", "pip install triton")
     else:
-        yield Finding(OK, "triton", "not installed, and not needed without a GPU")
+        yield Finding(OK, "triton", "not installed, and not needed here")
 
 
 def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
@@ -101,7 +103,7 @@ def backends(told: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(OK, "gloo", "available")
     else:
         yield Finding(FAIL, "gloo", "torch was built without gloo", "install a torch from pytorch.org")
-    name = "rccl" if told["platform"] == "rocm" else "nccl"
+    name = {"rocm": "rccl", "xpu": "xccl"}.get(told["platform"], "nccl")
     if told["nccl"]:
         yield Finding(OK, name, "available")
     elif told["devices"]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_topo.cli.enable import enabled
 from zero_topo.doctor.refusals import torch_state
 from zero_topo.topology.presets import machine_of_cluster, preset_names
 from zero_topo.topology.probes import slurm
@@ -41,6 +42,7 @@ class Surroundings:
         interfaces: network interface -> whether it is up.
         free: free bytes of a folder's file system.
         torch: the report on torch and DeepSpeed, see ``probe.py``.
+        enabled: whether ``zero-topo enable`` has installed the hook for every program.
         python: version of this Python.
         machine: the machine's preset, or None to find it from the environment.
         config: a DeepSpeed JSON to check too, or None.
@@ -54,6 +56,7 @@ class Surroundings:
     interfaces: Callable[[], Mapping[str, bool]] = interfaces_up
     free: Callable[[Path], int] = free_bytes
     torch: Callable[[], Mapping[str, Any]] = torch_state
+    enabled: Callable[[], bool] = enabled
     python: str = platform.python_version()
     machine: str | None = None
     config: str | None = None

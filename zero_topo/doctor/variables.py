@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
 from typing import Literal
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.strict import Flag, Strings, packaged, read, strict_dataclass
+
+_QUOTED = re.compile(r"[ ^]")
+
+
+@strict_dataclass
+class Other:
+    """What another machine's site wants in place of a row's value, and the document that says so."""
+
+    wanted: str
+    source: str
 
 
 @strict_dataclass
@@ -24,6 +36,7 @@ class Rule:
         state: "warn" or "fail".
         reason: the trouble.
         source: the document that describes it.
+        others: presets with the same trouble whose sites document a value of their own.
     """
 
     machines: Strings
@@ -34,6 +47,14 @@ class Rule:
     state: Literal["warn", "fail"]
     reason: str
     source: str
+    others: Mapping[str, Other] = field(default_factory=dict)
+
+    def on(self, machine: str | None) -> Rule | None:
+        """Return the rule of one machine, with its site's value; None if the row does not concern it."""
+        if machine is not None and machine in self.others:
+            other = self.others[machine]
+            return replace(self, wanted=other.wanted, source=other.source)
+        return self if not self.machines or machine in self.machines else None
 
     def judge(self, env: Mapping[str, str]) -> Finding:
         """Return the finding for an environment."""
@@ -46,7 +67,8 @@ class Rule:
         return Finding(OK, self.variable, f"={value}" if value else "not set")
 
     def _fix(self) -> str:
-        return f"export {self.variable}={self.wanted} ({self.source})"
+        value = f'"{self.wanted}"' if _QUOTED.search(self.wanted) else self.wanted
+        return f"export {self.variable}={value} ({self.source})"
 
 
 def load_rules() -> list[Rule]:
@@ -55,11 +77,15 @@ def load_rules() -> list[Rule]:
     return rules
 
 
+def rules_of(machine: str | None) -> list[Rule]:
+    """Return the rules of a machine, those of every machine among them; None for an unknown one."""
+    return [rule for row in load_rules() if (rule := row.on(machine)) is not None]
+
+
 def variables(seen: Surroundings) -> Iterator[Finding]:
     """Yield a finding for each harmful variable on this machine, and one for all others."""
     machine = seen.machine_name()
-    rules = [rule for rule in load_rules() if not rule.machines or machine in rule.machines]
-    judged = [rule.judge(seen.env) for rule in rules]
+    judged = [rule.judge(seen.env) for rule in rules_of(machine)]
     problems = [finding for finding in judged if finding.state in (WARN, FAIL)]
     yield from problems
     where = machine or "the machine is not known"

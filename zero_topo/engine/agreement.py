@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, exported
 from zero_topo.plan import Plan
 from zero_topo.topology.captures import ask_tools
 from zero_topo.topology.model import Topology
@@ -40,7 +41,9 @@ MOST_NAMED = 4
 SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
 
 
-def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool) -> None:
+def check_blocks(
+    store: dist.Store, rank: int, world_size: int, has_block: bool, of_environment: str | None = None
+) -> None:
     """Wait until every rank has begun this engine, and check that all configs have a ``zero_topo`` block.
 
     A rank without a block does not wait (Note [A rank without the block]).
@@ -50,6 +53,7 @@ def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool)
         rank: this rank.
         world_size: number of ranks that build this engine.
         has_block: whether this rank's config has the block.
+        of_environment: the value of ``ZERO_TOPO_BLOCK``, from which this rank's block comes; None if its JSON has it.
 
     Raises:
         ValueError: on every rank with a block, naming ranks without one.
@@ -73,6 +77,13 @@ def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool)
     without = here.add("without", 0)
     if without:
         named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
+        if of_environment is not None:
+            raise ValueError(
+                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as {', '.join(named)}: "
+                "launchers pass few variables on to other nodes; DeepSpeed's reads ~/.deepspeed_env, so add this line "
+                "there: "
+                f"{exported(of_environment)}"
+            )
         raise ValueError(
             f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, such as '
             f"{', '.join(named)}; give every rank the same JSON"
@@ -106,20 +117,25 @@ def check_agreement(
     Raises:
         ValueError: on every rank, naming two ranks and their values, or the misplaced host.
     """
-    topology = config.topology.to_json()
+    machine = config.topology if config.groups is None else config.groups.machine
+    topology = machine.to_json()
     topology.pop("sources", None)  # differs if a tool timed out on one node
-    seat = own_seat(config.topology, device)
+    seat = own_seat(machine, device)
     places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, device, seat=seat)
     with suppress(ValueError):
-        check_seats(config.topology, places)
+        check_seats(machine, places)
         return
     seats = [seat] * len(places)
     dist.all_gather_object(seats, seat)
-    check_seats(config.topology, seats)  # repeated to raise an error with the names of the hosts
+    check_seats(machine, seats)  # repeated to raise an error with the names of the hosts
 
 
 def agree(
-    facts: Mapping[str, Any], device: torch.device, way_out: str = SAME_START, seat: Seat | None = None
+    facts: Mapping[str, Any],
+    device: torch.device,
+    way_out: str = SAME_START,
+    seat: Seat | None = None,
+    groups: Sequence[Sequence[int]] = (),
 ) -> list[Seat]:
     """Check that all ranks report equal values, and gather their placement. Collective.
 
@@ -128,6 +144,7 @@ def agree(
         device: the device of the world group's tensors.
         way_out: what the user can do if ranks differ.
         seat: the placement of this rank; by default only its host.
+        groups: groups of ranks inside which values are compared; by default all ranks are.
 
     Returns:
         The placement of each rank, with a digest in place of the host's name.
@@ -144,17 +161,25 @@ def agree(
     table = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(table, own)
     rows = [found.tobytes() for found in table.view(-1, len(row)).cpu().numpy()]
-    kinds: dict[bytes, list[int]] = {}
-    for rank, found in enumerate(rows):
-        kinds.setdefault(found[:DIGEST], []).append(rank)
-    if len(kinds) > 1:
+    for members in groups or [range(len(rows))]:
+        kinds: dict[bytes, list[int]] = {}
+        for rank in members:
+            kinds.setdefault(rows[rank][:DIGEST], []).append(rank)
+        if len(kinds) == 1:
+            continue
         ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_NAMED]
         texts = [_text_of(members[0], text, seat.host) for members in ranks]
         raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
     return [_place(found[DIGEST:]) for found in rows]
 
 
-def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device, way_out: str) -> str | None:
+def all_can(
+    problem: str | None,
+    facts: Mapping[str, Any],
+    device: torch.device,
+    way_out: str,
+    groups: Sequence[Sequence[int]] = (),
+) -> str | None:
     """Return why ranks cannot all continue, None if they can and report equal values. Collective.
 
     Args:
@@ -162,12 +187,16 @@ def all_can(problem: str | None, facts: Mapping[str, Any], device: torch.device,
         facts: the values it reports if it can.
         device: the device of the world group's tensors.
         way_out: what the user can do if some rank cannot continue.
+        groups: groups of ranks inside which values are compared; by default all ranks are.
 
     Returns:
         The same message on every rank, naming a rank that cannot continue or reports other values.
     """
+    reported = facts if problem is None else {"refused": problem}
     try:
-        agree(facts if problem is None else {"refused": problem}, device, way_out)
+        if groups:  # all ranks of one group may refuse with equal words: the others must learn it
+            agree({} if problem is None else reported, device, way_out)
+        agree(reported, device, way_out, groups=groups)
     except ValueError as error:
         return str(error)
     return problem and f"{problem}; {way_out}"  # all ranks report this problem
@@ -226,32 +255,34 @@ def own_seat(topology: Topology, device: torch.device) -> Seat:
     return take_seat(socket.gethostname(), bus_id, tree)
 
 
-def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
+def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tensor]) -> None:
     """Compare checksums of shards over the ranks that should store the same bits. Collective.
 
     Args:
-        plan: the degrees: ``copies[0]`` is replicated on ranks of one weights position, ``copies[1]`` of one secondary.
+        plans: the plan of each group of global ranks: ``copies[0]`` is replicated on ranks of one weights position,
+            ``copies[1]`` on those of one secondary position.
         copies: this rank's shards.
 
     Raises:
         RuntimeError: on every rank, naming two ranks that differ.
     """
     sums = torch.stack([checksum(copy) for copy in copies])
-    table = sums.new_empty(plan.world_size, len(copies))
+    table = sums.new_empty(dist.get_world_size(), len(copies))
     dist.all_gather_into_tensor(table.view(-1), sums)
-    rank_at = torch.tensor(plan.rank_at, dtype=torch.int64, device=table.device)
-    degrees = {"weight": plan.weights, "secondary": plan.secondary}
-    for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
-        assert degree is not None
-        held = table[rank_at, column].view(-1, degree)  # one column per replicated position
-        differ = (held != held[0]).nonzero()
-        if len(differ):
-            row, position = differ[0].tolist()
-            raise RuntimeError(
-                f"ranks {plan.rank_at[position]} and {plan.rank_at[row * degree + position]} share a {name} shard but "
-                "hold different bits after publish: the run is no longer valid; restart from the last checkpoint and "
-                "report this with your configuration"
-            )
+    for ranks, plan in plans.items():
+        in_tree_order = [ranks[rank] for rank in plan.rank_at]
+        degrees = {"weight": plan.weights, "secondary": plan.secondary}
+        for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
+            assert degree is not None
+            held = table[in_tree_order, column].view(-1, degree)  # one column per replicated position
+            differ = (held != held[0]).nonzero()
+            if len(differ):
+                row, position = differ[0].tolist()
+                raise RuntimeError(
+                    f"ranks {in_tree_order[position]} and {in_tree_order[row * degree + position]} share a {name} "
+                    "shard but hold different bits after publish: the run is no longer valid; restart from the last "
+                    "checkpoint and report this with your configuration"
+                )
 
 
 def checksum(tensor: Tensor) -> Tensor:

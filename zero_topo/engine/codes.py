@@ -149,5 +149,5 @@ class CodeStore:
         ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
-        return Handle(None, (), lambda: ops.apply_changes(handle.wait(), self.codes, part, route.index))
+        changes = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
+        return changes.then(lambda received: ops.apply_changes(received, self.codes, part, route.index))

@@ -9,9 +9,10 @@ Note [Zeroed, then added]
     the first part. If the first part is still in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
-    ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek syncs and then
-    reopens every run: the delivered sum stays in the rank's own row only, so the sum over the ranks that share a row
-    is still the gradient. Further micro-batches and the step's own sync stay correct, at the cost of a second sync.
+    ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek finishes the sync,
+    and the step does not repeat it. Gradients of a further micro-batch reopen their runs: the delivered sum stays in
+    the rank's own row only, so the sum over the ranks that share a row is still the gradient, and sync runs again.
+    A user's write to the own row does the same if the optimizer reads rows of other ranks too.
 
 Note [Residual in the buffer]
     A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next step. If no gradients
@@ -21,7 +22,7 @@ Note [Residual in the buffer]
 Note [Sync under backward]
     Parameters are synced in runs of neighbours, in any order. In the last micro-batch a run begins as soon as all its
     gradients have been scattered; the step begins the other runs and waits for all. A late gradient (of a parameter
-    used inside and outside a reentrant checkpoint) reopens its run, as a peek does.
+    used inside and outside a reentrant checkpoint) reopens its run.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Gradients:
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
         lane: the ordered queue in which sync runs.
+        averaged: number of ranks over whose gradients the mean is taken, if more than the plan has: of experts.
 
     Attributes:
         buffer: ``[N / G, F]``, the sums over this gradient domain, divided by N.
@@ -72,11 +74,13 @@ class Gradients:
         run_numel: int | None,
         loss_scale: Callable[[], float],
         lane: OrderedQueue,
+        averaged: int | None = None,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
         self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, mesh.meter, lane
+        self._averaged = averaged or layout.plan.world_size
         self._route = mesh.route(1, layout.plan.gradients).metered("scatter")
         self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
@@ -99,7 +103,7 @@ class Gradients:
 
         1. pack for each destination its shards of the bucket's gradients, read in place;
         2. reduce over one group (two for ``(L, G)``: inside the node, then across);
-        3. divide by the world size, and add; ranks whose own row is padding take part too.
+        3. divide by the number of data-parallel ranks, and add; ranks whose own row is padding take part too.
 
         Args:
             slots: the parameters, in the same order on every rank.
@@ -110,23 +114,44 @@ class Gradients:
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
         """
-        runs = sorted({self._run_of[slot] for slot in slots})
-        repeated = [run for run in runs if run in self._started]
-        self._reopen(repeated)
+        repeated = self.reopen(slots)
         plan = self.layout.plan
         wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.spans(slots))
-            mean = 1.0 / plan.world_size
+            mean = 1.0 / self._averaged
             reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
+        self.mark_added(slots, last)
+        return repeated
+
+    def reopen(self, slots: Sequence[int] | None = None) -> bool:
+        """Reopen the runs of some parameters whose sync has begun, and return whether there are any.
+
+        Args:
+            slots: the parameters; None is all of them, each of which may then get another gradient before sync begins.
+        """
+        if slots is None:
+            self._missing = [set(slots) for slots in self._runs]
+            slots = range(len(self._run_of))
+        started = sorted({self._run_of[slot] for slot in slots} & self._started.keys())
+        self._reopen(started)
+        return bool(started)
+
+    def mark_added(self, slots: Sequence[int], last: bool) -> None:
+        """Record that gradients were added to the buffer, and begin sync of runs that are complete.
+
+        Args:
+            slots: their parameters, in the same order on every rank.
+            last: whether this is the step's last micro-batch.
+        """
         self._added, self._current = True, False
         if last and self._lane.overlaps:
+            runs = sorted({self._run_of[slot] for slot in slots})
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
-        return bool(repeated)
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()
@@ -157,10 +182,15 @@ class Gradients:
         """The rank's own world shard, ``[F]``: DeepSpeed's ``grad_partitions_flat_buffer``."""
         return self.buffer[self.mode.context.own_row]
 
-    def peek(self) -> Tensor:
-        """Return the synced own row ``[F]``; writing to it changes the gradient. Collective (Note [Peeking])."""
+    def peek(self, write: bool = False) -> Tensor:
+        """Return the synced own row ``[F]``. Collective (Note [Peeking]).
+
+        Args:
+            write: whether the caller changes the gradient by writing to the row.
+        """
         if not self._current:
             self.sync()
+        if write and self.layout.plan.optimizer < self.layout.plan.world_size:
             self._reopen(sorted(self._started))
         self._shown = True
         return self.own_row
@@ -169,7 +199,7 @@ class Gradients:
         """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
         plan = self.layout.plan
         rows = self.layout.rows(full.reshape(-1))
-        self.layout.slot(self.peek()[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
+        self.layout.slot(self.peek(write=True)[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:
         """Return the synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""

@@ -27,7 +27,7 @@ from zero_topo.sync import Parameter, ResidualOwners, SyncMode
 
 FILE = "zero_topo_owed.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
-_SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+_SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 Entries = dict[str, Tensor]  # by the name of a parameter
 
 
@@ -108,7 +108,13 @@ def carry(saved: Path, universal: Path) -> Carried:
         ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
     """
     matches = ((path, _SAVED.search(path.name)) for path in sorted(saved.glob("*.pt")))
-    files = [(int(match[1]), path) for path, match in matches if match]
+    found = [(match, path) for path, match in matches if match]
+    if any(int(match[2]) for match, _ in found):
+        raise ValueError(
+            f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; load its "
+            "universal checkpoint without them"
+        )
+    files = [(int(match[1]), path) for match, path in found]
     if not files:
         raise ValueError(
             f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the one that "

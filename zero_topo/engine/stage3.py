@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.queue import OrderedQueue
+from zero_topo.collectives.queue import Queues
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.cost.volume import Workload
@@ -56,7 +57,8 @@ class Stage3:
         gradients: the gradient shard and the mode of sync.
         masters: the layout of FP32 optimizer shards, ours or DeepSpeed's (:attr:`separate_masters`).
         matrices: applies functions of whole matrices; exists if a parameter needs it.
-        meter: bytes sent.
+        meter: bytes sent, by this engine and those :meth:`beside` it.
+        queues: of gathers, and of sync and publish, which these engines share too.
         run_numel: parameter elements per collective of sync; None for all.
         publish_dtype: the dtype in which publish sends weights that it does not quantize.
     """
@@ -73,9 +75,50 @@ class Stage3:
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = list,
     ) -> None:
-        self.config, self.like, self.scatter_dtype, self.bucket_numel = config, like, scatter_dtype, bucket_numel
-        self.meter = Meter(config.meter)
-        self.layout = Layout(config.plan, dist.get_rank(), tuple(p.numel for p in trained))
+        self.like, self.scatter_dtype, self.bucket_numel = like, scatter_dtype, bucket_numel
+        self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
+        self.meter, self._counts_steps = Meter(config.meter), True
+        self.queues = Queues(like.device, config.overlap)
+        self._lane = self.queues.updates
+        self._loss_scale, self._averaged = loss_scale, config.plan.world_size
+        select(like.device)
+        self._build(config, trained, frozen, moments)
+
+    def beside(
+        self,
+        config: ResolvedConfig,
+        trained: Sequence[Parameter],
+        frozen: Sequence[Parameter],
+        moments: Callable[[], Sequence[Moment]],
+    ) -> Stage3:
+        """Build an engine of other parameters of the same model, on other groups of ranks: of experts. Collective.
+
+        It shares the queues, so that all ranks begin the collectives of both engines in one order, and the meter, whose
+        steps this engine ends. Gradients are averaged over as many ranks as here, as under stock.
+
+        Args:
+            config: the plan of these groups.
+            trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
+            frozen: the parameters that no optimizer updates.
+            moments: returns the optimizer's momentum of these parameters.
+        """
+        other = copy(self)
+        other._counts_steps = False
+        other._build(config, trained, frozen, moments)
+        return other
+
+    def _build(
+        self,
+        config: ResolvedConfig,
+        trained: Sequence[Parameter],
+        frozen: Sequence[Parameter],
+        moments: Callable[[], Sequence[Moment]],
+    ) -> None:
+        self.config, like, groups = config, self.like, config.groups
+        rank = dist.get_rank()
+        if groups is not None:
+            rank = groups.ranks(rank).index(rank)
+        self.layout = Layout(config.plan, rank, tuple(p.numel for p in trained))
         spans = self.layout.spans(range(len(trained)))
         self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
         self._frozen = tuple(frozen)
@@ -86,21 +129,18 @@ class Stage3:
         pairs = [pair for plan in plans for pair in plan.hops()]
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
-        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], [whole] if has_whole else [])
-        select(like.device)
-        self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
+        hops = [whole] if has_whole else []
+        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], hops, groups)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
-        self.run_numel = config.sync.run_numel(bucket_numel, sum(p.numel for p in trained))
-        # The queue of sync and publish: one order on all ranks; on a GPU, a separate stream.
-        self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
+        self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
         publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
-        self.weights = Weights(config, parameters, count, like, bucket_numel, publish, self.mesh, self._lane)
-        self.gradients = self._build_gradients(loss_scale, moments)
+        self.weights = Weights(config, parameters, count, like, self.bucket_numel, publish, self.mesh, self.queues)
+        self.gradients = self._build_gradients(moments)
         self.masters = Masters(self.layout, self.mesh, like.device)
         if has_whole:
             group = self.mesh.hop(*whole).metered("matrices")
-            self.matrices = Matrices(self.layout, group, bucket_numel, scatter_dtype)
+            self.matrices = Matrices(self.layout, group, self.bucket_numel, self.scatter_dtype)
 
     @property
     def separate_masters(self) -> bool:
@@ -112,7 +152,7 @@ class Stage3:
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
 
-    def _build_gradients(self, loss_scale: Callable[[], float], moments: Callable[[], Sequence[Moment]]) -> Gradients:
+    def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
         config, like = self.config, self.like
         context = SyncContext(
             plan=config.plan,
@@ -127,7 +167,8 @@ class Stage3:
         )
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
-        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self._lane)
+        run_numel, loss_scale = self.run_numel, self._loss_scale
+        return Gradients(self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._lane, self._averaged)
 
     @property
     def _loss_scaled(self) -> bool:
@@ -194,10 +235,11 @@ class Stage3:
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
             self.weights.finish()  # else some runs would be compared before they have arrived
-            check_replicas(self.config.plan, self.weights.copies())
+            check_replicas(self.mesh.plans, self.weights.copies())
             if self._frozen:
-                check_replicas(self.config.plan, [self.weights.frozen_primary])
-        self.meter.end_step()
+                check_replicas(self.mesh.plans, [self.weights.frozen_primary])
+        if self._counts_steps:
+            self.meter.end_step()
 
     def settle(self) -> None:
         """Finish pending work: sync begun by a backward pass, publishes, the mode's own collectives. Collective."""
@@ -242,7 +284,7 @@ class Stage3:
         """
         entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
         state = entry if isinstance(entry, Mapping) else {}
-        self.weights.finish()
+        self.settle()  # the state that is replaced owns what its collectives send
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None

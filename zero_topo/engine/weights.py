@@ -70,7 +70,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.queue import Handle, Queues
 from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import Begun, CodeStore, Update
@@ -95,7 +95,7 @@ class Weights:
         run_numel: elements per collective of publish.
         publish: the format of publish; if it quantizes, of differences to the masters.
         mesh: the groups.
-        lane: the ordered queue in which publish runs.
+        queues: the ordered queues of gathers and of publish.
 
     Attributes:
         layout: of all parameters, the frozen ones last.
@@ -123,14 +123,13 @@ class Weights:
         run_numel: int,
         publish: Format,
         mesh: Mesh,
-        lane: OrderedQueue,
+        queues: Queues,
     ) -> None:
         plan, int8 = config.plan, config.resident_spec
         slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
         self.trained, self.frozen = slots[:count], slots[count:]
         self._mesh, self._meter, self._run_numel = mesh, mesh.meter, run_numel
-        # The queue of all gathers: the collectives of their second group have one order on all ranks (Note [In order]).
-        self._gathering = OrderedQueue(like.device, overlap=True, priority=-1)  # the next module waits for it
+        self._gathering, self._lane = queues.gathers, queues.updates
         self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(slots)
         if int8 is not None:
@@ -152,7 +151,7 @@ class Weights:
         # Persistent parameters are published first, the others in the order in which the model needs them.
         self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        self._route, self._wire, self._lane = mesh.route(plan.weights, plan.optimizer).metered("publish"), publish, lane
+        self._route, self._wire = mesh.route(plan.weights, plan.optimizer).metered("publish"), publish
         self.needs_masters = publish.lossy or int8 is not None
         self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]

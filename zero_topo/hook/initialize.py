@@ -9,9 +9,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+from zero_topo.config import (
+    ResolvedConfig,
+    ZeroTopoConfig,
+    deepspeed_problems,
+    is_automatic,
+    load_deepspeed_config,
+    resolve_config,
+    tensor_parallel_groups,
+)
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, with_environment_block
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
@@ -21,12 +29,14 @@ from zero_topo.cost.planner import Request
 from zero_topo.cost.step import method_of
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
+from zero_topo.plan import Degree, Plan
 from zero_topo.topology.discover import MEASURED, resolve_topology
+from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
+Members = Sequence[tuple[int, ...]]
+"""Global ranks of each data-parallel group of a job, ascending."""
 CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
-GROUP_ARGUMENTS = ("data_parallel_group", "sequence_data_parallel_group")
-"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older name."""
 
 
 def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -54,7 +64,8 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``function`` to validate its config argument first, before it can create a process group."""
     call = inspect.signature(function).bind(*args, **kwargs)
-    config = deepspeed_config_of(call.arguments)
+    with refusals():
+        config = deepspeed_config_of(call.arguments)
     if config is None:
         return function(*args, **kwargs)
     builds_engine = "optimizer" in call.signature.parameters
@@ -62,8 +73,8 @@ def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         check_call(call.arguments, config)
         translation = translate(config, call.arguments.get("optimizer") is not None)
         call.arguments |= own_config(call.arguments, translation, say=builds_engine)
-    if builds_engine:
-        call.arguments |= own_optimizer(call.arguments, translation.config)
+        if builds_engine:
+            call.arguments |= own_optimizer(call.arguments, translation.config)
     return function(*call.args, **call.kwargs)
 
 
@@ -107,7 +118,13 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
     from zero_topo.sync import OPTIMIZERS
 
     kind = OPTIMIZERS.get(str(named.get("type")).lower())
-    return {} if kind is None else {"optimizer": lambda parameters: kind(parameters, **named.get("params", {}))}
+    if kind is None:
+        return {}
+    params = named.get("params") or {}
+    unknown = sorted(set(params) - set(inspect.signature(kind).parameters))
+    if unknown:
+        raise ValueError(f"optimizer.params.{unknown[0]}: {named['type']} does not take it; remove it")
+    return {"optimizer": lambda parameters: kind(parameters, **params)}
 
 
 def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
@@ -123,40 +140,49 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     if ROOT not in config:
         return
     world = os.environ.get("WORLD_SIZE")
-    resolve_block(config, int(world) if world else None, None)
-    _model_parallel(arguments.get("mpu"))
+    mpu = arguments.get("mpu")
+    _refuse_stages(mpu)
+    ranks = int(world) if world else None
+    if _divides(mpu, ranks):  # its groups are read once all ranks have built the engine
+        _checked(config)
+    else:
+        resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
     _mesh(arguments.get("mesh_param"))
     # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
     _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
-    for name in GROUP_ARGUMENTS:
-        refuse_group(name, arguments.get(name))
 
 
-def sharding_ranks(mpu: Any, world: int) -> int:
-    """Return how many ranks DeepSpeed shards over with an mpu: its sequence-data-parallel or its data-parallel ranks.
+def sharding_group(mpu: Any) -> Any:
+    """Return the process group over which DeepSpeed shards with an mpu; None is the world.
 
     Args:
         mpu: the ``mpu`` argument of ``deepspeed.initialize``, or None.
-        world: ranks of the launch, returned without an mpu.
     """
+    for name in ("get_sequence_data_parallel_group", "get_data_parallel_group"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    return None
+
+
+def _divides(mpu: Any, ranks: int | None) -> bool:
+    """Return whether DeepSpeed shards over fewer than all ranks with an mpu."""
     for name in ("get_sequence_data_parallel_world_size", "get_data_parallel_world_size"):
         if hasattr(mpu, name):
-            return int(getattr(mpu, name)())
-    return world
+            return int(getattr(mpu, name)()) != ranks
+    return False
 
 
-def _model_parallel(mpu: Any) -> None:
-    if hasattr(mpu, "initialize_sequence_parallel"):
-        return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are aliases of the sequence-parallel ones
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+def _refuse_stages(mpu: Any) -> None:
+    """Raise ValueError for an mpu with pipeline parallelism, which unmodified DeepSpeed refuses with ZeRO-3 too."""
+    for name in ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"):
         try:
-            size = int(getattr(mpu, name)())
+            stages = int(getattr(mpu, name)())
         except (AttributeError, AssertionError, RuntimeError, ValueError):
-            continue  # no mpu, or it is not initialized: DeepSpeed's sizes are checked later
-        if size > 1:
+            continue  # no mpu, or one without pipelines
+        if stages > 1:
             raise ValueError(
-                f"mpu = {type(mpu).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
-                "ranks of the launch, which this would divide; set the tensor-parallel size to 1"
+                f"mpu = {type(mpu).__name__} with {stages} pipeline stages: ZeRO-3 shards the whole model, under "
+                "unmodified DeepSpeed too; set the number of stages to 1"
             )
 
 
@@ -166,26 +192,6 @@ def _mesh(mesh: Sequence[int] | None) -> None:
             f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
             "the launch; for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, "
             "as Hugging Face does"
-        )
-
-
-def refuse_group(name: str, group: Any) -> None:
-    """Raise ValueError if an argument of ``zero.Init`` is a process group of fewer ranks than the launch has.
-
-    Args:
-        name: the argument.
-        group: its value, a process group or None.
-    """
-    if group is None:
-        return
-    import torch.distributed as dist
-
-    size, world = dist.get_world_size(group), dist.get_world_size()
-    if size != world:
-        raise ValueError(
-            f"{name} of zero.Init is a process group of {max(size, 0)} ranks: zero_topo shards over all {world} ranks "
-            'of the launch; remove the argument, and set "zero_topo": {"weights": "node"} or another domain to store '
-            "parameters in fewer ranks"
         )
 
 
@@ -200,45 +206,104 @@ def _remote_parameters(device: str | None, trains: bool) -> None:
 def resolve_block(
     config: dict[str, Any],
     world_size: int | None,
-    data_parallel_size: int | None,
+    members: Members = (),
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
     memory: int | None = None,
+    shared: Callable[[Request], Request] | None = None,
 ) -> ResolvedConfig:
     """Resolve the ``zero_topo`` block of a DeepSpeed config.
 
     Args:
         config: the DeepSpeed JSON as a dict, with a block.
         world_size: ranks of the launch, if known.
-        data_parallel_size: ranks over which DeepSpeed shards, if known.
+        members: the data-parallel groups over which DeepSpeed shards; empty for one group of all ranks.
         env: the launcher's environment.
         engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it exists.
         memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
+        shared: returns the request that all ranks plan with, if their parts of the model may differ; collective.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
     """
+    block = _checked(config)
+    topology = _machine(block.topology, env, world_size, engine)
+    if engine is None:
+        tree = Groups(topology, tuple(members)).trees[0] if members else topology
+        return before_a_model(block, tree)
+    if memory is not None and not topology.emulated:
+        memory //= topology.ranks_per_node if engine.device.type == "cpu" else 1
+        topology = replace(topology, memory_per_rank=min(memory, topology.memory_per_rank or memory))
+    groups = Groups(topology, tuple(members)) if members else None
+    if groups is not None:
+        topology = groups.tree(engine.global_rank)
+
+    def plan_of(trains: bool) -> ResolvedConfig:
+        request = request_of(engine, topology, trains)
+        if shared is not None:
+            request = replace(shared(request), topology=topology)
+        return planned(block, request)
+
+    try:
+        found = plan_of(trains=True)
+    except ValueError:
+        if engine.optimizer_name() is not None:
+            raise
+        found = plan_of(trains=False)  # without an optimizer more models fit
+    return replace(found, groups=groups)
+
+
+def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Members, rank: int) -> ResolvedConfig:
+    """Resolve the block a second time, for experts, which DeepSpeed shards over smaller groups.
+
+    Named degrees are domains of the experts' tree. An automatic block takes the dense plan's domains.
+
+    Args:
+        config: the DeepSpeed JSON as a dict, with a block.
+        dense: the plan of all other parameters.
+        members: the expert-data-parallel groups.
+        rank: this rank.
+
+    Raises:
+        ValueError: if a degree does not divide the experts' groups.
+    """
+    block = _checked(config)
+    machine = dense.topology if dense.groups is None else dense.groups.machine
+    groups = Groups(machine, tuple(members), "experts")
+    tree = groups.tree(rank)
+    if is_automatic(block, dense.topology):
+        return replace(_like(dense, tree), groups=groups, notes=())
+    if dense.scheme is not None:  # else a scheme by default is that of the experts' tree
+        block = block.model_copy(update={"scheme": dense.scheme})
+    try:
+        return replace(resolve_config(block, tree), groups=groups)
+    except ValueError as error:
+        raise ValueError(
+            f"expert_parallel: {error} (experts are sharded over {tree.world_size} of {machine.world_size} ranks)"
+        ) from None
+
+
+def _like(dense: ResolvedConfig, tree: Topology) -> ResolvedConfig:
+    """Return the plan of a smaller tree whose shards lie in the same domains."""
+    plan = dense.plan
+    degrees: list[Degree | None] = []
+    for degree in (plan.weights, plan.secondary, plan.gradients, plan.optimizer):
+        degrees.append(None if degree is None else dense.topology.domain(degree))
+    two_hop: bool | Literal["gpu"] = plan.inner is not None
+    if plan.gpu is not None:
+        two_hop = "gpu"
+    found = Plan.build(tree, degrees, two_hop)
+    # INT8 weights are those of ranks that update other shards than they store.
+    resident = dense.resident_spec if found.weights < found.optimizer else None
+    return replace(dense, plan=found, topology=tree, resident_spec=resident)
+
+
+def _checked(config: dict[str, Any]) -> ZeroTopoConfig:
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
     if problems := deepspeed_problems(config):
         raise ValueError(problems[0])
-    if data_parallel_size is not None and data_parallel_size != world_size:
-        raise ValueError(
-            f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "
-            "ranks: tensor and pipeline parallelism do not work with it yet; set their sizes to 1"
-        )
-    topology = _machine(block.topology, env, world_size, engine)
-    if engine is None:
-        return before_a_model(block, topology)
-    if memory is not None and not topology.emulated:
-        memory //= topology.ranks_per_node if engine.device.type == "cpu" else 1
-        topology = replace(topology, memory_per_rank=min(memory, topology.memory_per_rank or memory))
-    try:
-        return planned(block, request_of(engine, topology))
-    except ValueError:
-        if engine.optimizer_name() is not None:
-            raise
-    return planned(block, request_of(engine, topology, trains=False))  # without an optimizer more models fit
+    return block
 
 
 def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:

@@ -9,6 +9,7 @@ Note [The seam]
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
 from zero_topo.config import deepspeed_hints
+from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.leaving import unlink_shared_memory
@@ -37,8 +39,9 @@ from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
 from zero_topo.observe.log import log_notes, one_line, refusals, show_log
+from zero_topo.strict import cut
 from zero_topo.sync import OPTIMIZERS
-from zero_topo.versions import untried
+from zero_topo.versions import default_clipping, untried
 
 
 def enable() -> None:
@@ -60,10 +63,32 @@ def enable() -> None:
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     sys.excepthook = one_line(sys.excepthook)
+    # The deepspeed launcher, if this process is one, passes variables with these beginnings to other nodes.
+    accelerator = get_accelerator()
+    accelerator.export_envs = _exporting(accelerator.export_envs)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
     Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
+
+
+def _exporting(export_envs: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Add zero_topo's to the beginnings of variables that DeepSpeed's launcher passes to other nodes.
+
+    The launcher quotes a value with quotation marks that a shell of the other node removes, and the value's with them.
+    """
+
+    @refusals()
+    def exported() -> list[str]:
+        for name, value in os.environ.items():
+            if name.startswith("ZERO_TOPO_") and '"' in value:
+                raise ValueError(
+                    f"{name} = {cut(value)}: the deepspeed launcher loses its quotation marks on the way to other "
+                    f"nodes; put it into a file that every node reads, and set {name}=FILE.json"
+                )
+        return [*export_envs(), "ZERO_TOPO_"]
+
+    return exported
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -85,9 +110,10 @@ def init_context(*args: Any, **kwargs: Any) -> Any:
 @wrapping
 def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     with refusals():
-        resolved = agreed(engine, optimizer)
-    if resolved is None:
+        configs = agreed(engine, optimizer)
+    if not configs:
         return configure(engine, optimizer)
+    resolved = configs[0]
     rank = dist.get_rank()
     unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
     show_log(rank)
@@ -99,17 +125,20 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         seed_everything(resolved.seed, rank)
         return configure(engine, None)
     if optimizer is None:
-        kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
+        kind = partial(TopoInference, configs=[plan.without_training() for plan in configs], names=engine.param_names)
         with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
             built = configure(engine, None)
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
     else:
         on_cpu = get_accelerator().is_synchronized_device()
         log_notes(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
-        kind = partial(TopoStage3, resolved=resolved)
+        log_notes(rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__)))
+        kind = partial(TopoStage3, configs=configs)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
     log_notes(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+    for plan in configs[1:]:
+        log_notes(rank, [f"experts: {note}" for note in plan.notes])
     report_steps(engine, built)
     seed_everything(resolved.seed, rank)
     return built
@@ -120,7 +149,8 @@ def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) 
     """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
     load(engine, *args, **kwargs)
     if isinstance(engine.optimizer, TopoStage3):
-        engine.optimizer.topo.restart_frozen()
+        for topo in engine.optimizer.engines():
+            topo.restart_frozen()
 
 
 @wrapping

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,8 +74,15 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
         return contents[Path(path)] if Path(path) in contents else stock.load(path, map_location=map_location)
 
     def model_file(engine: Any, *place: Any) -> list[str]:
-        """Return the first file that was read: fewer ranks may have saved the checkpoint."""
-        return search(engine, *place) if universal else [*map(str, contents)][:1]
+        """Return the first file that was read, and those of the other tensor-parallel ranks.
+
+        Fewer ranks may have saved the checkpoint.
+        """
+        if universal or not contents:
+            return list(search(engine, *place)) if universal else []
+        own = next(iter(contents))
+        rank = int(re.findall(r"zero_pp_rank_(\d+)_", own.name)[0])
+        return [str(own.with_name(file_name(rank, "model", of))) for of in range(engine.mp_world_size)]
 
     with (
         replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
@@ -123,10 +131,13 @@ def _agreed(
         facts["tag"] = tag
         if tag is not None:
             folder = load_dir / str(tag)
+            if universal and len(engine.optimizer.engines()) > 1:
+                raise ValueError(f"{folder}: with expert_parallel load the run's own checkpoint, not a universal one")
             if universal:
-                facts |= _model(_read(engine, folder / file_name(0, "model"), contents))
+                name = file_name(0, "model", _tensor_rank(engine))
+                facts |= _model(_read(engine, folder / name, contents))
                 parameters = engine.optimizer.topo.parameters
-                groups = _universal(parameters, folder, states)
+                groups = _universal(parameters, folder, states, engine.mp_world_size)
                 facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder, parameters)])}
             elif engine.optimizer.topo.parameters or folder.exists():
                 facts |= _own_files(engine, contents, folder, states)
@@ -134,7 +145,10 @@ def _agreed(
                 facts["skipped"] = str(tag)  # a save skips an engine without an optimizer
     except Exception as error:  # a damaged file has any content
         problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
-    if refused := all_can(problem, facts, engine.device, WAY_OUT):
+    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+    groups_of_ranks = [*engine.optimizer.topo.mesh.plans]
+    compared = groups_of_ranks if len(groups_of_ranks) > 1 else ()
+    if refused := all_can(problem, facts, engine.device, WAY_OUT, compared):
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {refused}")
     if facts.get(DROPS) and dist.get_rank() == 0:
         logger.warning(
@@ -146,8 +160,9 @@ def _agreed(
 
 def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
     """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal on all ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    path, first = folder / file_name(rank, "model"), folder / file_name(0, "model")
+    mesh, tensor_rank = engine.optimizer.topo.mesh, _tensor_rank(engine)
+    rank, ranks = mesh.rank, len(mesh.ranks)
+    path, first = (folder / file_name(of, "model", tensor_rank) for of in (rank, 0))
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found = _read(engine, path, contents)
@@ -156,19 +171,43 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
         contents[path] = {**found, FRAGMENTS: None}
         return facts
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
-    optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
+    optimizer = folder / f"{prefix}{file_name(rank, 'optim', tensor_rank)}"
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
     names = [[*of] for of in found.get("param_shapes") or shapes]
-    if names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks:
+    alike = names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks
+    if len(engine.optimizer.engines()) > 1:
+        alike = _same_experts(path, found, shapes, alike)
+    if alike:
         held = _read(engine, optimizer, contents)
     else:
-        saved = Saved(folder, prefix, rank, ranks)
+        saved = Saved(folder, prefix, rank, ranks, tensor_rank)
         contents[path] = saved.model(found, shapes)
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
         held = contents[optimizer] = saved.optimizer(shapes, groups)
         facts = {"saved by": found["dp_world_size"], **_model(contents[path]), DROPS: saved.drops_residual(shapes)}
     return {**facts, "optimizer": _optimizer(optimizer, held, engine.optimizer)}
+
+
+def _same_experts(path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool) -> bool:
+    """Return True if the ranks and the shapes of a run with expert parallelism are those of this run.
+
+    Raises:
+        ValueError: otherwise: experts are sharded over other ranks than dense parameters, and no file says which.
+    """
+    saved = [tuple(shape) for of in found.get("param_shapes", ()) for shape in of.values()]
+    own = [tuple(shape) for of in shapes for shape in of.values()]
+    if not alike or saved != own:
+        raise ValueError(
+            f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: with expert_parallel "
+            "resume with the same"
+        )
+    return True
+
+
+def _tensor_rank(engine: Any) -> int:
+    """Return this rank's number in its tensor-parallel group, by which DeepSpeed names files."""
+    return int(engine.mpu.get_model_parallel_rank()) if engine.mp_world_size > 1 else 0
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +234,10 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
     return _kind_of(saved)
 
 
-def _universal(parameters: Sequence[Parameter], folder: Path, states: bool) -> list[Group]:
+def _universal(parameters: Sequence[Parameter], folder: Path, states: bool, tensor: int) -> list[Group]:
     """Check every file of a universal checkpoint without reading its tensors; return the saved parameter groups.
+
+    Files have whole parameters, of which each of ``tensor`` tensor-parallel ranks has a part, not always an equal one.
 
     Raises:
         ValueError: for a file that is missing, damaged, or of another size, which would shift all later parameters.
@@ -206,9 +247,10 @@ def _universal(parameters: Sequence[Parameter], folder: Path, states: bool) -> l
         for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
             path = zero / name / f"{key}.pt"
             found = mapped(path)
-            tensor = found["param"] if isinstance(found, dict) else found
-            if tensor.numel() != numel:
-                raise ValueError(f"{path} holds {tensor.numel()} elements, but {name} has {numel}: convert it anew")
+            saved = found["param"] if isinstance(found, dict) else found
+            split = tensor > 1 and saved.numel() > numel
+            if saved.numel() != numel and not split:
+                raise ValueError(f"{path} holds {saved.numel()} elements, but {name} has {numel}: convert it anew")
     if not states:
         return []
     groups: list[Group] = mapped(zero / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]

@@ -3,30 +3,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_topo.config.modes import MUON_REFUSED, SPARSE_MODES
-from zero_topo.config.sync_config import SyncSettings
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.modes import MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES
 from zero_topo.hook.seam import SINCE, has
 
 APPLY = "_apply_muon_to_accumulated_grads"
 
 
-def check_muon(optimizer: Any, sync: SyncSettings) -> None:
-    """Raise ValueError if torch's optimizer is Muon and the mode of sync or this DeepSpeed does not support it.
+def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ValueError if torch's optimizer is Muon and a plan or this DeepSpeed does not support it.
 
     Before :data:`APPLY` existed, DeepSpeed computed Muon's updates in its reduction, which is not used here.
     """
     if type(optimizer).__name__ != "MuonWithAuxAdam":
         return
-    if isinstance(sync, SPARSE_MODES):
+    if len(configs) > 1:
+        raise ValueError(f"optimizer Muon: {MUON_WITH_EXPERTS}")
+    if isinstance(configs[0].sync, SPARSE_MODES):
         raise ValueError(f"optimizer Muon: {MUON_REFUSED}")
     if not has(APPLY):
         raise ValueError(f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW")
+
+
+@contextmanager
+def equal_bits(replicated: bool) -> Iterator[None]:
+    """Give equal matrix products equal bits in all processes, within the context, if their results are replicated.
+
+    On ROCm rocBLAS may add partial products by atomics, in any order, unless torch's algorithms are deterministic.
+    cuBLAS gives equal bits for one stream.
+    """
+    if not replicated or torch.version.hip is None or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False, warn_only=warns_only)
 
 
 def orthogonalized(matrices: Tensor, heads: Sequence[int | None], method: str) -> Tensor:

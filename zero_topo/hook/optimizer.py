@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,17 +20,17 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.step import rates_of
-from zero_topo.engine.masters import clean
+from zero_topo.cost.network import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.muon import check_muon, orthogonalized
-from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
+from zero_topo.hook.parts import Parts
+from zero_topo.hook.passes import BackwardPasses, graph_task, module_hook
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
 from zero_topo.observe.pace import Pace
 from zero_topo.observe.watch import watched
-from zero_topo.sync import AgedAdamW, Moment
+from zero_topo.sync import Moment
 
 logger = logging.getLogger(__name__)
 
@@ -65,22 +64,23 @@ class TopoStage3(Stock):
     fp32_partitioned_groups_flat: list[Any]
     persistent_parameters: list[Any]
 
-    def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
-        self._topo_config = resolved
+    def __init__(self, *args: Any, configs: Sequence[ResolvedConfig], **kwargs: Any) -> None:
+        self._configs, self._parts = configs, Parts()
         # Whether stock's FP32 masters would be the weights themselves: edits of weights must then update our masters.
         self._edits_reach_masters = False
         self.slots: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
-        # Whether a backward pass has begun and not ended: if it failed, its gradients are dropped or rejected.
-        self._in_backward = False
+        self._passes = BackwardPasses()
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
         # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
         self._autocast_scale: float | None = None
         # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
-        super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
+        # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
+        # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
+        super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
         self.reduce_scatter = True
         self._read_autocast_scale()
         self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
@@ -89,93 +89,96 @@ class TopoStage3(Stock):
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
+    def engines(self) -> list[Stage3]:
+        """Return the engines: with expert parallelism also that of the experts."""
+        return [part.topo for part in self._parts]
+
     def notes(self) -> list[str | None]:
         """Return lines for the log: which parameters do not follow the plan."""
-        return [self._gathers.note()]
+        return [part.gathers.note() for part in self._parts]
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
-        check_muon(self.optimizer, self._topo_config.sync)
+        check_muon(self.optimizer, self._configs)
         for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        params = [param for group in self.fp16_groups for param in group]
-        self._gathers = ParameterGathers(self.module, params, self.param_names, self.lp_param_buffer.dtype)
-        self.slots = self._gathers.slots
-        self.topo = Stage3(
-            self._topo_config,
-            *self._gathers.described(),
-            like=self.lp_param_buffer.new_empty(0),  # not a view: the old buffer must be freed
-            scatter_dtype=self.communication_data_type,
-            accumulation_dtype=self.gradient_accumulation_dtype,
-            bucket_numel=self.reduce_bucket_size,
-            loss_scale=lambda: self._autocast_scale or float(self.loss_scale),
-            moments=self._moments,
-        )
-        row = self.topo.weights.own_row
-        row.copy_(self.lp_param_buffer)
-        # From here on DeepSpeed's flat buffer is our row, so its views of the old buffer are replaced.
-        self.lp_param_buffer = row
-        self.fp16_partitioned_groups_flat.clear()
-        self._set_fp16_partitioned_groups_flat()
+        self._parts.build(self, self._configs, self._moments, lambda: self._autocast_scale or float(self.loss_scale))
+        self.topo = self._parts.parts[0].topo
+        self.slots = self._parts.slots
+        # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are replaced.
+        self.lp_param_buffer = self.topo.weights.own_row
+        self.fp16_partitioned_groups_flat[:] = self._parts.flats()
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
-        self.topo.restart()
-        self._gathers.serve(self.topo, self._write_back, partial(self.require_states, LP_PARAMS))
-        self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        for part in self._parts:
+            part.topo.restart()
+            part.gathers.serve(part.topo, self._write_back, partial(self.require_states, LP_PARAMS))
+        self._beginning = self.module.register_forward_pre_hook(module_hook(self.forward_begins), with_kwargs=True)
         rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
-        trained = sum(param.ds_numel for param in params) / max(numel, 1)
+        trained = sum(param.ds_numel for param in self._parts.trained()) / max(numel, 1)
         self.pace = Pace(numel, None if rates is None else rates.peak_flops, trained)
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
         super()._setup_for_real_optimizer()
-        gradients = self.topo.gradients
-        own = gradients.own_row
+        own = self.topo.gradients.own_row
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
-        views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in self._gathers.trained}
+        views = {param.ds_id: self._parts.own_slot(param) for param in self._parts.trained()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
-        if self.topo.separate_masters:
-            self._replace_masters()
+        self._replace_masters()
+        if self.offload_optimizer_pin_memory:
+            self._pin_masters()
 
     def _replace_masters(self) -> None:
+        engines = [self._parts.at(index) for index in range(len(self._parts.columns))]
+        if not any(topo.separate_masters for topo in engines):
+            return
         self.topo.masters.check_optimizer(self.optimizer)
         self._edits_reach_masters = self.masters_are_weights()
-        for i, (begin, end) in enumerate(self._sub_group_columns()):
+        for i, topo in enumerate(engines):
+            if not topo.separate_masters:
+                continue
+            begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
-            master = self.topo.masters.build(self.topo.weights.own[:, begin:end], stock)
+            master = topo.masters.build(topo.weights.own[:, begin:end], stock)
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 grad = torch.zeros_like(master)
                 master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
             self.fp32_partitioned_groups_flat[i] = master
 
+    def _pin_masters(self) -> None:
+        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its gradients there."""
+        for master in self.fp32_partitioned_groups_flat:
+            if master.device.type == "cpu":
+                master.data = get_accelerator().pin_memory(master.data)
+
     def masters_are_weights(self) -> bool:
         """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
         weights = self.lp_param_buffer.untyped_storage().data_ptr()
         return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
 
-    def _moments(self) -> list[Moment]:
-        groups = [self.optimizer.param_groups[group] for _, group in sorted(self.sub_group_to_group_id.items())]
-        begins = [begin for begin, _ in self._sub_group_columns()]
-        return self.topo.masters.moments(self.optimizer.state, self.fp32_partitioned_groups_flat, begins, groups)
-
-    def _sub_group_columns(self) -> list[tuple[int, int]]:
-        return list(pairwise(accumulate(self.fp16_partitioned_groups_flat_numel, initial=0)))
+    def _moments(self, sub_groups: Sequence[int]) -> list[Moment]:
+        groups = [self.optimizer.param_groups[self.sub_group_to_group_id[index]] for index in sub_groups]
+        begins = [self._parts.columns[index][0] for index in sub_groups]
+        flats = [self.fp32_partitioned_groups_flat[index] for index in sub_groups]
+        return self._parts.at(sub_groups[0]).masters.moments(self.optimizer.state, flats, begins, groups)
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
         # DeepSpeed reads and edits masters at these offsets, which must lie in the row of its own layout.
         for position in self.grad_position.values():
-            position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
+            position[1] += self._parts.own_offset(position[0])
 
     def _write_back(self, param: Any) -> None:
         """Store an edit under GatheredParameters, also in our master if stock's FP32 master is the weight itself."""
-        weights, slot = self.topo.weights, self.slots[param.ds_id]
+        topo = self._parts.of(param)
+        weights, slot = topo.weights, self.slots[param.ds_id]
         if not self._edits_reach_masters or slot in weights.frozen:
             weights.write_back(slot, param.data)
             return
@@ -183,33 +186,47 @@ class TopoStage3(Stock):
         before = rows.clone()  # `rows` is a view that changes: the copy shows afterwards which elements were edited
         weights.write_back(slot, param.data)
         group, begin, _ = self._master_columns(param)
-        self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
+        topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
     def _master_columns(self, param: Any) -> tuple[int, int, int]:
         """Return the sub-group, first column and width of a parameter in the table of masters."""
         group, offset, width = self.grad_position[self.get_param_id(param)]
-        return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
+        return group, offset - self._parts.own_offset(group), width
 
     # -- backward pass ---------------------------------------------------------------------------------------------
+
+    def backward_prologue(self) -> None:
+        """Record that a backward pass of the engine begins: DeepSpeed 0.18.3 and later call this from a hook in it."""
+        self._passes.begin(outer=True)  # before any gradient
+        super().backward_prologue()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass of the engine: DeepSpeed before 0.18.3 calls this."""
+        self._passes.begin(outer=True)
+        super().backward(loss, *args, **kwargs)
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """Put a gradient into the bucket, unless it is there already (Note [Zeroed, then added])."""
         self.require_states(LP_GRADS, BUCKET)
-        self._in_backward = True
+        self._passes.add()
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif not get_accelerator().is_synchronized_device():
+            # The stream that scatters the bucket waits for autograd's addition, as it did for the first part.
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
-        last = at_boundary(self) and not self.offload_optimizer
+        last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
         grads = [p.grad for p in params_to_reduce]
-        repeated = self.topo.gradients.scatter(slots, grads, last, communication_data_type)
+        gradients = self._parts.of(params_to_reduce[0]).gradients  # a bucket has parameters of one process group
+        repeated = gradients.scatter(slots, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
-            if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
+            if dist.get_rank() == 0 and self.topo.config.plan.gradients < self.topo.config.plan.world_size:
                 logger.warning(SEVERAL_BACKWARDS)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
@@ -221,8 +238,8 @@ class TopoStage3(Stock):
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Finish a backward pass, or a part of it."""
-        super().independent_gradient_partition_epilogue()
-        self._in_backward = False
+        with self._passes.epilogue():
+            super().independent_gradient_partition_epilogue()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forwards = 0
@@ -231,16 +248,21 @@ class TopoStage3(Stock):
                 self.partition_grads(bucket.params, None)
                 empty_bucket(bucket)
             forget_backward(self)
-            self._in_backward = False
-            self.topo.gradients.zero()
+            self._passes.forget()
+            for part in self._parts:
+                part.topo.gradients.zero()
         super().zero_grad(set_to_none)
 
-    def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
-        self._gathers.warn_of_unfrozen()
-        self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
+        for part in self._parts:
+            part.gathers.warn_of_unfrozen()
+        if graph_task() != -1:  # a recomputation inside a backward pass
+            return
+        self._forwards += torch.is_grad_enabled()
+        half = self._passes.failed()
+        if half:
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
@@ -248,16 +270,20 @@ class TopoStage3(Stock):
     # -- step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        if self._in_backward:  # the last backward pass failed half-way
+        if self._passes.failed():
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
-                "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
-                "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
+                "last step, or drop their gradients with optimizer.zero_grad()"
             )
         self.require_states()
+        if self._passes.unreduced:
+            # No epilogue came: the pass ran inside a forward pass, or torch.autograd.grad of the engine's output had
+            # used up DeepSpeed's hook. The gradients are whole, and unmodified DeepSpeed would drop them.
+            self.independent_gradient_partition_epilogue()
         self.stepping = True
         try:
-            self.topo.gradients.sync()
+            self._parts.sync()
+            self._parts.track_overflow(self.inf_or_nan_tracker)
             if not get_accelerator().is_synchronized_device():  # DeepSpeed checks for overflow on this stream
                 self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
             if self.offload_optimizer:
@@ -267,7 +293,7 @@ class TopoStage3(Stock):
             self.stepping = False
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
-        self.topo.end_step(skipped=self.overflow)
+        self._parts.end_step(self.overflow, self.fp32_partitioned_groups_flat)
         self._read_autocast_scale()
         self.pace.end_step()
 
@@ -277,38 +303,37 @@ class TopoStage3(Stock):
 
     def _copy_gradients_to_host(self) -> None:
         """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
-        rows = self.topo.gradients.optimizer_rows()
-        for i, (begin, end) in enumerate(self._sub_group_columns()):
-            grad = self.fp32_partitioned_groups_flat[i].grad
-            grad.copy_(rows[:, begin:end].to(grad.dtype).reshape(-1), non_blocking=True)
-        if not get_accelerator().is_synchronized_device():
+        for i, master in enumerate(self.fp32_partitioned_groups_flat):
+            rows, grad = self._parts.gradient_rows(i), master.grad
+            grad.copy_(rows.to(grad.dtype).reshape(-1), non_blocking=True)
+        if not get_accelerator().is_synchronized_device():  # the host reads the copies
             get_accelerator().current_stream().synchronize()
         self.note_norms()
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
-        if not self.topo.separate_masters:
+        if not self._parts.at(sub_group_id).separate_masters:
             return super()._prepare_fp32_grad_for_sub_group(sub_group_id)
-        begin, end = self._sub_group_columns()[sub_group_id]
-        rows = self.topo.gradients.optimizer_rows()[:, begin:end]
+        rows = self._parts.gradient_rows(sub_group_id)
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
         self.averaged_gradients[sub_group_id] = None  # as DeepSpeed does: these views have been read
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        begin, _ = self._sub_group_columns()[sub_group_id]
+        begin, _ = self._parts.columns[sub_group_id]
         rate = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]["lr"]
-        with self.topo.watched(self.fp32_partitioned_groups_flat[sub_group_id], begin, rate):
+        with self._parts.at(sub_group_id).watched(self.fp32_partitioned_groups_flat[sub_group_id], begin, rate):
             super()._optimizer_step(sub_group_id)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]
-        rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
+        topo, (begin, end) = self._parts.at(sub_group_id), self._parts.columns[sub_group_id]
+        weights = topo.weights
+        rows = topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
             weights.publish(range(slots[0], slots[-1] + 1), rows)
             return
-        if self.topo.separate_masters:
-            weights.own[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
+        if topo.separate_masters:
+            weights.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(slots[0], slots[-1] + 1))
@@ -331,27 +356,46 @@ class TopoStage3(Stock):
         """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
         if not self.use_muon:
             return
-        for i, ((begin, end), group) in enumerate(zip(self._sub_group_columns(), self.fp16_groups, strict=True)):
+        finite = self._all_finite()
+        for i, group in enumerate(self.fp16_groups):
             settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group, settings)
+                self._apply_muon(i, self._parts.gradient_rows(i), group, settings, finite)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
 
-    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any]) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
+    def _all_finite(self) -> Tensor:
+        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host does not wait."""
+        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())  # NaN if any element is
+        finite = least_and_most.isfinite().all().to(torch.uint8)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return finite.bool()
+
+    def _apply_muon(
+        self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any], finite: Tensor
+    ) -> None:
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update.
+
+        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed finds that in
+        their norm and skips the step; only with FP16 does it look before.
+        """
         momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
-        momentum.lerp_(blended.to(momentum.device), 1 - beta)
+        added = blended.to(momentum.device)
+        torch.where(finite.to(momentum.device), added, momentum, out=added)
+        momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
+        blended.masked_fill_(finite.logical_not(), torch.nan)
         slots = {self.slots[param.ds_id]: param for param in params}
         spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
         first = min(spans.values())[0]
+        plan = self.topo.config.plan
         parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
             heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
-            return orthogonalized(matrices, heads, settings["ns_method"])
+            with equal_bits(plan.optimizer < plan.world_size):
+                return orthogonalized(matrices, heads, settings["ns_method"])
 
         self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
         rows.copy_(blended)
@@ -359,12 +403,12 @@ class TopoStage3(Stock):
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        self.topo.weights.finish()  # publish reads the masters
+        self._parts.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        self.topo.weights.finish()
+        self._parts.finish()
         super().set_local_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
@@ -375,11 +419,12 @@ class TopoStage3(Stock):
         group, begin, width = self._master_columns(param)
         master = self.fp32_partitioned_groups_flat[group]
         flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
-        self.topo.masters.share(flat, begin, width)
+        topo = self._parts.of(param)
+        topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
             self.require_states(LP_PARAMS)
             slot = self.slots[param.ds_id]
-            self.topo.weights.publish_world(range(slot, slot + 1), anew=False)
+            topo.weights.publish_world(range(slot, slot + 1), anew=False)
 
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
 
@@ -392,20 +437,22 @@ class TopoStage3(Stock):
 
     def note_norms(self) -> None:
         """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
-        own = self.grad_partitions_flat_buffer
-        for param in self._gathers.trained:
-            view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
+        for param in self._parts.trained():
+            view = self._parts.own_slot(param)
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
-    def _peek(self) -> Tensor:
+    def _peek(self, write: bool = False) -> None:
         self.require_states(LP_GRADS)
-        return self.topo.gradients.peek()
+        for part in self._parts:
+            part.topo.gradients.peek(write)
 
-    def _synced_slot(self, param: Any) -> Tensor:
-        return self.topo.gradients.layout.slot(self._peek()[None], self.slots[param.ds_id])[0]
+    def _synced_slot(self, param: Any, write: bool = False) -> Tensor:
+        self._peek(write)
+        return self._parts.own_slot(param)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
-        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
+        # DeepSpeed keeps its swap buffers if it is going to write.
+        return self._synced_slot(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return {
@@ -423,7 +470,7 @@ class TopoStage3(Stock):
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
         if param.requires_grad:
             self.require_states(LP_GRADS)
-            self.topo.gradients.replace(self.slots[param.ds_id], value)
+            self._parts.of(param).gradients.replace(self.slots[param.ds_id], value)
 
     # -- offload_states and reload_states: shards on the host between uses -----------------------------------------
 
@@ -444,18 +491,18 @@ class TopoStage3(Stock):
         """
         kinds = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
-        self.topo.settle()
+        self._parts.settle()
         self.empty_partition_cache()  # while the shards still exist
         held: dict[OffloadStateTypeEnum, list[Tensor]] = {
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
             OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
             LP_PARAMS: [
-                *self.topo.weights.tensors(),
+                *self._parts.weight_tensors(),
                 self.lp_param_buffer,
                 *self.fp16_partitioned_groups_flat,
                 *(param.ds_tensor for param in self.module.parameters()),
             ],
-            LP_GRADS: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
+            LP_GRADS: [*self._parts.gradient_tensors(), self.grad_partitions_flat_buffer],
         }
         tensors = [tensor for kind in kinds for tensor in held.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
@@ -482,7 +529,7 @@ class TopoStage3(Stock):
     def checkpoint_event_prologue(self) -> None:
         """Finish publish before DeepSpeed saves or loads a checkpoint, which reads or fills the weights. Collective."""
         self.require_states()
-        self.topo.weights.finish()
+        self._parts.finish()
         super().checkpoint_event_prologue()
 
     def optimizer_tensors(self) -> list[Tensor]:
@@ -495,37 +542,31 @@ class TopoStage3(Stock):
     def _stock_layout(self, share: bool) -> Iterator[None]:
         """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank, within the context."""
         with (
-            self.topo.masters.narrowed(self.fp32_partitioned_groups_flat, self.optimizer, share) as narrow,
+            self._parts.narrowed(self.fp32_partitioned_groups_flat, self.optimizer, share) as narrow,
             replaced(self, "fp32_partitioned_groups_flat", narrow),
         ):
             yield
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):
-            return super()._rigid_state_dict() | self.topo.state_dict()
+            return super()._rigid_state_dict() | self._parts.state_dict()
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
-            clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
-        # DeepSpeed filled it from the masters: rounding as publish does restores the weights that the run had.
-        self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
-        own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
-        ages = self.topo.load_state_dict(own or {}, kwargs.get("checkpoint_folder"))
-        if ages is not None and isinstance(self.optimizer, AgedAdamW):
-            for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
-                self.optimizer.state[master]["age"] = ages[:, begin:end].reshape(-1).to(master.device)
-        masters = self.topo.masters
-        own_row = torch.cat([masters.table(m.detach())[masters.own_row] for m in self.fp32_partitioned_groups_flat])
-        self.topo.restart(own_row.to(self.lp_param_buffer.device, torch.float32))
+            self._parts.clean(self.fp32_partitioned_groups_flat, self.optimizer.state)
+        own = state_dict_list[self.topo.mesh.rank] if isinstance(state_dict_list, list) else None
+        folder = kwargs.get("checkpoint_folder")
+        self._parts.load_state_dict(own or {}, folder, self.fp32_partitioned_groups_flat, self.optimizer)
 
     def _restore_from_bit16_weights(self) -> None:
-        narrow = self.fp32_partitioned_groups_flat[0].numel() == self.fp16_partitioned_groups_flat_numel[0]
-        if narrow:  # masters of one row, always or during a load
+        numels = [master.numel() for master in self.fp32_partitioned_groups_flat]
+        if numels == self.fp16_partitioned_groups_flat_numel:  # masters of one row, always or during a load
             return super()._restore_from_bit16_weights()
-        for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
-            rows = self.topo.weights.own[:, begin:end]
-            self.topo.masters.table(master.detach()).copy_(rows)
+        for i, (begin, end) in enumerate(self._parts.columns):
+            topo = self._parts.at(i)
+            rows = topo.masters.table(self.fp32_partitioned_groups_flat[i].detach())
+            rows.copy_(topo.weights.own[:, begin:end])
 
     def destroy(self) -> None:
         if self.recorder:
@@ -533,9 +574,13 @@ class TopoStage3(Stock):
         if self._watch:
             self._watch.close()
         self._beginning.remove()
-        self._gathers.release()
-        self.topo.settle()  # before anything is freed: after an exception collectives may still be in progress
+        self._parts.settle()  # before anything is freed: after an exception collectives may still be in progress
+        for part in self._parts:
+            part.gathers.release()  # behind `settle`: another engine may take over the weights
         super().destroy()
-        self.topo.destroy()
-        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards.
-        del self._gathers, self._beginning, self.topo
+        self._parts.destroy()
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the views of gradients.
+        del self.grad_partitions_flat_buffer
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        self.averaged_gradients.clear()
+        del self._beginning, self.topo

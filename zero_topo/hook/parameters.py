@@ -9,7 +9,8 @@ that the engine shards, and serves them from its shards. Other parameters keep D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
+from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import wrapping
 from zero_topo.sync import Parameter
@@ -46,8 +48,7 @@ def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **
         return stock(**options)
     parts: dict[ParameterGathers | None, list[Any]] = {}
     for param in params:
-        owner = getattr(getattr(param, name), "func", None)
-        parts.setdefault(getattr(owner, "__self__", None), []).append(param)
+        parts.setdefault(served_by(param), []).append(param)
     found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
     if name == "all_gather_coalesced":
         return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
@@ -63,14 +64,93 @@ def lower_dtype(param: Any) -> torch.dtype | None:
 class ParameterHandle(Handle[None]):
     """A pending gather that DeepSpeed waits for."""
 
-    def wait(self, handle_dependency: bool = True) -> None:
+    def wait(self, handle_dependency: bool = True) -> None:  # type: ignore[override]  # DeepSpeed's signature
         """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
         super().wait()
 
 
-def served(param: Any) -> bool:
-    """Return whether another zero_topo engine already gathers a parameter."""
-    return isinstance(getattr(param, "partition", None), partial)
+def served_by(param: Any) -> ParameterGathers | None:
+    """Return what serves a parameter's calls for a zero_topo engine; None if DeepSpeed does."""
+    call = getattr(param, "partition", None)
+    bound: Any = call.func if isinstance(call, partial) else None
+    return getattr(bound, "__self__", None)
+
+
+def can_freeze(param: Any, module: torch.nn.Module) -> bool:
+    """Return whether a new engine of a module can store a parameter of it as a frozen one.
+
+    It cannot if an engine trains it, or if an engine of another module stores it already.
+    """
+    server = served_by(param)
+    return server is None or (server.module is module and not server.trains(param))
+
+
+@dataclass
+class Calls:
+    """The calls of one parameter: an attribute of it while engines serve it.
+
+    Attributes:
+        own: DeepSpeed's own calls, by name.
+        servers: those that serve the parameter, newest last: the newest is active.
+    """
+
+    own: dict[str, Any]
+    servers: list[ParameterGathers]
+
+
+def calls_of(param: Any) -> Calls:
+    """Return a parameter's calls; DeepSpeed's own are kept once, by the first engine."""
+    if not hasattr(param, "zero_topo_calls"):
+        own = {name: getattr(param, name) for name in METHODS}
+        param.zero_topo_calls = Calls(own, [])
+    found: Calls = param.zero_topo_calls
+    return found
+
+
+def ranks_of(config: ResolvedConfig) -> tuple[int, ...]:
+    """Return the global ranks of this rank's plan, ascending."""
+    if config.groups is None:
+        return tuple(range(dist.get_world_size()))
+    return config.groups.ranks(dist.get_rank())
+
+
+def wrong_group(name: str, ranks: int, planned: int) -> str:
+    """Return the line that refuses a parameter partitioned over other ranks than a plan's.
+
+    Args:
+        name: of the parameter.
+        ranks: number of ranks over which DeepSpeed partitions it.
+        planned: number of ranks of the data-parallel group.
+    """
+    return (
+        f"{name} is partitioned over {ranks} ranks, but the data-parallel group has {planned}: build the model under "
+        "deepspeed.zero.Init(data_parallel_group=...) of that group, which also keeps tensor-parallel ranks from "
+        "getting rank 0's weights, or without zero.Init; a domain in the block stores parameters in fewer ranks"
+    )
+
+
+def by_plan(
+    module: torch.nn.Module, names: Mapping[Any, str], configs: Sequence[ResolvedConfig]
+) -> list[tuple[ResolvedConfig, list[Any]]]:
+    """Return for each plan the parameters that DeepSpeed partitions over its ranks.
+
+    Raises:
+        ValueError: if a parameter is partitioned over other ranks, as under ``zero.Init``. Stock trains it, but with
+            tensor parallelism from the values of rank 0's part.
+    """
+    found: dict[tuple[int, ...], list[Any]] = {ranks_of(config): [] for config in configs}
+    planned = next(iter(found))
+    ranks_by_group: dict[Any, tuple[int, ...]] = {}
+    params: list[Any] = [*module.parameters()]
+    for param in params:
+        group = param.ds_process_group
+        if group not in ranks_by_group:
+            ranks_by_group[group] = tuple(dist.get_process_group_ranks(group))
+        ranks = ranks_by_group[group]
+        if ranks not in found:
+            raise ValueError(wrong_group(str(names.get(param, param.ds_id)), len(ranks), len(planned)))
+        found[ranks].append(param)
+    return list(zip(configs, found.values(), strict=True))
 
 
 class ParameterGathers:
@@ -81,26 +161,32 @@ class ParameterGathers:
         trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
         names: parameter -> name.
         dtype: the model's dtype.
+        params: the module's parameters that may follow the plan; None for all.
 
     Attributes:
+        module: the module.
         trained: the parameters that the optimizer updates.
         frozen: the other parameters that follow the plan.
         slots: ``ds_id`` -> parameter index in the shards: the trained parameters, then the frozen ones.
     """
 
     def __init__(
-        self, module: torch.nn.Module, trained: list[Any], names: Mapping[Any, str], dtype: torch.dtype
+        self,
+        module: torch.nn.Module,
+        trained: list[Any],
+        names: Mapping[Any, str],
+        dtype: torch.dtype,
+        params: list[Any] | None = None,
     ) -> None:
-        self._module, self.trained, self._names, self._dtype = module, trained, names, dtype
+        self.module, self.trained, self._names, self._dtype = module, trained, names, dtype
         updated = {param.ds_id for param in trained}
-        params: list[Any] = [*module.parameters()]
+        if params is None:
+            params = [*module.parameters()]
         rest = [param for param in params if param.ds_id not in updated and param.ds_numel]
-        self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and not served(p)]
+        self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
         self._others = len(rest) - len(self.frozen)
         self.slots = {param.ds_id: slot for slot, param in enumerate([*trained, *self.frozen])}
-        # DeepSpeed's own calls of each parameter, which `release` restores.
-        self._stock: list[tuple[Any, dict[str, Any]]] = []
         # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
         # Gathers still referenced: `release` waits for those not waited for yet, as every collective must finish.
@@ -167,28 +253,63 @@ class ParameterGathers:
         """
         self._engine, self._require_weights = engine, require_weights
         self._write_back = write_back or (lambda p: engine.weights.write_back(self.slots[p.ds_id], p.data))
-        # DeepSpeed's shards of frozen parameters become views of the engine's row, and their old storage is freed.
         shards = engine.weights.frozen_row.split([param.ds_tensor.numel() for param in self.frozen])
         for param, own in zip(self.frozen, shards, strict=True):
-            own.copy_(param.ds_tensor)
-            param.ds_tensor.data = own
-        engine.restart_frozen()
+            self._homes[param.ds_id] = own
+        self._fill(self.frozen)
         for param in (*self.trained, *self.frozen):
-            stock = {name: getattr(param, name) for name in METHODS}
-            self._stock.append((param, stock))
+            calls_of(param).servers.append(self)
             self._homes[param.ds_id] = param.ds_tensor.data
-            param.all_gather = partial(self._gather_now, param, stock["all_gather"])
-            param.all_gather_coalesced = partial(self._gather_coalesced, stock["all_gather_coalesced"])
-            param.partition = partial(self._partition, param, stock["partition"])
+            self._set_calls(param)
+
+    def trains(self, param: Any) -> bool:
+        """Return whether this engine updates a parameter."""
+        slot = self.slots.get(param.ds_id)
+        return slot is not None and slot < len(self.trained)
+
+    def _fill(self, frozen: Iterable[Any]) -> None:
+        """Fill the shards of frozen parameters from DeepSpeed's, which become views of the engine's row. Collective."""
+        for param in frozen:
+            own = self._homes[param.ds_id]
+            own.copy_(param.ds_tensor)
+            param.ds_tensor.data = own  # frees DeepSpeed's storage
+        self._engine.restart_frozen()
+
+    def _set_calls(self, param: Any) -> None:
+        own = calls_of(param).own
+        param.all_gather = partial(self._gather_now, param, own["all_gather"])
+        param.all_gather_coalesced = partial(self._gather_coalesced, own["all_gather_coalesced"])
+        param.partition = partial(self._partition, param, own["partition"])
 
     def release(self) -> None:
-        """Finish pending gathers, and restore DeepSpeed's calls on the parameters. Collective."""
+        """Finish pending gathers, and give up the calls of the parameters. Collective.
+
+        A parameter that an older engine of the module stores as a frozen one goes back to that engine, with its weights
+        of now. The others get DeepSpeed's own calls.
+        """
         for handle in list(self._started):
             handle.wait()
-        for param, stock in self._stock:
-            for name, method in stock.items():
+        returned: dict[ParameterGathers, list[Any]] = {}
+        for param in (*self.trained, *self.frozen):
+            calls = calls_of(param)
+            active = served_by(param) is self
+            calls.servers.remove(self)
+            if not active:
+                continue
+            for name, method in calls.own.items():
                 setattr(param, name, method)
-        self._stock.clear()
+            if not calls.servers:
+                del param.zero_topo_calls
+            elif not calls.servers[-1].trains(param):
+                returned.setdefault(calls.servers[-1], []).append(param)
+        for server, params in returned.items():
+            server.take_back(params)
+
+    def take_back(self, params: list[Any]) -> None:
+        """Serve frozen parameters again that a newer engine has released, and may have trained. Collective."""
+        self._fill(params)
+        for param in params:
+            self._set_calls(param)
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
         """Split parameters into ours and all others; without duplicates, by ``ds_id``.
@@ -215,7 +336,7 @@ class ParameterGathers:
         ours, others = self._split(params)
         handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
-            self._count_stock(others, phase)
+            self._count_stock([param for param in others if served_by(param) is None], phase)
             handles += stock(others) or []
         return handles
 
@@ -246,9 +367,10 @@ class ParameterGathers:
             param.ds_status = ZeroParamStatus.AVAILABLE
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
-        world = dist.get_world_size()
-        sent = (world - 1) * sum(p.ds_tensor.nbytes for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE)
-        self._engine.meter.record(phase, self._engine.config.topology.domain(world), sent)
+        absent = [param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        sent = sum((dist.get_world_size(p.ds_process_group) - 1) * p.ds_tensor.nbytes for p in absent)
+        topology = self._engine.config.topology
+        self._engine.meter.record(phase, topology.domain(topology.world_size), sent)
 
     def _gather_now(
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
@@ -257,7 +379,7 @@ class ParameterGathers:
         missing = [p for p in params if p.ds_id not in self.slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
         # gathers it with the parameters of the module that read it.
-        in_forward = getattr(self._module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
+        in_forward = getattr(self.module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
         reads = param_list is None and (in_forward or _in_backward())
         phase = _phase_of_pass() if reads else "gather_exact"
         handles = self._start_all(missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy))

@@ -25,9 +25,15 @@ FRAGMENTS = "frozen_param_fragments"
 GROUPS = "give the optimizer the parameter groups of the run that saved it, or load a universal checkpoint of it"
 
 
-def file_name(rank: int, kind: str) -> str:
-    """Return DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of BF16."""
-    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+def file_name(rank: int, kind: str, tensor_rank: int = 0) -> str:
+    """Return DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of BF16.
+
+    Args:
+        rank: its number in the data-parallel group.
+        kind: "model" or "optim".
+        tensor_rank: its number in the tensor-parallel group.
+    """
+    return f"zero_pp_rank_{rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
 
 
 def mapped(path: Path) -> Any:
@@ -51,20 +57,22 @@ class Saved:
     Args:
         folder: the tag's folder.
         prefix: prefix of the optimizer files' names.
-        rank: this rank.
-        ranks: number of ranks of this run.
+        rank: this rank's number in the data-parallel group.
+        ranks: number of ranks of the data-parallel group.
+        tensor_rank: this rank's number in the tensor-parallel group.
     """
 
-    def __init__(self, folder: Path, prefix: str, rank: int, ranks: int) -> None:
+    def __init__(self, folder: Path, prefix: str, rank: int, ranks: int, tensor_rank: int = 0) -> None:
         self._folder, self._prefix, self._rank, self._ranks = folder, prefix, rank, ranks
+        self._tensor_rank = tensor_rank
         self._open = cache(lambda name: mapped(folder / name))
         self._saved_ranks = int(self._model(0)["dp_world_size"])
 
     def _model(self, rank: int) -> Any:
-        return self._open(file_name(rank, "model"))
+        return self._open(file_name(rank, "model", self._tensor_rank))
 
     def _optimizer(self, rank: int) -> Any:
-        return self._open(f"{self._prefix}{file_name(rank, 'optim')}")["optimizer_state_dict"]
+        return self._open(f"{self._prefix}{file_name(rank, 'optim', self._tensor_rank)}")["optimizer_state_dict"]
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import wraps
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 SINCE: Mapping[str, str] = MappingProxyType(
     {
         "_backward_active_depth": "0.18.3",
+        "backward_prologue": "0.18.3",
         "use_muon": "0.18.9",
         "is_gradient_accumulation_boundary()": "0.19.5",
         "_apply_muon_to_accumulated_grads": "0.19.8",
@@ -49,6 +51,8 @@ SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_fr
 REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
+    (DeepSpeedEngine, "_configure_basic_optimizer", ("self", "model_parameters")),
+    (DeepSpeedEngine, "_scheduler_from_config", ("self", "optimizer")),
     (DeepSpeedEngine, "load_module_state_dict", None),
     (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
     (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
@@ -88,7 +92,8 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
 )
 # Instance attributes used: some method of the class must name them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "seq_dp_world_size", "checkpoint_engine", "param_names")),
+    (DeepSpeedEngine, ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine")),
+    (DeepSpeedEngine, ("param_names", "mp_world_size", "mpu")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
@@ -98,6 +103,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
     (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "torch_autocast_gradscaler")),
+    (Stock, ("backward", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 
@@ -214,3 +220,32 @@ def _layers(function: Any) -> list[Any]:
                 if inspect.isfunction(cell.cell_contents) and cell.cell_contents not in found:
                     found.append(cell.cell_contents)
     return found
+
+
+class Builder:
+    """Runs the code of DeepSpeed's engine that builds an optimizer and a schedule from a config, without an engine.
+
+    Args:
+        config: DeepSpeed's parsed config.
+        settings: settings of the config that are replaced.
+    """
+
+    client_optimizer = None
+    has_moe_layers = False
+    zenflow = False
+
+    def __init__(self, config: Any, **settings: Any) -> None:
+        self._config = copy(config)
+        for name, value in settings.items():
+            setattr(self._config, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return inspect.getattr_static(DeepSpeedEngine, name).__get__(self, DeepSpeedEngine)
+
+    def optimizer(self, parameters: list[Any]) -> Any:
+        """Return the config's optimizer for some parameters."""
+        return self._configure_basic_optimizer(parameters)
+
+    def scheduler(self, optimizer: Any) -> Any:
+        """Return the config's schedule for an optimizer."""
+        return self._scheduler_from_config(optimizer)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +18,16 @@ from deepspeed.accelerator import get_accelerator
 
 import zero_topo
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
+from zero_topo.cost.planner import Request
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
-from zero_topo.hook.initialize import GROUP_ARGUMENTS, refuse_group, resolve_block, sharding_ranks
+from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
+from zero_topo.hook.parameters import wrong_group
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.quant.operands import FLOATS
+from zero_topo.topology.groups import groups_from
 
 LOCAL: Mapping[str, str] = MappingProxyType(
     {
@@ -47,26 +53,30 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
 
     ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if shapes differ.
     """
-    has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
-    divided = sharding_ranks(engine.mpu, world) < world
-    store = meeting_place()
+    has_block, store = ROOT in engine._config._param_dict, meeting_place()
     with refusals():
-        if not divided and store is not None:
-            check_blocks(store, dist.get_rank(), world, has_block)
+        if store is not None:
+            block = os.environ.get(BLOCK_VARIABLE) or None
+            check_blocks(store, dist.get_rank(), dist.get_world_size(), has_block, block)
         if has_block:
             _agree_on_start(engine, model)
     configure(engine, model)
 
 
 def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
-    """Check that all ranks begin with equal settings, and with parameters that ``zero.Init`` sharded over all ranks."""
-    try:
-        for group in {getattr(param, "ds_process_group", None) for param in model.parameters()}:
-            refuse_group(GROUP_ARGUMENTS[0], group)
-    except ValueError as error:
-        agree({"refused": str(error)}, engine.device)
-        raise
-    agree(_told(engine, model), engine.device)
+    """Check that ranks begin with equal settings, and with parameters that ``zero.Init`` shards over their group."""
+    group = sharding_group(engine.mpu)
+    size = dist.get_world_size(group)
+    for name, param in model.named_parameters():
+        own = getattr(param, "ds_process_group", None)
+        experts = getattr(param, "ds_zero_partition_group_name", None) is not None
+        if own is not None and not experts and dist.get_world_size(own) != size:
+            line = wrong_group(name, max(dist.get_world_size(own), 0), size)
+            agree({"refused": line}, engine.device)
+            raise ValueError(line)
+    agree(_told(engine), engine.device)
+    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+    agree(_model(model), engine.device, groups=groups_over(group, engine.device))
 
 
 def meeting_place() -> dist.Store | None:
@@ -74,21 +84,45 @@ def meeting_place() -> dist.Store | None:
     return None if dist.get_backend() in ("mpi", "fake") else dist.distributed_c10d._get_default_store()
 
 
-def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Return what must be equal on all ranks besides the plan: the model, DeepSpeed's settings, versions.
+def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of all process groups of the job of which ``group`` is this rank's. Collective.
 
-    ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
+    Groups are created by all ranks in one order, so every rank needs those of the others.
+
+    Args:
+        group: a process group; together with those of the other ranks it divides the world. None is the world.
+        device: the device of the world group's tensors.
+
+    Returns:
+        The global ranks of each group; empty if there is one group of all ranks.
     """
+    world = dist.get_world_size()
+    if group is None or dist.get_world_size(group) == world:
+        return ()
+    first = torch.tensor([min(dist.get_process_group_ranks(group))], device=device)
+    firsts = first.new_empty(world)
+    dist.all_gather_into_tensor(firsts, first)
+    return groups_from(firsts.tolist())
+
+
+def _model(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what must be equal of a model on all ranks that share its shards."""
     shapes = {
         name: [str(param.dtype), param.requires_grad, *getattr(param, "ds_shape", param.shape)]
         for name, param in model.named_parameters()
     }
+    return {"model": shapes, "model_order": {str(place): name for place, name in enumerate(shapes)}}
+
+
+def _told(engine: Any) -> dict[str, Any]:
+    """Return what must be equal on all ranks besides plan and model: DeepSpeed's settings, versions.
+
+    ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
+    """
     config = engine._config
     return {
         **_shared({**config._param_dict, "zero_optimization": config.zero_config.model_dump()}),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "model": shapes,
-        "model_order": {str(place): name for place, name in enumerate(shapes)},
         "versions": {module.__name__: module.__version__ for module in (torch, deepspeed, zero_topo)},
     }
 
@@ -159,8 +193,10 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
 
 
-def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
-    """Resolve the block and check that all ranks agree; return it, or None without a block.
+def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
+    """Resolve the block and check that all ranks agree; return it, or an empty list without a block.
+
+    With expert parallelism there is a second plan, of the experts.
 
     A rank that rejects its block reports that to the others before it raises.
 
@@ -170,19 +206,52 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     """
     config, names = engine._config._param_dict, engine.param_names
     if ROOT not in config:
-        return None
+        return []
     memory = least_memory(engine.device)
+    members = groups_over(engine.seq_data_parallel_group, engine.device)
+    expert_groups = _expert_groups(engine)
+    experts = [groups_over(group, engine.device) for group in expert_groups[:1]]
     try:
-        found = resolve_block(config, dist.get_world_size(), engine.seq_dp_world_size, engine=engine, memory=memory)
+        if len(expert_groups) > 1:
+            raise ValueError(f"expert_parallel: {len(expert_groups)} expert-parallel sizes in one model; use one")
+        shared = partial(_largest, device=engine.device) if members else None
+        world = dist.get_world_size()
+        found = [resolve_block(config, world, members, engine=engine, memory=memory, shared=shared)]
+        for groups in experts:
+            if groups != members:  # else experts are sharded like all other parameters
+                found.append(resolve_experts(config, found[0], groups, dist.get_rank()))
         if optimizer:
             _refuse_types(optimizer, names)
     except ValueError as error:
         agree({"refused": str(error)}, engine.device)
         raise
-    check_agreement(found, engine.device, _trained(optimizer, names) if optimizer else {})
+    more = {"experts": [plan.to_json() for plan in found[1:]]}
+    if optimizer:
+        more |= _trained(optimizer, names)
+    check_agreement(found[0], engine.device, more)
     if optimizer:
         _in_one_order(optimizer, names, engine.device)
     return found
+
+
+def _largest(request: Request, device: torch.device) -> Request:
+    """Return the request of the rank with the most parameters, so that all choose one plan. Collective.
+
+    Tensor-parallel ranks have parts of different sizes if a size does not divide.
+    """
+    own = sum(request.numels or ()) + sum(request.frozen)
+    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([own], device=device))
+    held = [request]
+    if int(sizes.min()) < int(sizes.max()):
+        dist.broadcast_object_list(held, src=int(sizes.argmax()))
+    return held[0]
+
+
+def _expert_groups(engine: Any) -> list[Any]:
+    """Return the process groups over which DeepSpeed partitions AutoEP's experts, one for each expert-parallel size."""
+    found = {getattr(param, "ds_zero_partition_group_name", None) for param in engine.module.parameters()}
+    return [engine.expert_data_parallel_group[name] for name in sorted(name for name in found if name)]
 
 
 def least_memory(device: torch.device) -> int:

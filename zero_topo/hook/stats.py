@@ -11,8 +11,9 @@ from __future__ import annotations
 import atexit
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +25,8 @@ from deepspeed.comm import comms_logger
 from deepspeed.utils import log_dist
 from torch import Tensor
 
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost import Workload, memory_bytes
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.initialize import request_of
@@ -55,16 +58,22 @@ def stats(engine: Any) -> Stats:
     topo = optimizer.topo
     micro_batches = engine.gradient_accumulation_steps()
     peak, on_device = peak_memory()
+    work = topo.workload(micro_batches)
+    engines = optimizer.engines()
+    experts = [(other.config, other.workload(micro_batches)) for other in engines[1:]]
     if trains and not optimizer.predicted_memory:
-        optimizer.predicted_memory = request_of(engine, topo.config.topology).price(topo.config).memory
+        optimizer.predicted_memory = _predicted(engine, optimizer, [(topo.config, work), *experts])
+    memory = Counter({"optimizer": _optimizer_bytes(optimizer) if trains else 0})
+    for each in engines:
+        memory.update(each.memory())
     return Stats(
         config=topo.config,
         steps=topo.meter.steps,
         micro_batches=micro_batches,
         step_bytes=dict(topo.meter.last_step),
         total_bytes=dict(topo.meter.total),
-        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer) if trains else 0},
-        work=topo.workload(micro_batches),
+        memory=dict(memory),
+        work=work,
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
         optimizer_itemsize=_optimizer_itemsize(optimizer) if trains else 0,
         calls=dict(topo.meter.calls),
@@ -75,7 +84,22 @@ def stats(engine: Any) -> Stats:
         on_device=on_device,
         predicted_memory=optimizer.predicted_memory if trains else {},
         pace=optimizer.pace.last if trains else {},
+        experts=experts[0] if experts else None,
     )
+
+
+def _predicted(engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[ResolvedConfig, Workload]]) -> dict[str, int]:
+    """Return the planner's memory of a rank at the peak of a step, with the shards of experts added."""
+    (config, work), *experts = parts
+    request = request_of(engine, config.topology)
+    if experts:  # the module's parameters are those of both plans
+        frozen = work.frozen.numels if work.frozen else ()
+        request = replace(request, numels=work.numels, frozen=frozen, whole=())
+    predicted = Counter(request.price(config).memory)
+    for plan, of_experts in experts:
+        itemsizes = optimizer.topo.accumulation_dtype.itemsize, _optimizer_itemsize(optimizer)
+        predicted.update(memory_bytes(plan, of_experts, *itemsizes))
+    return dict(predicted)
 
 
 def peak_memory() -> tuple[int, bool]:
@@ -141,7 +165,7 @@ def _write(
         found,
         ranks,
         title=title or f"{type(engine.module).__name__}, {numel:,} parameters",
-        world_size=dist.get_world_size() if found is None else found.config.plan.world_size,
+        world_size=dist.get_world_size(),
         settings=settings,
         deepspeed=deepspeed_json(engine),
     )

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Converts the variables of Slurm or MPI to those that torch and DeepSpeed read (pure).
+"""Converts the variables of Slurm, Flux or MPI to those that torch and DeepSpeed read (pure).
 
 Note [Contradictions]
     If one rank refuses while others continue, the others wait for it. Checks therefore use variables that are equal on
@@ -37,8 +37,8 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
     view = launcher_view(env)
     if view is None or view.rank is None:
         raise ValueError(
-            "the rank of this process is unknown: neither SLURM_PROCID nor OMPI_COMM_WORLD_RANK, PMI_RANK or RANK "
-            "is set; start it with srun or mpirun (`zero-topo launch slurm` writes a script)"
+            "the rank of this process is unknown: neither SLURM_PROCID nor FLUX_TASK_RANK, OMPI_COMM_WORLD_RANK, "
+            "PMI_RANK or RANK is set; start it with srun, flux run or mpirun (`zero-topo launch slurm` writes a script)"
         )
     if view.source == "slurm" and not slurm.in_step(env):
         raise ValueError(
@@ -77,7 +77,10 @@ def _check_stray(env: Mapping[str, str], started: bool) -> None:
     Raises:
         ValueError: naming it.
     """
-    launcher = "Slurm" if slurm.in_step(env) else "MPI" if probe(env, MPI) is not None else None
+    view = probe(env, MPI)
+    launcher = "Slurm" if slurm.in_step(env) else None
+    if launcher is None and view is not None:
+        launcher = "Flux" if view.source == "flux" else "MPI"
     stray = [name for name in ("RANK", "LOCAL_RANK") if env.get(name)]
     if launcher is not None and stray and not started:
         raise ValueError(

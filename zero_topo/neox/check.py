@@ -16,7 +16,8 @@ from zero_topo.config.parts import ROOT
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.refusals import setting_refusals
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs, part
-from zero_topo.strict import as_json, nearest
+from zero_topo.strict import as_json, cut, nearest
+from zero_topo.versions import default_clipping, installed
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
 
@@ -64,7 +65,8 @@ def require(options: Namespace) -> ZeroTopoConfig | None:
     except ValueError as error:
         found += str(error).splitlines()
     if found:
-        raise ValueError("\n".join(found))
+        names = ", ".join(options.configs)
+        raise ValueError("\n".join(f"{cut(names, 200)}: {line}" for line in found))
     return block
 
 
@@ -79,7 +81,8 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, pla
     lines = [line for find in CHECKS if not (plain and find is _block) for line in find(merged)]
     lines += _unknown(merged, known)
     config = deepspeed_config(merged)
-    lines += deepspeed_problems(config)
+    said = {line.partition(":")[0] for line in lines}
+    lines += [line for line in deepspeed_problems(config) if line.partition(":")[0] not in said]
     return lines or setting_refusals(config)  # DeepSpeed is run last: it would report some of these again
 
 
@@ -96,7 +99,7 @@ def _block(merged: Mapping[str, Any]) -> Iterator[str]:
 def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
     for key, least, why in (
         ("pipe_parallel_size", 0, "ZeRO-3 in NeoX runs without its pipeline module, even one of a single stage"),
-        ("model_parallel_size", 1, "zero_topo shards over all ranks, which tensor parallelism would divide"),
+        ("model_parallel_size", 1, "NeoX ends a job of ZeRO stage 3 with tensor parallelism when it builds the model"),
         ("moe_num_experts", 1, "NeoX's MoE does not work with ZeRO-3"),
     ):
         value = merged.get(key, least)
@@ -105,10 +108,12 @@ def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
-    if merged.get("gradient_clipping", 1.0) == 1.0 and "gradient_clipping" not in part(merged, EXTRA):
+    dropped = merged.get("gradient_clipping", 1.0) == 1.0 and "gradient_clipping" not in part(merged, EXTRA)
+    version = installed("deepspeed")
+    if dropped and version is not None and default_clipping(version) != 1.0:
         yield (
-            "gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed would not clip; repeat it as "
-            f'"{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
+            f"gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed {version} would not clip; "
+            f'repeat it as "{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
         )
 
 

@@ -3,8 +3,8 @@
 
 Note [Dropped defaults]
     NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds ``deepspeed_extra_args``, whose
-    values win. NeoX's default for ``gradient_clipping`` is 1.0 and DeepSpeed's is 0: a config that asks for 1.0 trains
-    without clipping unless the extra arguments repeat it.
+    values win. NeoX's default for ``gradient_clipping`` is 1.0. DeepSpeed's is 1.0 from 0.19.3 on, and 0 before: there
+    a config that asks for 1.0 trains without clipping unless the extra arguments repeat it.
 """
 
 from __future__ import annotations

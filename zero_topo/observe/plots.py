@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from zero_topo.plan import PHASES
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from zero_topo.cost.step import Job
+    from zero_topo.cost.step import Job, Range
 
 COLOURS = {
     "gather_forward": "#2f6db5",
@@ -98,7 +99,8 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     figure, axes = _figure(7, 4.6)
     for place, key, label in ((-0.2, "max", "this run"), (0.2, "zero3", "ZeRO-3")):
         for index, domain in enumerate(LINKED_DOMAINS):
-            shown = [row for row in rows if row["domain"] == domain and row[key]]
+            # Experts' domains have a prefix, and lie on the same links.
+            shown = [row for row in rows if row["domain"].split("_")[-1] == domain and row[key]]
             parts = [(row[key] / unit, COLOURS.get(row["phase"], OTHER)) for row in shown]
             _stacked(axes, index + place, 0.36, parts, label)
     axes.set_xticks(range(len(LINKED_DOMAINS)), _LEVELS)
@@ -159,6 +161,47 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]]) -> Figure:
     return figure
 
 
+def ranked_plans(rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], title: str, notes: str) -> Figure:
+    """Draw the best plans, the first at the top: seconds of a step with their range, and memory stacked by role.
+
+    Args:
+        rows: name of a plan, seconds, their range, role -> bytes.
+        title: above the picture.
+        notes: under it, small.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(9, 1.9 + 0.3 * len(rows)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(rows))
+    seconds = [each for _, each, _, _ in rows]
+    below = [max(0.0, each - within.low_s) for _, each, within, _ in rows]
+    above = [max(0.0, within.high_s - each) for _, each, within, _ in rows]
+    left.barh(places, seconds, 0.62, color=_LINES[0], xerr=[below, above], ecolor=OTHER, capsize=2)
+    left.set(xlabel="seconds of a step", yticks=places, yticklabels=[name for name, *_ in rows])
+    left.invert_yaxis()
+    unit, name = decimal_unit(max(sum(held.values()) for *_, held in rows))
+    found = {role for *_, held in rows for role, n in held.items() if n}
+    roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
+    for place, (*_, held) in zip(places, rows, strict=True):
+        start = 0.0
+        for role in roles:
+            part = held.get(role, 0) / unit
+            right.barh(place, part, 0.62, start, color=ROLE_COLOURS.get(role, OTHER))
+            start += part
+    right.set(xlabel=f"{name} on each rank")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    left.set_title(title, size=10, loc="left")
+    handles = [Patch(color=ROLE_COLOURS.get(role, OTHER), label=role) for role in roles]
+    figure.legend(handles=handles, loc="outside upper center", ncols=8, frameon=False, fontsize=8)
+    wrapped = "\n".join(fill(line, 150) for line in notes.splitlines())
+    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
+    return figure
+
+
 def _stacked(axes: Axes, place: float, width: float, parts: Iterable[tuple[float, str]], label: str) -> None:
     """Draw a bar of stacked parts (height, colour), with a label above it."""
     bottom = 0.0
@@ -188,7 +231,7 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     for place, ((scheme, count), line) in enumerate(_lines(points).items()):
         ranks = [point["ranks"] * APART**place for point in line]
         speeds = [point["tflops_per_gpu"] for point in line]
-        bounds = [(p["step_s"] / p["range"]["high_s"], p["step_s"] / p["range"]["low_s"]) for p in line]
+        bounds = [(p["seconds"] / p["range"]["high_s"], p["seconds"] / p["range"]["low_s"]) for p in line]
         off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
         off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
         colour = colours[scheme]

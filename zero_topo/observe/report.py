@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
@@ -55,6 +56,9 @@ class Stats:
         predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
             an optimizer.
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
+        experts: with expert parallelism, the plan and the model of the experts; bytes are counted in domains of their
+            own, memory and calls with those of all other parameters.
+        formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed engine.
     """
 
     config: ResolvedConfig
@@ -74,6 +78,13 @@ class Stats:
     on_device: bool
     predicted_memory: dict[str, int]
     pace: dict[str, float]
+    experts: tuple[ResolvedConfig, Workload] | None = None
+    formula: Mapping[Key, int] | None = None
+
+    @property
+    def parts(self) -> list[tuple[ResolvedConfig, Workload]]:
+        """The plan and the model of all parameters but the experts, then those of the experts."""
+        return [(self.config, self.work), *([self.experts] if self.experts else [])]
 
     def __str__(self) -> str:
         what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
@@ -142,16 +153,16 @@ def build_report(
 
 def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """Return the ``zero_topo`` part of a report, of all given ranks."""
-    config, work = stats.config, stats.work
-    zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
+    config, zero3 = stats.config, [(_zero3(plan), work) for plan, work in stats.parts]
     sent, stored, peaks = zip(*ranks, strict=True)
+    formula = bytes_of(stats.parts) if stats.formula is None else stats.formula
     return {
         "ranks": len(ranks),
         "config": config.to_json(),
         "topology": config.topology.to_json(),
-        "parameters": sum(work.numels),
+        "parameters": sum(sum(work.numels) for _, work in stats.parts),
         "micro_batches": stats.micro_batches,
-        "sent": _sent_rows(sent, step_bytes(config, work), step_bytes(zero3, work)),
+        "sent": _sent_rows(sent, formula, bytes_of(zero3)),
         "phase_seconds": dict(stats.phase_seconds),
         "sync": dict(stats.sync_report),
         "memory": _memory_rows(stats, zero3, stored),
@@ -161,6 +172,21 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
             "predicted": sum(stats.predicted_memory.values()),
         },
     }
+
+
+def bytes_of(parts: Sequence[tuple[ResolvedConfig, Workload]]) -> dict[Key, int]:
+    """Return what the formulas say a rank sends in a step, in domains of each plan."""
+    found: dict[Key, int] = {}
+    for config, work in parts:
+        prefix = "" if config.groups is None else config.groups.prefix
+        for (phase, domain), nbytes in step_bytes(config, work).items():
+            found[phase, f"{prefix}{domain}"] = nbytes
+    return found
+
+
+def _zero3(config: ResolvedConfig) -> ResolvedConfig:
+    """Return ZeRO-3's plan of the same ranks."""
+    return replace(resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology), groups=config.groups)
 
 
 def _sent_rows(
@@ -176,12 +202,18 @@ def _sent_rows(
     return rows
 
 
-def _memory_rows(stats: Stats, zero3: ResolvedConfig, measured: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
+def _memory_rows(
+    stats: Stats, zero3: Sequence[tuple[ResolvedConfig, Workload]], measured: Sequence[Mapping[str, int]]
+) -> list[dict[str, Any]]:
     """Return one row for each role, bytes per rank; the formula is for Adam and includes the padding it lists."""
     itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
-    formula = memory_bytes(stats.config, stats.work, *itemsizes)
-    padding = padding_bytes(stats.config, stats.work, *itemsizes)
-    stock = memory_bytes(zero3, stats.work, *itemsizes)
+    formula: Counter[str] = Counter()
+    padding: Counter[str] = Counter()
+    stock: Counter[str] = Counter()
+    for part, stock_part in zip(stats.parts, zero3, strict=True):
+        formula.update(memory_bytes(*part, *itemsizes))
+        padding.update(padding_bytes(*part, *itemsizes))
+        stock.update(memory_bytes(*stock_part, *itemsizes))
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
         row = {"role": role, **_spread([rank.get(role, 0) for rank in measured])}

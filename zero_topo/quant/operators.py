@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ZERO_TOPO_QUANT"
 CPU = torch.device("cpu")
+PACKED = 0b01001101  # the eight flags by which a backend shows that it runs, the first one lowest
 OPS: Any = torch.ops.zero_topo
 
 _SKIP, _OWN, _CODES = (
@@ -163,6 +164,8 @@ def serve_native(module: Any, key: str) -> Callable[[], object]:
 
 
 def _triton(device: torch.device) -> Serve:
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"Triton's kernels were never run on {device.type}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendUnavailable("Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1)")
     try:
@@ -202,7 +205,7 @@ class _Serving:
         """Make a backend serve a device type, for the whole process; return the previous backend.
 
         Raises:
-            BackendUnavailable: if it cannot; the previous backend stays.
+            BackendUnavailable: if it cannot; the previous backend stays, or the reference if a first kernel failed.
         """
         with self._lock:
             before, withdraw = self._by_type.get(device.type, ("reference", lambda: None))
@@ -210,7 +213,29 @@ class _Serving:
                 serve = BACKENDS[name](device)
                 withdraw()
                 self._by_type[device.type] = name, serve(device.type.upper())
+                reason = _why_it_does_not_run(device)
+                if reason:
+                    self._take_back(device)
+                    raise BackendUnavailable(reason)
             return before
+
+    def _take_back(self, device: torch.device) -> None:
+        """Let the reference serve a device type again."""
+        _, withdraw = self._by_type.pop(device.type)
+        withdraw()
+
+
+def _why_it_does_not_run(device: torch.device) -> str | None:
+    """Pack eight flags: the reason if the backend cannot, such as a module built for another GPU; else None."""
+    flags = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=device)
+    bits = torch.zeros(1, dtype=torch.uint8, device=device)
+    try:
+        OPS.mask_pack(flags, bits)
+        packed = int(bits)
+    except Exception as error:  # whatever a compiler, a driver or a kernel runs into, there are other backends
+        reason = str(error).strip().splitlines() or [repr(error)]
+        return f"a first kernel failed ({reason[0]})"
+    return None if packed == PACKED else f"its first kernel packed {packed} where {PACKED} is right"
 
 
 use = _Serving().use

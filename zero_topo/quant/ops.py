@@ -180,7 +180,10 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     steps = torch.empty(part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device)
     sizes = torch.empty(part.blocks, 2, dtype=torch.int64, device=device)
     OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes)
-    return Change(scales, counts, steps, sizes.cumsum_(0))
+    # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which walks all rows.
+    whole, changed = sizes.unbind(1)
+    ends = torch.stack([whole.cumsum(0), changed.cumsum(0)], dim=1)
+    return Change(scales, counts, steps, ends)
 
 
 def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:

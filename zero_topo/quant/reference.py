@@ -24,6 +24,7 @@ Note [Count sketch]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -378,6 +379,26 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
     return torch.tensor([reaching.numel()], dtype=torch.int64, device=x.device)
 
 
+def set_positions(mask: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` positions at which a mask is set, int64 ``[count, dimensions]``; 0 beyond the last.
+
+    This needs no host synchronization.
+    """
+    if _scans_half(mask.device):
+        mask = mask.short()
+    return torch.nonzero_static(mask, size=count, fill_value=0)
+
+
+@lru_cache(maxsize=64)
+def _scans_half(device: torch.device) -> bool:
+    """Return whether `torch.nonzero_static` of one-byte elements leaves out offsets on a device.
+
+    One block of 512 threads computes the offsets of all blocks. For one-byte elements there are up to two blocks per
+    multiprocessor (608 on MI300X), for wider elements one.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count > 256
+
+
 def row_largest(x: Tensor, indices: Tensor) -> None:
     """Write the columns of the ``k`` largest magnitudes of each row of ``x`` (FP32 ``[rows, n]``), int64 ``[rows, k]``.
 
@@ -389,7 +410,7 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     del size
     counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
     largest |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - largest.sum(dim=1, keepdim=True))
-    indices.copy_(torch.nonzero_static(largest, size=indices.numel())[:, 1].view_as(indices))
+    indices.copy_(set_positions(largest, indices.numel())[:, 1].view_as(indices))
 
 
 def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Tensor) -> Tensor:
@@ -430,7 +451,7 @@ def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices
     OPS.mask_unpack.default(bits.view(-1), flags.view(-1))
     high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
     blocks = rows * of_row
-    ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
+    ones = set_positions(high.reshape(blocks, -1), blocks * picks)[:, 1].view(blocks, picks)
     places = torch.arange(low, dtype=torch.int16, device=device)
     lower = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
     index = ((ones - torch.arange(picks, dtype=torch.int64, device=device)) << low) + lower

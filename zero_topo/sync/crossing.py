@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather_views, members, reduce_scatter, rows_of
 from zero_topo.mesh import Route
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
@@ -109,15 +110,19 @@ class Crossing(SyncMode, ABC):
 
     def table(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Return a copy of all peers' rows, FP32 ``[P, C]``: of the shard itself, or of its sums inside the node."""
+        return self.start_table(shard, ranges).wait()
+
+    def start_table(self, shard: Tensor, ranges: Sequence[Range]) -> Handle[Tensor]:
+        """Begin to make :meth:`table`."""
         if self._inner is None:
-            return self.columns(shard, ranges)
+            table = self.columns(shard, ranges)
+            return Handle(None, (), lambda: table)
         ranges = merged(ranges)
         places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
         parts = range_views(members(shard, self._inner.size), ranges)
         out = range_views(table, places)
-        reduce_scatter(self._inner, parts, self._dense_wire, out).wait()
-        return table
+        return reduce_scatter(self._inner, parts, self._dense_wire, out).then(lambda _: table)
 
     def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:
         """Write the rows ``which`` of a table to their place in a gradient shard."""
@@ -125,13 +130,16 @@ class Crossing(SyncMode, ABC):
         dequantize(table[which].view(torch.uint8), EXACT, views)
 
 
-def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
-    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
+def spread_back(
+    context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format
+) -> Handle[None] | None:
+    """Begin to gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
 
-    The owner takes the bits that it sends: replicas of an optimizer shard stay equal if the format rounds.
+    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay
+    equal if the format rounds.
     """
     if route.size == 1:
-        return
+        return None
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
-    all_gather_views(route, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype)).wait()
+    return all_gather_views(route, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype))

@@ -36,18 +36,13 @@ class Dense(SyncMode):
         self._wire = cast_to(context.dtype)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin the reduction; the gather back to ranks that need more rows runs in the handle's ``wait``."""
+        """Begin the reduction; the gather back to ranks that need more rows is the handle's last stage."""
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = range_views(shard[:, None], merged(ranges))
         own = [part.member(self._up.index) for part in parts]
         up = reduce_scatter(self._up, parts, self._wire, own)
-
-        def finish() -> None:
-            up.wait()
-            spread_back(self.context, shard, ranges, self._down, self._wire)
-
-        return Handle(None, (), finish)
+        return up.then(lambda _: spread_back(self.context, shard, ranges, self._down, self._wire))
 
 
 build_mode.register(DenseSync, Dense)

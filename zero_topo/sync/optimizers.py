@@ -129,10 +129,11 @@ class AdamS(AdamLike):
         lr: float = 1e-3,
         betas: tuple[float, float] | None = None,
         *,
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
         foreach: bool | None = None,
-        **settings: float,
     ) -> None:
-        super().__init__(params, lr, betas, **settings)
+        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay)
         self._foreach = foreach
 
     def _prepare(self, p: Tensor) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant import ops
+from zero_topo.quant.reference import set_positions
 
 TINY = 1e-45  # the least positive FP32: every element but zero reaches this threshold
 LONGEST = 2**31 - 1
@@ -220,7 +221,7 @@ def positions(mask: Tensor, count: int) -> Tensor:
 
     This needs no host synchronization.
     """
-    return torch.nonzero_static(mask, size=count, fill_value=0)[:, 0]
+    return set_positions(mask, count)[:, 0]
 
 
 def added(picked: Picked, zeros: Callable[[], Tensor]) -> Tensor:

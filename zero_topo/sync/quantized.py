@@ -73,13 +73,19 @@ class Quantized(Crossing):
         self._warned = False  # whether the warning about a dropped residual was logged (once per run)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin to send a run's packed buffers; received ones are added in the handle's ``wait``."""
+        """Begin to sum inside the node, or to send a run's packed buffers; later stages do the rest."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
-        run, own = tuple(ranges), self.peers.index
+        run = tuple(ranges)
         self._add_residual(shard, run, scale)
-        copied = self._inner is not None or self._down.size > 1
-        rows, places = (self.table(shard, run), packed_ranges(run)) if copied else (shard, run)
+        if self._inner is not None:
+            return self.start_table(shard, run).then(lambda table: self._send(shard, run, table))
+        return self._send(shard, run, self.table(shard, run) if self._down.size > 1 else shard)
+
+    def _send(self, shard: Tensor, run: tuple[Range, ...], rows: Tensor) -> Handle[None]:
+        """Begin to send a run's rows, which are those of the shard or a copy; received ones are added in a stage."""
+        own, copied = self.peers.index, rows is not shard
+        places = packed_ranges(run) if copied else run
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
@@ -89,17 +95,17 @@ class Quantized(Crossing):
         if self._feedback:
             dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 
-        def finish() -> None:
+        def finish(received: Tensor) -> Handle[None] | None:
             mine = [view.member(own) for view in views]
-            dequantize_reduce(across.wait(), self.wire, mine, accumulate=True, without=own)
+            dequantize_reduce(received, self.wire, mine, accumulate=True, without=own)
             if copied:
                 self.deliver(shard, run, rows, slice(own, own + 1))
                 self._saved_residuals |= {run: rows} if self._feedback else {}
             if self._down.size == 1:
                 self._restore_residual(shard, run)
-            spread_back(self.context, shard, run, self._down, self._dense_wire)
+            return spread_back(self.context, shard, run, self._down, self._dense_wire)
 
-        return Handle(None, (), finish)
+        return across.then(finish)
 
     def _halves(self) -> tuple[tuple[slice, slice], ...]:
         """Return slices of the group ranks before and after this one, each with their rows of the residual."""

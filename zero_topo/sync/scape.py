@@ -53,11 +53,15 @@ class ScapeState:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
         kept: by run, the masked elements in each row.
         momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update` adds to it.
+        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The queue's
+            stream waits for the gather, and the computation's for the queue in the next sync. Freed before, their
+            memory would be taken again while it is sent.
     """
 
     bits: Handle[Tensor]
     kept: tuple[int, ...]
     momentum: Tensor
+    sent: tuple[object, ...] = ()
 
 
 class Scape(Masked):
@@ -179,8 +183,9 @@ class Scape(Masked):
         momentum = self._state.momentum.masked_fill_(self._own_row(0, self._columns), 0)
         chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
         across = self.peers.gather_later(chosen)
-        bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        return ScapeState(bits, tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values()), momentum)
+        bits = Handle(None, (), lambda: self._whole(across.wait()))
+        kept = tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values())
+        return ScapeState(bits, kept, momentum, sent=(chosen, across))
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
@@ -207,8 +212,9 @@ class Scape(Masked):
         return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum)
 
     def state_bytes(self) -> int:
-        """Return the bytes of residual and momentum, the current mask and the next one."""
-        masks = 2 * len(self.context.plan.rows(0, self.context.plan.gradients)) * -(-self._columns // 8)
+        """Return the bytes of residual and momentum, the current mask and the next one, and their own rows as sent."""
+        rows = len(self.context.plan.rows(0, self.context.plan.gradients))
+        masks = 2 * (rows + 1) * -(-self._columns // 8)
         return super().state_bytes() + self._state.momentum.nbytes + masks if self.active else 0
 
     def save(self, state: ScapeState) -> dict[str, Tensor]:

@@ -322,7 +322,9 @@ class Sparse(Crossing):
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
-            spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+            if back is not None:
+                back.wait()
 
     def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
         """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
@@ -413,12 +415,22 @@ class Sparse(Crossing):
         )
 
     def report(self) -> dict[str, float]:
-        """Return the mode's numbers of the last step, each the mean over its runs, and the residual's norm."""
+        """Return the mode's numbers of the last step, each the mean over its runs, and the residual's norm.
+
+        The host reads all of them in one synchronization.
+        """
         if not self._reports:
             return {}
-        names = self._reports[0][1]
-        numbers = {name: sum(part * float(report[name]) for part, report in self._reports) for name in names}
-        return {**numbers, "residual_norm": float(self.residual.norm())}
+        numbers = [number for _, report in self._reports for number in report.values()]
+        tensors = [number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)]
+        *read, norm = torch.stack([tensor.to(self.context.device, torch.float64) for tensor in tensors]).tolist()
+        values = iter(read)
+        means: dict[str, float] = {}
+        for part, report in self._reports:
+            for name, number in report.items():
+                value = next(values) if isinstance(number, Tensor) else number
+                means[name] = means.get(name, 0.0) + part * value
+        return {**means, "residual_norm": norm}
 
     def state_bytes(self) -> int:
         """Return the bytes on the device: of the residual, and of other state of the gradient's size."""

@@ -19,7 +19,10 @@ FORMATS: tuple[Tool, ...] = tuple(tool for tool in TOOLS if tool.parse is not No
 
 SIGNS: Mapping[str, tuple[str, str]] = {
     "nvidia-smi": (f"nvidia GPU0 NV {' '.join(PCI_KINDS)}", "a header line that begins with GPU0, and its rows"),
-    "amd-smi": ("amd-smi bdf link_type num_hops HOPS", 'the JSON of all GPUs, each with "gpu" and "links"'),
+    "amd-smi": (
+        "amd-smi bdf link_type num_hops HOPS",
+        'the tables LINK TYPE and NUMA BW, or the JSON of all GPUs, each with "gpu" and "links"',
+    ),
     "rocm-smi": ("ROCm rocm-smi DRM GPU[ XGMI card0", "lines or keys with (Topology), or the table of bandwidths"),
     "lstopo": ("<topology hwloc", "packages and rates, which its XML has not; capture another"),
 }

@@ -110,8 +110,8 @@ class DeviceTree:
         if odd is not None:
             address = f" ({self.bus_ids[odd[0]]})" if self.bus_ids else ""
             raise ValueError(
-                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a GCD "
-                "is missing or hidden, so the node has no regular tree; make every GCD visible, or state the machine: "
+                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a "
+                "device is missing or hidden, so the node has no regular tree; make all visible, or state the machine: "
                 '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
             )
         return len(groups), usual
@@ -124,12 +124,13 @@ class DeviceTree:
     def node_links(self) -> dict[str, Link]:
         """Return the links of "gpu" and "node", as far as bandwidths are known; latencies are assumed.
 
-        A package has the bandwidth of its slowest link, the node that of the best ring through all devices.
+        A package has the bandwidth of its slowest link, the node that of the best ring through all devices. A ring runs
+        through each package, so the node's is unknown if that of a package is: partitions of a GPU share its links.
         """
         groups = self.groups()
         inside = [self._bandwidth(a, b) for group in groups for a in group for b in group if a < b]
         found = {"gpu": min(inside, default=0.0)}
-        if len(groups) > 1:
+        if len(groups) > 1 and (found["gpu"] or not inside):
             rates = [[self._bandwidth(a, b) for b in range(self.count)] for a in range(self.count)]
             found["node"] = ring_bandwidth(rates)
         return {domain: Link(rate, ASSUMED_LATENCY) for domain, rate in found.items() if rate > 0}
@@ -177,13 +178,27 @@ class DeviceTree:
 
     def warnings(self) -> list[str]:
         """Return warnings about the reliability of the tree."""
-        if self.packages is None and any(link.kind == "XGMI" for link in self.links.values()):
-            return [
-                f"{self.tool} shows XGMI links but no bandwidths, so the GCDs of a GPU cannot be recognized: every "
-                "device is taken for a GPU. Add the output of `rocm-smi --shownodesbw` or of a newer "
-                "`amd-smi topology --json`"
-            ]
-        return []
+        if self.packages is not None or not any(link.kind == "XGMI" for link in self.links.values()):
+            return []
+        if any(link.bandwidth for link in self.links.values()):
+            why = f"{self.count} devices without PCI addresses, so partitions of a GPU (CPX, TPX)"
+            more = "`rocm-smi --showbus`"
+        else:
+            why = "XGMI links but no bandwidths, so the GCDs of a GPU"
+            more = "`rocm-smi --shownodesbw` or of a newer `amd-smi topology --json`"
+        return [
+            f"{self.tool} shows {why} cannot be recognized: every device is taken for a GPU. Add the output of {more}"
+        ]
+
+
+def physical(bus_id: str) -> str:
+    """Return a PCI address without its function, which numbers the partitions of one AMD GPU."""
+    return bus_id.rpartition(".")[0]
+
+
+def partitioned(bus_ids: Sequence[str] | None) -> bool:
+    """Return whether two of the devices are partitions of one GPU."""
+    return len({physical(address) for address in bus_ids or ()}) < len(bus_ids or ())
 
 
 def normal_bus_id(text: str) -> str:
@@ -222,6 +237,8 @@ def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
 
 def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
     """Return ``tree`` with its devices in the order of ``like``, without devices that ``like`` lacks."""
+    if tree.bus_ids and partitioned(like.bus_ids) and not partitioned(tree.bus_ids):
+        return _of_partitions(tree, like)
     if tree.bus_ids and like.bus_ids:
         missing = [bus for bus in like.bus_ids if bus not in tree.bus_ids]
         if not missing:
@@ -233,3 +250,11 @@ def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
             "the same devices visible"
         )
     return tree
+
+
+def _of_partitions(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
+    """Return the NUMA nodes of ``tree``, which lists whole GPUs, for the partitions that ``like`` lists."""
+    nodes = dict(zip(map(physical, tree.bus_ids or ()), tree.numa or (), strict=False))
+    numa = tuple(nodes.get(physical(address)) for address in like.bus_ids or ())
+    known = numa if any(node is not None for node in numa) else None
+    return DeviceTree(tree.tool, like.count, numa=known, bus_ids=like.bus_ids)

@@ -11,8 +11,8 @@ Note [Tree positions]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -212,6 +212,42 @@ class Topology:
         """Return the ranks of a node in tree order."""
         first = node * self.ranks_per_node
         return [self.rank_at(position) for position in range(first, first + self.ranks_per_node)]
+
+    def among(self, ranks: Sequence[int]) -> Topology:
+        """Return the tree that some ranks form, for example a data-parallel group, numbered in the given order.
+
+        Links stay those of one rank: the other ranks of a GPU or node send at the same time.
+
+        Args:
+            ranks: ranks of this topology, each once.
+
+        Raises:
+            ValueError: if nodes or GPUs have different numbers of these ranks.
+        """
+        places = [self.coordinates(rank) for rank in ranks]
+        on_node = Counter(node for node, _, _ in places)
+        on_gpu = Counter((node, gpu) for node, gpu, _ in places)
+        gpus_of_node = Counter(node for node, _ in on_gpu)
+        if any(len({*counts.values()}) > 1 for counts in (on_node, on_gpu, gpus_of_node)):
+            raise ValueError(
+                f"topology {self.name!r}: nodes or GPUs have different numbers of the ranks {list(ranks[:16])} of one "
+                "group, so no plan fits; choose a tensor-parallel or expert-parallel size that divides a node's ranks"
+            )
+        in_tree_order = sorted(range(len(ranks)), key=lambda index: self.position(ranks[index]))
+        order = [0] * len(ranks)
+        for position, index in enumerate(in_tree_order):
+            order[index] = position
+        hosts = None
+        if self.hosts is not None:
+            hosts = tuple(self.hosts[node] for node in sorted(on_node))
+        return replace(
+            self,
+            nodes=len(on_node),
+            gpus_per_node=len(on_gpu) // len(on_node),
+            ranks_per_gpu=len(ranks) // len(on_gpu),
+            order=None if order == sorted(order) else tuple(order),
+            hosts=hosts,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object from which ``from_json`` builds an equal topology, without fields at their default."""

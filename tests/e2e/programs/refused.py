@@ -25,11 +25,11 @@ Call = Callable[[], Any]
 Json = dict[str, Any]
 
 
-class TwoWay:
-    """A Megatron-like mpu with two tensor-parallel ranks."""
+class Pipeline:
+    """A Megatron-like mpu with two stages."""
 
-    def get_model_parallel_world_size(self) -> int:
-        """Tensor-parallel ranks."""
+    def get_pipe_parallel_world_size(self) -> int:
+        """Pipeline stages."""
         return 2
 
 
@@ -57,7 +57,7 @@ def ways_in(config: Json, path: Path) -> dict[str, Call]:
 def arguments(good: Json) -> dict[str, Call]:
     """Arguments of the calls that a good config cannot work with."""
     return {
-        "mpu": lambda: engine(good, mpu=TwoWay()),
+        "mpu": lambda: engine(good, mpu=Pipeline()),
         "mesh_param": lambda: engine(good, mesh_param=(1, 2)),
         "remote_device": lambda: zero_topo.Init(config_dict_or_path=good, remote_device="cpu"),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,9 +22,16 @@ Line = Annotated[str, Field(pattern=r"^\P{C}*[^\p{C}\s]\P{C}*$"), must_be("one l
 
 @strict_dataclass
 class Setting:
-    """One thing to set: an option, a module or a ``NAME=value``; what it does and who says so."""
+    """One thing to set: an option, a module or a ``NAME=value``; what it does and who says so.
 
-    use: Annotated[str, Field(pattern=r"^[\w./,:=@%+$-]+$"), must_be("one word that needs no quotes in a script")]
+    A variable's value is quoted in a script and may have spaces.
+    """
+
+    use: Annotated[
+        str,
+        Field(pattern=r"^(?:[\w./,:=@%+$-]+|\w+=[\w./,:=@%+$ ^-]+)$"),
+        must_be("one word that needs no quotes in a script"),
+    ]
     reason: Line
     source: Line
 
@@ -65,11 +72,13 @@ class LaunchMachine:
         ranks_per_node: ranks of a full node; None if the user says.
         cpus_per_rank: cores of each rank.
         modules: of the environment-modules system, to load.
-        sbatch: options of the job.
-        srun: options of the step, its CPU and GPU binding among them.
+        job: options of the job, in the scheduler's form.
+        step: options of the command that starts the ranks, its CPU and GPU binding among them.
         variables: environment variables, ``NAME=value``; a shell expands the value.
+        scheduler: "slurm", "flux" or "pbs", whose options those are; None if there are none and any will do.
+        address: ``MASTER_ADDR=value`` on the first node, where the address that its own name resolves to will not do.
         disk: ``NODE_DISK=folder`` on a disk of each node, for a Python environment that is copied there.
-        disk_sbatch: options of a job that uses it.
+        disk_job: options of a job that uses it.
     """
 
     name: Line
@@ -78,11 +87,13 @@ class LaunchMachine:
     ranks_per_node: Count | None
     cpus_per_rank: Count
     modules: Settings
-    sbatch: Settings
-    srun: Settings
+    job: Settings
+    step: Settings
     variables: Settings
+    scheduler: Literal["slurm", "flux", "pbs"] | None = None
+    address: Settings = ()
     disk: Settings = ()
-    disk_sbatch: Settings = ()
+    disk_job: Settings = ()
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -91,9 +102,9 @@ class LaunchMachine:
     @property
     def doctors(self) -> list[Setting]:
         """Variables whose absence the doctor complains of on the preset, with what happens then."""
-        from zero_topo.doctor.variables import load_rules
+        from zero_topo.doctor.variables import rules_of
 
-        rules = [rule for rule in load_rules() if self.preset in rule.machines and rule.unset]
+        rules = [rule for rule in rules_of(self.preset) if rule.unset and (rule.machines or rule.others)]
         own = {setting.name for setting in self.variables}
         once = {rule.variable: rule for rule in rules if rule.variable not in own}.values()
         return [Setting(f"{rule.variable}={rule.wanted}", rule.reason, rule.source) for rule in once]

@@ -1,10 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads the variables of launchers that number ranks node by node: torchrun, deepspeed and those of MPI.
+"""Reads the variables of launchers that number ranks node by node: torchrun, deepspeed, Flux and those of MPI.
 
 torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node part of the
 ``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_SIZE and, as
 CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes; ranks follow the hostfile node by node. Its MPICH
 and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, in addition to the variables of MPI.
+
+Flux sets the number of nodes of the job in place of the tasks on each, and PMI_RANK and PMI_SIZE for MPI (flux-core,
+``flux-environment(7)``). An mpiexec of MPICH inside a Flux task sets MPI_LOCALRANKID: it then started the ranks.
 
 None of the MPI launchers reports the node of a rank in a variable, so node-by-node numbering is assumed (their
 default when the number of ranks per node is stated) and every rank checks it against its own local rank.
@@ -25,7 +28,7 @@ class Variables:
 
     ``always`` is a variable that the launcher sets in every process it starts, if there is one. If ``others`` is set
     too, ``always`` identifies the launcher only together with a node's number: under the deepspeed launcher on CPUs,
-    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1.
+    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1. If only the number of nodes is set, ranks are spread evenly.
     """
 
     source: str
@@ -52,7 +55,7 @@ _KNOWN = read(
 CLOSEST = _KNOWN["closest"]
 """Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an unknown launcher."""
 MPI = _KNOWN["mpi"]
-"""OpenMPI, MVAPICH, and the PMI family (MPICH, Intel MPI, Cray PALS)."""
+"""OpenMPI, MVAPICH, Flux, and the PMI family (MPICH, Intel MPI, Cray PALS)."""
 
 
 def probe(env: Mapping[str, str], launchers: Sequence[Variables]) -> LauncherView | None:
@@ -79,6 +82,14 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     if (world_size := number("world_size", least=1)) is None:
         return None
     per_node, nodes = number("ranks_per_node", least=1), number("nodes", least=1)
+    if per_node is None and nodes is not None:
+        if world_size % nodes:
+            raise ValueError(
+                f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes ({name['nodes']}) cannot "
+                "be spread evenly: nodes with unequal numbers of ranks have no regular tree; start equally many "
+                "ranks on every node"
+            )
+        per_node, name["ranks_per_node"] = world_size // nodes, f"{name['world_size']} / {name['nodes']}"
     rank, local_rank, node = number("rank"), number("local_rank"), number("node")
     alone = None
     if world_size == 1:  # other processes on this node, and the device of this process, are no property of the job

@@ -1,6 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``amd-smi topology --json``: one object per GPU, with a list of links (ROCm 6.3 on) or with tables by peer (before).
 
+Without ``--json`` it prints a table per property, whose rows and columns are named by PCI addresses.
+
 Formats: CHANGELOG of ROCm/amdsmi, "Updated `amd-smi topology --json` to align with host/guest".
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 from zero_topo.strict import parse_json
@@ -17,22 +20,27 @@ from zero_topo.topology.tools.xgmi import Pair, amd_tree
 
 NAME = "amd-smi"
 COMMAND = (NAME, "topology", "--json")
+_TITLE = re.compile(r"^(LINK TYPE|NUMA BW) TABLE:[ \t]*$", re.MULTILINE)
 _NUMBERED = re.compile(r'"gpu":\s*\d')
 Cells = dict[tuple[int, int], Mapping[str, Any]]
 
 
 def matches(text: str) -> bool:
-    """Whether a text is the JSON of ``amd-smi topology``."""
+    """Whether a text is output of ``amd-smi topology``, JSON or tables."""
+    if _TITLE.search(text):
+        return True
     # A topology's own JSON has a "gpu" among its links, but never a number there.
     return text.lstrip()[:1] in ("[", "{") and _NUMBERED.search(text) is not None and "link" in text
 
 
 def parse(text: str) -> DeviceTree:
-    """The devices in the output of ``amd-smi topology --json``, new or old form.
+    """The devices in the output of ``amd-smi topology``, tables or JSON of the new or old form.
 
     Raises:
         ValueError: if it is broken or names no device.
     """
+    if _TITLE.search(text):
+        return _parse_tables(text)
     try:
         data = parse_json(text, "output")
         entries = next(value for value in data.values() if isinstance(value, list)) if isinstance(data, dict) else data
@@ -54,6 +62,21 @@ def parse(text: str) -> DeviceTree:
 
 
 TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
+
+
+def _parse_tables(text: str) -> DeviceTree:
+    tables: dict[str, dict[Pair, str]] = {}
+    addresses: list[str] = []
+    for title in _TITLE.finditer(text):
+        columns, *rows = text[title.end() :].strip().splitlines()
+        addresses = columns.split()
+        cells = [row.split()[1:] for row in rows[: len(addresses)]]
+        if not addresses or [len(row) for row in cells] != [len(addresses)] * len(addresses):
+            raise ValueError(f"{NAME}: its {title[1]} table is not one row for each column; capture it again")
+        pairs = combinations(range(len(addresses)), 2)
+        tables[title[1]] = {(a, b): cells[a][b] for a, b in pairs}
+    bus_ids = tuple(map(normal_bus_id, addresses))
+    return amd_tree(NAME, len(bus_ids), tables.get("NUMA BW", {}), tables.get("LINK TYPE", {}), bus_ids=bus_ids)
 
 
 def _new_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

@@ -5,17 +5,23 @@ For each directly linked pair of devices, the driver reports ``min-max`` MB/s: o
 (``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X share 4 links, and no devices of
 different packages do (OLCF Frontier User Guide). ``hops`` is 1 over XGMI whether direct or not, and
 ``weight`` counts these, not links, so neither is read.
+
+An MI300 in a partition mode (DPX, TPX, QPX, CPX) is 2 to 8 devices of one package. The driver gives them one PCI
+address and numbers them in its function: ``0000:05:00.0`` to ``.7`` (ROCm/rocm_smi_lib#208, ROCm/rocm-systems#5805).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
-from zero_topo.topology.devices import DeviceLink, DeviceTree
+from zero_topo.topology.devices import DeviceLink, DeviceTree, partitioned, physical
 from zero_topo.units import MB
 
 LINKS_INSIDE_A_PACKAGE = 4
+MOST_PACKAGES = 8
+"""AMD GPUs in a node at most; of more devices without a PCI address, some may be partitions of one GPU."""
+
 _RANGE = re.compile(r"(\d+)-(\d+)")
 Pair = tuple[int, int]
 
@@ -58,6 +64,11 @@ def amd_tree(
     alone = "no two share 4 XGMI links" if any(link.kind == "XGMI" for link in links.values()) else "no XGMI joins two"
     paired = packages is not None and len(set(packages)) < count
     why = "pairs with 4 XGMI links" if paired else f"every device is a GPU, as {alone}"
+    if partitioned(bus_ids):
+        packages = _numbered([physical(address) for address in bus_ids or ()])
+        why = "partitions of a GPU, whose PCI addresses differ in the function alone"
+    elif bus_ids is None and count > MOST_PACKAGES and not paired:
+        packages = None
     sources = {"packages": f"{tool}: {why}"} if packages else {}
     return DeviceTree(tool, count, packages, links, numa, bus_ids, sources)
 
@@ -67,9 +78,13 @@ def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
     pairs = [pair for pair, link in links.items() if link.kind == "XGMI" and link.count == LINKS_INSIDE_A_PACKAGE]
     joined = [device for pair in pairs for device in pair]
     first = {b: a for a, b in pairs} if len(joined) == len(set(joined)) else {}
-    roots = [first.get(device, device) for device in range(count)]
-    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
-    return tuple(numbers[root] for root in roots)
+    return _numbered([first.get(device, device) for device in range(count)])
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the number of each key, counted from 0 in the order in which they first appear."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return tuple(numbers[key] for key in keys)
 
 
 def _match(cell: str) -> re.Match[str] | None:

@@ -1,0 +1,235 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Tensor and expert parallelism for tests: an ``mpu`` as Megatron has, parallel layers, a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, HIDDEN = 12, 24
+
+
+class Mpu:
+    """Groups of ranks as a Megatron client gives DeepSpeed.
+
+    Args:
+        size: ranks that share a layer.
+        far: whether these ranks are as far apart as possible; by default they are neighbours.
+    """
+
+    def __init__(self, size: int, far: bool = False) -> None:
+        world = dist.get_world_size()
+        near = [list(range(first, first + size)) for first in range(0, world, size)]
+        strided = [list(range(first, world, world // size)) for first in range(world // size)]
+        tensor = strided if far else near
+        self.tensor = _own([dist.new_group(ranks) for ranks in tensor])
+        data = [[ranks[index] for ranks in tensor] for index in range(size)]
+        self.data = _own([dist.new_group(ranks) for ranks in data])
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self.tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.tensor)
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.data)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def destroy(self) -> None:
+        """Destroy the groups."""
+        dist.destroy_process_group(self.tensor)
+        dist.destroy_process_group(self.data)
+
+
+def _own(made: list[Any]) -> Any:
+    return next(group for group in made if isinstance(group, dist.ProcessGroup))
+
+
+class _Copied(torch.autograd.Function):
+    """The input of a parallel layer: its gradient is summed over the tensor-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    """The output of a parallel layer: a sum over the tensor-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Mlp(nn.Module):
+    """A residual layer of which each tensor-parallel rank has a part of the hidden units."""
+
+    def __init__(self, mpu: Mpu | None, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.mpu = mpu
+        if mpu is None:
+            return
+        ranks = torch.arange(hidden).tensor_split(mpu.get_model_parallel_world_size())
+        own = ranks[mpu.get_model_parallel_rank()]
+        self.up.weight = _part(self.up.weight[own])
+        self.up.bias = _part(self.up.bias[own])
+        self.down.weight = _part(self.down.weight[:, own])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mpu is None:
+            return x + self.down(torch.tanh(self.up(self.norm(x))))
+        group = self.mpu.get_model_parallel_group()
+        hidden = torch.tanh(self.up(_Copied.apply(self.norm(x), group)))
+        return x + _Summed.apply(functional.linear(hidden, self.down.weight), group) + self.down.bias
+
+
+def _part(values: Tensor) -> nn.Parameter:
+    param = nn.Parameter(values.detach().clone())
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which DeepSpeed reads
+    return param
+
+
+class Layers(nn.Module):
+    """Two residual layers between two matrices, ``[batch, 11]`` to ``[batch, 5]``."""
+
+    def __init__(self, mpu: Mpu | None = None, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.inp = nn.Linear(11, WIDTH)
+        self.blocks = nn.ModuleList(Mlp(mpu, hidden) for _ in range(2))
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.out(x)
+        return result
+
+
+def autotp(size: int) -> dict[str, Any]:
+    """Keys of a DeepSpeed config that let AutoTP split each :class:`Mlp`."""
+    specs = [
+        {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+    ]
+    partition = {"use_default_specs": False, "layer_specs": specs}
+    return {"tensor_parallel": {"autotp_size": size, "partition_config": partition}}
+
+
+class Experts(nn.Module):
+    """A token's two best of four experts, in the form that DeepSpeed's preset for Mixtral replaces."""
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * hidden, WIDTH) / WIDTH**0.5)
+        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, hidden) / hidden**0.5)
+
+
+class Moe(nn.Module):
+    """A feed-forward of experts; only DeepSpeed's replacement of it has a forward pass."""
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, count, bias=False)
+        self.experts = Experts(count, hidden)
+
+
+class Mixture(nn.Module):
+    """Two residual layers of experts, each with a dense one, between two matrices, ``[batch, 11]`` to ``[batch, 5]``.
+
+    Args:
+        count: experts of a layer.
+        hidden: units of an expert.
+    """
+
+    def __init__(self, count: int = 4, hidden: int = 10) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="mixtral", num_local_experts=count, num_experts_per_tok=2, hidden_size=WIDTH
+        )
+        self.inp = nn.Linear(11, WIDTH)
+        self.model: Any = nn.Module()
+        self.model.layers = nn.ModuleList()
+        for _ in range(2):
+            layer = nn.Module()
+            layer.norm = nn.LayerNorm(WIDTH)
+            layer.mlp = Moe(count, hidden)
+            layer.dense = Mlp(None, HIDDEN)
+            self.model.layers.append(layer)
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)[None]
+        for layer in self.model.layers:
+            mixed = layer.mlp(layer.norm(x))
+            x = layer.dense(x + (mixed[0] if isinstance(mixed, tuple) else mixed))
+        result: Tensor = self.out(x)[0]
+        return result
+
+
+def autoep(size: int) -> dict[str, Any]:
+    """Keys of a DeepSpeed config that spread the experts of :class:`Mixture` over some ranks."""
+    block = {"enabled": True, "autoep_size": size, "preset_model": "mixtral", "use_grouped_mm": False}
+    return {"expert_parallel": block}
+
+
+def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs that tensor-parallel ranks share."""
+    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + data_rank)
+    x = torch.randn(4, 11, generator=generator)
+    y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
+    return x.to(dtype), y.to(dtype)
+
+
+@contextmanager
+def clean_groups() -> Iterator[None]:
+    """Restore DeepSpeed's groups afterwards, so that later engines of this process have none of these."""
+    saved = {name: value for name, value in vars(groups).items() if name == "mpu" or name.startswith("_")}
+    saved = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            current = getattr(groups, name)
+            if isinstance(value, dict) and not name.startswith("__"):
+                current.clear()
+                current.update(value)
+            elif not callable(value) and not name.startswith("__"):
+                setattr(groups, name, value)

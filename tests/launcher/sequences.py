@@ -1,0 +1,292 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Random sequences of public calls on an engine, compared with plain PyTorch after each of them.
+
+Every rank draws the same calls. The reference is the same model in plain PyTorch, whose gradients are averaged over
+ranks. SGD is linear in the gradients, so rounding does not grow.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from torch import Tensor, nn
+
+from tests.launcher.test_interrupted import Break
+from tests.launcher.test_loops import Tiled
+from tests.launcher.training import Job, batch, block, close, ds_config, start
+
+BLOCKS = tuple(
+    block(scheme, **more)
+    for scheme, more in (("topo", {}), ("zero++", {}), ("zero3", {}), ("topo", {"optimizer": "node"}))
+)
+TOLERANCE = 1e-6
+CALLS_OF_AN_ENGINE = 12  # sequences; then another engine, of another scheme
+# No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which GatheredParameters refuses.
+DS = {
+    "zero_optimization": {"stage3_prefetch_bucket_size": 0},
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0,
+}
+
+
+class Model(Tiled):
+    """May fail in its forward pass, or half-way through its backward pass."""
+
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__(width=14, depth=2)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(Break.apply(x) if self.breaks else x, y)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
+
+
+class Run:
+    """An engine and its reference.
+
+    Attributes:
+        calls: what was called since the last start of a sequence.
+    """
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.folder = folder
+        self.draw = random.Random(number)
+        buckets = {**DS["zero_optimization"], "reduce_bucket_size": self.draw.choice([100, 2000])}  # type: ignore[dict-item]
+        ds = {**DS, "zero_optimization": buckets}
+        self.job = Job(Model, self.draw.choice(BLOCKS), optimizer=sgd, ds=ds)
+        torch.manual_seed(number)
+        self.plain = Model()
+        module = copy.deepcopy(self.plain)
+        self.beside: Any = self._beside(module) if self.draw.random() < 0.5 else None
+        self.engine = start(replace(self.job, model=lambda: module))
+        self.optimizer = sgd(self.plain.parameters())
+        self.passes = 0  # whole backward passes since the last step: their gradients are there
+        # Whether all weights are partitioned: before the step DeepSpeed keeps those of layers whose backward pass it
+        # did not see end, and refuses to partition them.
+        self.settled = True
+        self.batches = 0
+        self.saved: Any = None
+        self.calls: list[str] = []
+
+    def _beside(self, module: nn.Module) -> Any:
+        config = {key: value for key, value in ds_config(self.job).items() if key != "optimizer"}
+        config.pop("zero_allow_untested_optimizer")
+        return deepspeed.initialize(model=module, config=config)[0]
+
+    def sequence(self, count: int = 8) -> None:
+        """Draw and compare some calls, the last of them a step.
+
+        Raises:
+            AssertionError: naming the calls, if anything differs.
+        """
+        self.calls.clear()
+        kinds = [self.train, self.train, self.train, self.look, self.step, self.zero, self.save, self.load, self.edit]
+        kinds += [self.peek, self.set_gradient, self.fail, self.raise_in_forward, self.copy, self.end_the_other]
+        for _ in range(count):
+            self.call(self.draw.choice(kinds))
+        self.call(self.train)
+        self.call(self.step)
+
+    def call(self, kind: Callable[[], None]) -> None:
+        """Make a call, and compare."""
+        self.calls.append(kind.__name__)
+        try:
+            kind()
+            if self.settled:
+                with torch.no_grad():
+                    self.compare()
+        except Exception as error:
+            raise AssertionError(f"{self.job.zero_topo}: {self.calls}: {error}") from error
+
+    def compare(self) -> None:
+        """Compare weights, and who serves them."""
+        params = [*self.engine.module.parameters()]
+        assert all(isinstance(param.partition, partial) for param in params), "the plan was left"
+        with deepspeed.zero.GatheredParameters(params):
+            self.alike([param.detach() for param in params], "weights")
+
+    def alike(self, found: list[Tensor], what: str, expected: list[Tensor] | None = None) -> None:
+        expected = expected or [param.detach() for param in self.plain.parameters()]
+        for (name, _), own, other in zip(self.plain.named_parameters(), found, expected, strict=True):
+            error = float((own - other).abs().max())
+            assert error < TOLERANCE, f"{what} of {name} differ by {error:.1e}"
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        self.batches += 1
+        return batch(self.batches, 0, torch.float32)
+
+    def train(self) -> None:
+        """A forward pass, perhaps others, and a backward pass; the loss perhaps runs backward in its forward pass."""
+        x, y = self.data()
+        self.engine.module.tiled = self.draw.random() < 0.5
+        self.settled = False
+        loss = self.engine(x, y)
+        for _ in range(self.draw.randrange(3)):
+            self.look()
+        self.engine.backward(loss)
+        before = [None if param.grad is None else param.grad.clone() for param in self.plain.parameters()]
+        self.plain.zero_grad()
+        self.plain.tiled = False
+        self.plain(x, y).backward()
+        for param, old in zip(self.plain.parameters(), before, strict=True):
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+            if old is not None:
+                param.grad += old
+        self.passes += 1
+
+    def look(self) -> None:
+        """A forward pass of another kind, whose output is compared."""
+        kind = self.draw.choice(["no_grad", "eval", "unused", "module"])
+        self.calls.append(kind)
+        x, _ = self.data()
+        self.engine.train(kind != "eval")
+        with torch.set_grad_enabled(kind == "unused"):
+            found = (self.engine.module if kind == "module" else self.engine)(x)
+        self.engine.train()
+        error = float((found - self.plain(x)).detach().abs().max())
+        assert error < 10 * TOLERANCE, f"outputs differ by {error:.1e}"
+
+    def step(self) -> None:
+        if not self.passes:
+            return
+        self.engine.step()
+        self.settled = True
+        self.optimizer.step()
+        self.forget()
+
+    def zero(self) -> None:
+        self.engine.optimizer.zero_grad()
+        self.forget()
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad()
+        self.passes = 0
+
+    def fail(self) -> None:
+        """A backward pass that ends at its last layer: all gradients go, by the user or with the next forward pass."""
+        x, y = self.data()
+        self.engine.module.breaks = True
+        self.engine.module.tiled = self.draw.random() < 0.5
+        self.settled = False
+        loss = self.engine(x.requires_grad_(), y)
+        try:
+            self.engine.backward(loss)
+        except MemoryError:
+            pass
+        else:
+            raise AssertionError("the backward pass did not fail")
+        self.engine.module.breaks = False
+        if self.draw.random() < 0.5:
+            self.engine.optimizer.zero_grad()
+        else:
+            self.look()
+        self.forget()
+
+    def raise_in_forward(self) -> None:
+        self.engine.module.fails = True
+        try:
+            self.engine(self.data()[0])
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("the forward pass did not fail")
+        self.engine.module.fails = False
+        self.look()  # DeepSpeed keeps what the failed pass gathered until the next
+
+    def save(self) -> None:
+        """Before a backward pass: gradients are not saved."""
+        self.zero()
+        self.engine.save_checkpoint(str(self.folder), tag="kept")
+        self.saved = copy.deepcopy((self.plain.state_dict(), self.optimizer.state_dict()))
+
+    def load(self) -> None:
+        """Gradients of before are dropped."""
+        if self.saved is None:
+            return
+        self.engine.load_checkpoint(str(self.folder), tag="kept")
+        self.plain.load_state_dict(self.saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+        self.forget()
+
+    def edit(self) -> None:
+        """Of a parameter, on rank 0 alone, and of its master: DeepSpeed stores one beside the weight or not."""
+        if not self.settled:
+            return
+        # `safe_set_full_fp32_param` fails if the ranks' parts of a parameter are padded.
+        plain = [*self.plain.parameters()]
+        index = self.draw.choice([i for i, p in enumerate(plain) if p.numel() % dist.get_world_size() == 0])
+        param = [*self.engine.module.parameters()][index]
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+            if dist.get_rank() == 0:
+                param.mul_(0.9)
+        with torch.no_grad():
+            edited = plain[index].mul_(0.9)
+        safe_set_full_fp32_param(param, edited.detach())
+
+    def peek(self) -> None:
+        if self.passes:
+            found = [safe_get_full_grad(param) for param in self.engine.module.parameters()]
+            self.alike(found, "gradients", [param.grad for param in self.plain.parameters()])  # type: ignore[misc]
+
+    def set_gradient(self) -> None:
+        if self.passes:
+            index = self.draw.randrange(len([*self.plain.parameters()]))
+            plain = [*self.plain.parameters()][index]
+            assert plain.grad is not None
+            plain.grad.mul_(0.5)
+            safe_set_full_grad([*self.engine.module.parameters()][index], plain.grad)
+
+    def copy(self) -> None:
+        if not self.settled:
+            return
+        params = [*self.engine.module.parameters()]
+        with deepspeed.zero.GatheredParameters(params):
+            kept = copy.deepcopy(self.engine.module)
+        self.alike([param.detach() for param in kept.parameters()], "copied weights")
+
+    def end_the_other(self) -> None:
+        """Of the engines of one module, that without an optimizer."""
+        if self.beside is not None:
+            close(self.beside)
+            self.beside = None
+
+    def close(self) -> None:
+        self.end_the_other()
+        close(self.engine)
+
+
+def search(first: int, count: int, folder: Path, goes_on: Callable[[], bool]) -> int:
+    """Run sequences until there are ``count`` of them or ``goes_on`` says no; return how many ran.
+
+    Args:
+        first: the first engine's number, from which all is drawn.
+        count: the most sequences.
+        folder: for checkpoints, shared by all ranks.
+        goes_on: equal on all ranks.
+    """
+    done = 0
+    while done < count and goes_on():
+        run = Run(first + done // CALLS_OF_AN_ENGINE, folder)
+        for _ in range(min(CALLS_OF_AN_ENGINE, count - done)):
+            run.sequence()
+            done += 1
+        run.close()
+    return done

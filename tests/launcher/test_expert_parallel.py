@@ -1,0 +1,165 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism by AutoEP trains as under unmodified ZeRO-3: dense parameters and experts have a plan each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_topo
+from tests.launcher.checkpoints import resume, save
+from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
+from tests.launcher.parity import Result, assert_equal, run
+from tests.launcher.training import Job, advance, batch, block, running, start, without_optimizer
+from tests.marks import late, often
+from zero_topo.observe.report import bytes_of
+
+EXACT = 1e-6
+BLOCKS: dict[str, dict[str, Any]] = {
+    "zero3": block("zero3"),
+    "topo": block("topo"),
+    "hsdp": block("hsdp"),
+    "codes": block("topo", quantize={"block_size": 64}),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_groups() -> Iterator[None]:
+    """Engines of other tests have no experts."""
+    with clean_groups():
+        yield
+
+
+def job(zero_topo: dict[str, Any] | None, size: int = 2, steps: int = 10, **more: Any) -> Job:
+    """Steps of two micro-batches whose gradients are clipped; the norms are compared too."""
+    seen: list[float] = []
+
+    def note(engine: Any, _: int) -> None:
+        seen.append(float(engine.get_global_grad_norm()))
+
+    ds = autoep(size) | more.pop("ds", {})
+    return Job(Mixture, zero_topo, steps=steps, micro_batches=2, ds=ds, after_step=note, seen=seen, **more)
+
+
+def under_stock(run_of: Job) -> Result:
+    """The run under unmodified DeepSpeed."""
+    with clean_groups():
+        return run(run_of)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("scheme", often(("topo",), ("zero3", "topo", "hsdp")))
+def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
+    """Losses, norms that bind and weights of ten steps; on four ranks an expert-parallel size of four leaves one."""
+    zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
+    stock = under_stock(job(None, size, ds={"zero_optimization": zero}))
+    assert_equal(run(job(BLOCKS[scheme], size, ds={"zero_optimization": zero})), stock, EXACT)
+
+
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("size", [late(2), late(4)])
+def test_experts_of_larger_groups_train_as_under_stock(size: int) -> None:
+    """On eight ranks, where experts are sharded over four or two."""
+    stock = under_stock(job(None, size))
+    assert_equal(run(job(BLOCKS["topo"], size)), stock, EXACT)
+
+
+def test_experts_train_with_autotp_as_under_stock() -> None:
+    """Pairs of ranks share each dense layer, and see the same tokens; experts are spread over two ranks."""
+    batches = partial(inputs, dist.get_rank() // 2)
+    stock = under_stock(job(None, ds=autotp(2), batch=batches))
+    assert_equal(run(job(BLOCKS["topo"], ds=autotp(2), batch=batches)), stock, EXACT)
+
+
+def test_optimizer_offload_trains_as_under_stock() -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    ds = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    stock = under_stock(job(None, ds=ds))
+    assert_equal(run(job(BLOCKS["topo"], ds=ds)), stock, EXACT)
+
+
+def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
+    """Experts are gathered over their own groups there too."""
+    found = []
+    for zero in (None, BLOCKS["zero3"]):
+        with clean_groups(), running(job(zero), begin=without_optimizer) as engine, torch.no_grad():
+            found.append(engine(batch(0, 0, torch.float32)[0]).clone())
+    torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.long
+def test_quantized_experts_train_about_as_under_stock() -> None:
+    """INT8 weights and INT4 gradients of both plans."""
+    stock = under_stock(job(None))
+    assert run(job(BLOCKS["codes"])).losses == pytest.approx(stock.losses, rel=0.05)
+
+
+def test_bytes_equal_the_formulas_of_both_trees() -> None:
+    """The experts' domains have a name of their own."""
+    zero = {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, "stage3_max_live_parameters": 0}
+    split = job(BLOCKS["zero3"], ds={"zero_optimization": zero})
+    with running(split) as engine:
+        advance(split, engine, 0, 2)
+        found = zero_topo.stats(engine)
+    assert found.experts is not None
+    assert found.experts[0].plan.world_size == dist.get_world_size() // 2
+    assert found.step_bytes == bytes_of(found.parts)
+    assert ("scatter", "experts_world") in found.step_bytes
+
+
+@pytest.mark.parametrize("name", ["topo", "codes"])
+def test_a_resumed_run_goes_on_with_equal_bits(name: str, shared_path: Path) -> None:
+    """Also the experts' stored INT8 weights."""
+    saved = save(job(BLOCKS[name], steps=4), shared_path)
+    assert resume(job(BLOCKS[name], steps=4), shared_path) == saved.losses
+
+
+@pytest.mark.parametrize("saver", often(("stock",), ("stock", "ours")))
+def test_checkpoints_are_stocks(saver: str, shared_path: Path) -> None:
+    """Saved by one and loaded by the other."""
+    kinds = {"stock": job(None, steps=4), "ours": job(BLOCKS["topo"], steps=4)}
+    with clean_groups():
+        saved = save(kinds.pop(saver), shared_path)
+    other = next(iter(kinds.values()))
+    assert resume(other, shared_path) == pytest.approx(saved.losses, rel=EXACT)
+
+
+def test_offloaded_states_of_both_plans_come_back() -> None:
+    """A run whose states are on the host between two steps goes on as if they had stayed."""
+    split = job(BLOCKS["topo"], steps=4)
+    undisturbed = run(split).losses
+
+    def away(engine: Any, step: int) -> None:
+        if step == 2:
+            engine.offload_states()
+            engine.reload_states()
+
+    assert run(job(BLOCKS["topo"], steps=4, each_step=away)).losses == undisturbed
+
+
+def test_sparse_sync_of_both_plans_converges() -> None:
+    sparse = block("topo", sync={"mode": "oktopk", "density": 0.2})
+    losses = run(job(sparse)).losses
+    assert losses[-1] < losses[0] * 0.8
+
+
+def test_muon_is_refused() -> None:
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+    with pytest.raises(ValueError, match="Muon does not work with expert_parallel"):
+        start(job(BLOCKS["topo"], ds=muon))
+
+
+def test_degrees_that_do_not_divide_the_experts_groups_are_refused() -> None:
+    """A number counts ranks of the experts' group too."""
+    world = dist.get_world_size()
+    wide = block("topo", weights=world, gradients=world, optimizer=world)
+    del wide["scheme"]
+    line = f"expert_parallel: weights degree {world} .*experts are sharded over {world // 2} of"
+    with pytest.raises(ValueError, match=line):
+        start(job(wide))

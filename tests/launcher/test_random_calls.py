@@ -1,0 +1,35 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Sequences of public calls drawn at random leave the weights of plain PyTorch; see `sequences.py`."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launcher.sequences import search
+
+PARTS, SECONDS = 5, 180.0
+
+
+def goes_on(until: float) -> bool:
+    """Whether rank 0's clock is before a time, on every rank."""
+    left = torch.tensor(float(time.monotonic() < until))
+    dist.broadcast(left, 0)
+    return bool(left)
+
+
+def test_random_calls_are_those_of_plain_pytorch(shared_path: Path) -> None:
+    """A short portion, the same each time."""
+    assert search(0, 8, shared_path, lambda: True) == 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+def test_more_random_calls(part: int, shared_path: Path) -> None:
+    """A quarter of an hour in all; each part has engines of its own."""
+    assert search(10_000 * (part + 1), 10_000, shared_path, partial(goes_on, time.monotonic() + SECONDS)) > 0

@@ -1,0 +1,230 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism, by a client's ``mpu`` and by AutoTP, trains as under unmodified ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_topo
+from tests.launcher.checkpoints import TAG, assert_same_bits, resume, save
+from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups, inputs
+from tests.launcher.parity import Result, assert_equal, run
+from tests.launcher.training import PLAIN, Job, advance, block, running, start, weights, without_optimizer
+from tests.marks import late, often
+from zero_topo.cost.volume import step_bytes
+
+EXACT = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def own_groups() -> Iterator[None]:
+    """Engines of other tests have no tensor parallelism."""
+    with clean_groups():
+        yield
+
+
+def job(zero_topo: dict[str, Any] | None, data_rank: int, steps: int = 10, **more: Any) -> Job:
+    """Steps of two micro-batches whose gradients are clipped; the norms are compared too."""
+    seen: list[float] = []
+
+    def note(engine: Any, _: int) -> None:
+        seen.append(float(engine.get_global_grad_norm()))
+
+    batches = partial(inputs, data_rank)
+    return Job(zero_topo=zero_topo, steps=steps, micro_batches=2, batch=batches, after_step=note, seen=seen, **more)
+
+
+def by_autotp(zero_topo: dict[str, Any] | None, size: int = 2, hidden: int = HIDDEN, **ds: Any) -> Job:
+    """A run split by AutoTP, whose neighbours share a layer."""
+    keys = autotp(size) | ds
+    return job(zero_topo, dist.get_rank() // size, model=partial(Layers, hidden=hidden), ds=keys)
+
+
+def by_mpu(zero_topo: dict[str, Any] | None, mpu: Mpu, **more: Any) -> Job:
+    """A run split by a client."""
+    return job(zero_topo, mpu.get_data_parallel_rank(), model=partial(Layers, mpu), mpu=mpu, **more)
+
+
+@pytest.fixture
+def pair() -> Iterator[Mpu]:
+    """An mpu of two ranks that share each layer: the two of a GPU."""
+    mpu = Mpu(2)
+    yield mpu
+    mpu.destroy()
+
+
+def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
+    """The run under unmodified DeepSpeed."""
+    with clean_groups():
+        return run(build(None))
+
+
+@pytest.mark.parametrize("scheme", often(("topo",), ("zero3", "topo", "hsdp")))
+def test_autotp_trains_as_under_stock(scheme: str) -> None:
+    """Losses, norms that bind and weights of ten steps."""
+    stock = under_stock(by_autotp)
+    assert_equal(run(by_autotp(block(scheme))), stock, EXACT)
+
+
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("size", [late(2), late(4)])
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
+    """On eight ranks, two or four of which share a layer: the GCDs of a GPU, or those of a node."""
+    split = partial(by_autotp, size=size)
+    stock = under_stock(split)
+    assert_equal(run(split(block(scheme))), stock, EXACT)
+
+
+@pytest.mark.long
+def test_quantized_runs_train_about_as_under_stock() -> None:
+    """INT8 weights and INT4 gradients on the cut tree."""
+    stock = under_stock(by_autotp)
+    quantized = run(by_autotp(block("topo", quantize={"block_size": 64})))
+    assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
+
+
+def test_uneven_parts_train_as_under_stock() -> None:
+    """Ranks that share a layer of 25 units have parts of different shapes, compared only inside a group."""
+    uneven = partial(by_autotp, hidden=25)
+    stock = under_stock(uneven)
+    assert_equal(run(uneven(block("topo"))), stock, EXACT)
+
+
+@pytest.mark.parametrize("scheme", often(("zero3",), ("zero3", "topo", "hsdp")))
+def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
+    """With sub-groups, persistent parameters and optimizer states on the host."""
+    zero = {"sub_group_size": 200, "stage3_param_persistence_threshold": 20, "offload_optimizer": {"device": "cpu"}}
+    split = partial(by_mpu, mpu=pair, ds={"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+    stock = under_stock(split)
+    assert_equal(run(split(block(scheme))), stock, EXACT)
+
+
+def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
+    """The tests' own parallel layers compute what whole ones do: first losses of both are equal."""
+    whole = job(None, dist.get_rank() // 2, steps=1, model=Layers)
+    assert under_stock(partial(by_mpu, mpu=pair, steps=1)).losses == pytest.approx(run(whole).losses, rel=EXACT)
+
+
+def test_ranks_far_apart_share_layers() -> None:
+    """Tensor-parallel ranks on different nodes; each data-parallel group has whole nodes."""
+    mpu = Mpu(2, far=True)
+    stock = under_stock(partial(by_mpu, mpu=mpu, steps=4))
+    with running(by_mpu(block("topo"), mpu, steps=4)) as engine:
+        tree = zero_topo.stats(engine).config.topology
+        assert (tree.nodes, tree.ranks_per_node) == (1, dist.get_world_size() // 2)
+    assert_equal(run(by_mpu(block("topo"), mpu, steps=4)), stock, EXACT)
+    mpu.destroy()
+
+
+@pytest.mark.parametrize("quantize", [PLAIN, late({})])
+def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair: Mpu) -> None:
+    """One die of each GPU: weights lie on the rank, gradients over the node, and only the nodes' sums cross."""
+    zero = {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, "stage3_max_live_parameters": 0}
+    blocks = block("zero3", quantize=quantize)
+    with running(by_mpu(blocks, pair, ds={"zero_optimization": zero})) as engine:
+        advance(by_mpu(blocks, pair), engine, 0, 2)
+        found = zero_topo.stats(engine)
+    assert found.config.plan.world_size == dist.get_world_size() // 2
+    assert found.config.topology.ranks_per_gpu == 1
+    assert found.step_bytes == step_bytes(found.config, found.work)
+
+
+@pytest.mark.parametrize("sync", often(("oktopk",), ("oktopk", "ternary")))
+def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
+    """Without the mean over tensor-parallel ranks norms and biases drift apart; debug_checks compares them too."""
+    sparse = block("topo", sync={"mode": sync, "density": 0.2})
+    sparse["gradients"] = "rank"
+    with running(by_autotp(sparse)) as engine:
+        advance(by_autotp(sparse), engine, 0, 6)
+        assert zero_topo.stats(engine).step_bytes["replicated", "replicated"] > 0
+        found = {name: value for name, value in weights(engine).items() if "norm" in name or "out" in name}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, found)
+    for theirs in everyones:
+        assert_same_bits(found, theirs)
+
+
+def test_debug_checks_report_replicas_that_differ() -> None:
+    """All ranks raise, and the line names the parameter."""
+    split = by_autotp(block("topo"))
+    with running(split) as engine:
+        advance(split, engine, 0, 1)
+        if dist.get_rank() % 2:
+            master = engine.optimizer.fp32_partitioned_groups_flat[0]
+            with torch.no_grad():
+                master += 1
+        with pytest.raises(RuntimeError, match="is replicated on tensor-parallel ranks but has different bits"):
+            advance(split, engine, 1, 2)
+
+
+def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
+    """AutoTP with a plan of the weights alone."""
+    found = []
+    for zero in (None, block("topo")):
+        with clean_groups(), running(by_autotp(zero), begin=without_optimizer) as engine:
+            x, _ = inputs(dist.get_rank() // 2, 0, 0, torch.float32)
+            with torch.no_grad():
+                found.append(engine(x).clone())
+    torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_resumed_run_goes_on_with_equal_bits(codes: bool, shared_path: Path) -> None:
+    """Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as stock's."""
+    blocks = block("topo", quantize={"block_size": 64}) if codes else block("topo")
+    split = by_autotp(blocks, hidden=25)
+    saved = save(split, shared_path)
+    names = {path.name for path in (shared_path / TAG).glob("*model_states.pt")}
+    size = dist.get_world_size() // 2
+    assert names == {
+        f"zero_pp_rank_{data}_mp_rank_0{tensor}_model_states.pt" for data in range(size) for tensor in (0, 1)
+    }
+    assert resume(split, shared_path) == saved.losses
+
+
+@pytest.mark.parametrize("saver", often(("stock",), ("stock", "ours")))
+def test_checkpoints_are_stocks(saver: str, shared_path: Path) -> None:
+    """Saved by one and loaded by the other."""
+    kinds = {"stock": by_autotp(None), "ours": by_autotp(block("topo"))}
+    mine = kinds.pop(saver)
+    with clean_groups():
+        saved = save(mine, shared_path)
+    other = next(iter(kinds.values()))
+    assert resume(other, shared_path) == pytest.approx(saved.losses, rel=EXACT)
+
+
+def test_a_damaged_file_of_one_rank_is_refused_by_all(shared_path: Path) -> None:
+    """A load changes nothing; also ranks of the other data-parallel group raise, which read other files."""
+    split = by_autotp(block("topo"))
+    save(split, shared_path)
+    if dist.get_rank() == 0:
+        (shared_path / TAG / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"damaged")
+    dist.barrier()
+    with running(split) as engine, pytest.raises(ValueError, match=r"mp_rank_01_model_states\.pt cannot be read"):
+        engine.load_checkpoint(str(shared_path))
+
+
+def test_zero_init_over_the_world_is_refused(pair: Mpu) -> None:
+    """It gives tensor-parallel ranks rank 0's part of the weights; unmodified DeepSpeed trains these."""
+    split = job(block("topo"), 0, model=Layers, mpu=pair, zero_init=True)
+    with pytest.raises(ValueError, match=r"inp.weight is partitioned over \d+ ranks, but the data-parallel group has"):
+        start(split)
+
+
+def test_a_pipeline_is_refused_in_a_line(pair: Mpu) -> None:
+    pair.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="mpu = Mpu with 2 pipeline stages: ZeRO-3 shards the whole model"):
+        start(by_mpu(block("topo"), pair))
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel\.autotp_size = 3: it does not divide"):
+        start(by_autotp(block("topo"), size=3))

@@ -1,0 +1,382 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The optimizer of a model on FSDP2: it syncs gradients, updates its part, sends the weights.
+
+Note [A step]
+    1. In each backward pass FSDP2 reduces a module's gradients to its shards, and calls a hook for
+       each parameter. The hook moves the gradient to the gradient shard ``[N / W, F]`` of
+       :class:`~zero_topo.engine.gradients.Gradients`, so FSDP2 stores none. In the last backward
+       pass of a step sync starts as soon as a run of parameters is complete.
+    2. At the end of that pass the runs are waited for, on a GPU by its stream alone. ``param.grad``
+       is then this rank's part of the gradient over the whole job, a DTensor of the parameter's
+       shape, on the mesh of optimizer states. Clipping by torch, or anything else that reads or
+       changes ``param.grad`` in place, therefore just works.
+    3. :meth:`ShardedOptimizer.step` updates FP32 masters of the part, and sends them to all ranks
+       that store the shard.
+
+Note [The last backward pass]
+    Every backward pass counts as the last of its step unless FSDP2's own
+    ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called on the root
+    module. Another backward pass before the step takes ``param.grad`` back and adds to it; its sync
+    then sends only what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+from zero_topo.collectives.queue import OrderedQueue
+from zero_topo.config.sparse_config import OkTopkSync
+from zero_topo.engine.agreement import check_replicas
+from zero_topo.engine.gradients import Gradients
+from zero_topo.engine.shards import Layout
+from zero_topo.fsdp.checkpoint import load_states, saved_states
+from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
+from zero_topo.fsdp.parts import Part
+from zero_topo.fsdp.publish import Publisher
+from zero_topo.plan import packed_runs
+from zero_topo.quant.operands import DTYPES, FLOATS
+from zero_topo.quant.ops import cast_to
+from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with the parameters of the model, whose states are sharded.
+
+    Learning rates, schedulers, ``zero_grad``, and ``get_state_dict`` of torch's checkpoints work on
+    it as on any other.
+
+    Args:
+        kind: the optimizer that updates the parts.
+        host: the attached model.
+        params: its parameters, or groups of them.
+        settings: of ``kind``.
+
+    Attributes:
+        host: the attached model.
+        inner: the optimizer of the parts, of ``kind``.
+        parts: by parameter, this rank's part.
+        gradients: the gradient shard and the mode of sync.
+        publisher: the post-step all-gather.
+        passes: backward passes of the last step.
+        formula: bytes of the last step by the formulas.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        host: Host,
+        params: Sequence[Any],
+        settings: dict[str, Any],
+    ) -> None:
+        if host.optimizer is not None:
+            raise ValueError(
+                "the model has a sharded optimizer already; give one all parameter groups"
+            )
+        self.host = host
+        grouped = isinstance(next(iter(params), None), dict)
+        given = params if grouped else [{"params": params}]
+        groups = [{**group, "params": list(group["params"])} for group in given]
+        self.parts = self._cut({param for group in groups for param in group["params"]})
+        of_parts = []
+        for group in groups:
+            masters = [self.parts[param].master for param in group["params"]]
+            of_parts.append({**group, "params": masters})
+        self.inner = kind(of_parts, **settings)
+        super().__init__(groups, dict(self.inner.defaults))
+        self._build()
+        # Parts whose gradient has arrived since the last step; after `_show`, `param.grad` is
+        # theirs.
+        self._arrived: dict[Part, None] = {}
+        self._shown = False
+        self._last = True
+        self._in_backward = False
+        self._counted = 0  # backward passes since the last step
+        self.passes = 0
+        self.formula: dict[tuple[str, str], int] = {}
+        for part in self.parts.values():
+            part.param.register_post_accumulate_grad_hook(partial(self._collect, part))
+        for name in ("set_is_last_backward", "set_requires_all_reduce"):
+            self._follow(name)
+        host.optimizer = self
+
+    def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
+        """Return the part of each chosen parameter, in the model's order."""
+        host = self.host
+        named = [(name, p) for name, p in host.model.named_parameters() if p in chosen]
+        if unknown := chosen.difference(param for _, param in named):
+            raise ValueError(
+                f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
+                f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
+            )
+        for name, param in named:
+            _check(name, param)
+        if len({param.dtype for _, param in named}) > 1:
+            raise ValueError(
+                "trained parameters have several types; convert the model to one, and let "
+                "mp_policy choose the type of the computation"
+            )
+        plan = host.config.plan
+        return {param: Part(name, param, plan, host.states) for name, param in named}
+
+    def _build(self) -> None:
+        """Build the gradient shard, the mode of sync, and the post-step all-gather."""
+        host, config = self.host, self.host.config
+        plan, mesh = config.plan, host.mesh
+        self._stored = [part for part in self.parts.values() if part.width]
+        layout = Layout(plan, mesh.rank, tuple(plan.world_size * p.width for p in self._stored))
+        ranges = layout.spans(range(len(self._stored)))
+        parameters = []
+        for slot, (part, span) in enumerate(zip(self._stored, ranges, strict=True)):
+            part.slot = slot
+            numel, dims = layout.padded_numels[slot], part.param.dim()
+            parameters.append(Parameter(part.name, numel, dims, span, place=slot))
+        weights = next(iter(self.parts)).dtype
+        accumulated = DTYPES[config.accumulation_dtype] if config.accumulation_dtype else weights
+        sync_dtype = getattr(config.sync, "dtype", None)
+        modules = map(own_parameters, sharded_modules(host.model))
+        bucket = max(sum(param.numel() for param in params) for params in modules)
+        run_numel = config.sync.run_numel(bucket, sum(layout.padded_numels))
+        runs = packed_runs(layout.padded_numels, run_numel)
+        device = next(iter(self.parts.values())).master.device
+        context = SyncContext(
+            plan=plan,
+            mesh=mesh,
+            dtype=DTYPES[sync_dtype] if sync_dtype else accumulated,
+            shard=torch.zeros(layout.shape(plan.gradients), dtype=accumulated, device=device),
+            loss_scaled=weights == torch.float16,
+            parameters=tuple(parameters),
+            moments=self._moments,
+            mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
+            runs=tuple(tuple(layout.spans(run)) for run in runs),
+        )
+        mode = build_mode(config.sync, context)
+        mode.check_optimizer(self.inner)
+        queue = OrderedQueue(device, overlap=config.overlap, staged=True)
+        wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
+        self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
+        self.publisher = Publisher(self._stored, weights, config, mesh, bucket, queue)
+
+    def _follow(self, name: str) -> None:
+        """Follow a call of FSDP2 on the root module that says whether the next pass is the last."""
+        model: Any = self.host.model
+        call = getattr(model, name)
+
+        @wraps(call)
+        def followed(flag: bool, **options: Any) -> None:
+            self._last = flag
+            call(flag, **options)
+
+        setattr(model, name, followed)
+
+    # -- backward pass -----------------------------------------------------------------------------
+
+    def before_reduction(self) -> None:
+        """Prepare for FSDP2's reduction of a module: it will read ``param.grad``, and add to it."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._counted += 1
+        # No public call reports the end of a backward pass; FSDP2 and DDP queue their own ends so.
+        # It is queued for every module: if a pass fails, the next one still has an end.
+        Variable._execution_engine.queue_callback(self._end_backward)
+        if self._shown:
+            self._take_back()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self._last:
+            self._show()
+
+    @torch.no_grad()
+    def _collect(self, part: Part, param: Tensor) -> None:
+        """Move a gradient of FSDP2's shard to the gradient shard; start sync of complete runs."""
+        grad = param.grad
+        assert isinstance(grad, DTensor)
+        param.grad = None
+        self._arrived[part] = None
+        if part.slot is None:
+            return
+        gradients = self.gradients
+        # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
+        # it.
+        gradients.reopen([part.slot])
+        columns = gradients.layout.slot(gradients.buffer, part.slot)
+        part.add(columns, grad.to_local(), self.host.factor)
+        gradients.mark_added([part.slot], self._last)
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Finish sync, and set ``param.grad`` to the parts of the synced gradients. Collective."""
+        if self._shown or not self._arrived:
+            return
+        self._shown = True
+        self.gradients.sync()
+        if self.gradients.mode.residual_owners() is not None:
+            # Sync delivers residuals of all parameters, those without a new gradient included.
+            trained = (part for part in self.parts.values() if part.param.requires_grad)
+            self._arrived |= dict.fromkeys(trained)
+        rows = self.gradients.optimizer_rows()
+        for part in self._arrived:
+            flat = part.master.new_empty(0, dtype=rows.dtype)
+            if part.slot is not None:
+                flat = self.gradients.layout.slot(rows, part.slot).reshape(-1)
+            part.show(flat)
+
+    def _take_back(self) -> None:
+        """Unset ``param.grad`` so that gradients are added; drop those that the user has unset."""
+        self._shown = False
+        kept = [part for part in self._arrived if part.param.grad is not None]
+        if not kept:
+            self.zero_grad()
+            return
+        for part in self._arrived:
+            if part.param.grad is None and part.slot is not None:
+                self.gradients.layout.slot(self.gradients.buffer, part.slot).zero_()
+            part.param.grad = None
+        self._arrived = dict.fromkeys(kept)
+        self.gradients.reopen()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step, and residuals to which some were added."""
+        self.gradients.zero()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shown = False
+        self._arrived = {}
+        for param in self.parts:
+            param.grad = None
+
+    # -- step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradient over the whole job, and return its norm. Collective.
+
+        ``torch.nn.utils.clip_grad_norm_`` does the same after the last backward pass of a step.
+        """
+        self._show()
+        norm = torch.nn.utils.clip_grad_norm_(list(self.parts), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Sync what is not synced yet, update this rank's part, send new weights. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._show()
+        for part in self.parts.values():
+            part.follow_edits()
+            part.take_gradient()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+        with self._watched():
+            self.inner.step()
+        self.publisher.publish()
+        self.gradients.end_step(skipped=False)
+        self._forget()
+        for param, part in self.parts.items():
+            part.master.grad = None
+            if part.master in self.inner.state:
+                self.state[param] = self.inner.state[part.master]
+        if self.host.config.debug_checks:
+            stored = [part.local().view(-1) for part in self.parts.values()]
+            check_replicas(self.host.mesh.plans, [torch.cat(stored)])
+        self._end_meter()
+        return loss
+
+    def _end_meter(self) -> None:
+        """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
+        shared, sync = self.host.shared, self.host.config.sync
+        context = self.gradients.mode.context
+        for ranges in context.runs:
+            widths = [end - begin for begin, end in ranges]
+            shared.book("sync", sync.volume(context.plan, widths, context.dtype.itemsize))
+        shared.book("publish", self.publisher.moves())
+        self.formula = {key: nbytes for key, nbytes in shared.formula.items() if nbytes}
+        shared.formula.clear()
+        self.host.mesh.meter.end_step()
+        self.passes = self._counted
+        self._counted = 0
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Call the mode of sync before and, if it wants updates, after the update."""
+        mode, layout = self.gradients.mode, self.gradients.layout
+        updated = [part for part in self._stored if part.master.grad is not None]
+        begins = [layout.begins[part.slot] for part in updated if part.slot is not None]
+        for part, begin in zip(updated, begins, strict=True):
+            mode.before_update(begin, part.width)
+        if not mode.wants_updates:
+            yield
+            return
+        own = layout.row(layout.plan.optimizer)
+        before = [part.row(own).clone() for part in updated]
+        rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
+        yield
+        for part, begin, old in zip(updated, begins, before, strict=True):
+            mode.after_update(begin, old, part.row(own), rates[part.param])
+
+    def _moments(self) -> list[Moment]:
+        """Return the momentum of an Adam-like optimizer for the mode of sync."""
+        found = []
+        for group in self.inner.param_groups:
+            for part in self._stored:
+                mean = self.inner.state.get(part.master, {}).get("exp_avg")
+                if mean is None or not any(part.master is master for master in group["params"]):
+                    continue
+                begin = self.gradients.layout.begins[part.slot or 0]
+                found.append(Moment(begin, mean.view(-1, part.width), float(group["betas"][0])))
+        return found
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether FP32 masters are more exact than the weights, so that a checkpoint needs both."""
+        exact = self.publisher.wire == cast_to(torch.float32)
+        return next(iter(self.parts)).dtype != torch.float32 or not exact
+
+    def params_in_order(self) -> list[Tensor]:
+        """Return the parameters in the order of the groups, in which state dicts count them."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later ones have no gradient shard."""
+        if hasattr(self, "gradients"):
+            raise ValueError(
+                "parameters cannot be added to a sharded optimizer; build it anew with all groups"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states as DTensors of the parameters' shapes, as under FSDP2. Collective."""
+        return saved_states(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load :meth:`state_dict`; torch's checkpoints reshard that of other ranks."""
+        load_states(self, state_dict)
+
+
+def _check(name: str, param: Tensor) -> None:
+    """Raise ValueError, in one line, for a parameter that cannot be trained here."""
+    if not isinstance(param, DTensor):
+        raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
+    if param.dtype not in FLOATS:
+        raise ValueError(f"{name} is {param.dtype}; train weights of FP32, BF16 or FP16")
+    if param.is_meta:
+        raise ValueError(f"{name} is on the meta device; call model.to_empty and set weights first")
+    if param.to_local().device.type != param.device_mesh.device_type:
+        raise ValueError(
+            f"{name} is on {param.to_local().device}: offloaded shards are not supported; leave "
+            "offload_policy out"
+        )
