@@ -318,7 +318,6 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
             the policy's plan, so that both round their weights identically.
     """
-    lower = str(engine.torch_autocast_dtype()) if engine.torch_autocast_enabled() else ""
     return module_request(
         engine.module,
         topology,
@@ -331,7 +330,7 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         bucket=engine.zero_reduce_bucket_size(),
         sub_group=engine.zero_sub_group_size(),
         offload=engine.zero_cpu_offload(),
-        loss_scaled=engine.fp16_enabled() or lower == "torch.float16",
+        loss_scaled=engine.fp16_enabled(),
     )
 
 
