@@ -153,7 +153,7 @@ def gain() -> str:
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         gains = [GAIN.fullmatch(cell) for cell in cells[5:7]]
-        if len(cells) == 8 and all(gains):
+        if len(gains) == 2 and all(gains):
             label = f"{cells[0]} {cells[1]}, {cells[2]}, K = {cells[3]}"
             entries = [(found, index) for index, found in enumerate(gains) if found is not None]
             rows.append((label, [(float(of[2]), float(of[1]), float(of[3]), index) for of, index in entries]))

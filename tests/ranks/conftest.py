@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.device import on_device
+from zero_topo.observe.log import LOGGER
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,3 +16,12 @@ def tests_device() -> Iterator[None]:
     """In the main thread; `run_threads` does it in each rank's."""
     with on_device():
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """What a test's ranks set of the package's log, as a host does at its start, ends with the test."""
+    level, handlers = LOGGER.level, list(LOGGER.handlers)
+    yield
+    LOGGER.setLevel(level)
+    LOGGER.handlers[:] = handlers

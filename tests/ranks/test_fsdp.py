@@ -367,11 +367,16 @@ def test_no_flags_sync_in_every_pass() -> None:
     assert sent[0] == 3 * sent[1]
 
 
+def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """The states of both, as users of FSDP2 get them."""
+    return get_state_dict(model, optimizer)
+
+
 def saved(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> tuple[Trained, float]:
     """A checkpoint after three steps, and the training that goes on; the sum of all residuals of a parameter."""
     model, optimizer = sharded(job, block)
     steps_of(job, model, optimizer, rank, range(3))
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = states_of(model, optimizer)
     residual = states["state"]["head.weight"].get("zero_topo_residual", torch.zeros(()))
     total = residual.full_tensor().abs().sum() if isinstance(residual, DTensor) else residual
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
@@ -381,7 +386,7 @@ def saved(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> tuple[
 def loaded(rank: int, job: Job, block: Mapping[str, Any] | None, folder: Path) -> tuple[list[Tensor], Any]:
     """A new model and optimizer with the checkpoint's states, whole."""
     model, optimizer = sharded(job, block)
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = states_of(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     whole = [entry["exp_avg"].full_tensor().clone() for entry in states["state"].values()]

@@ -121,6 +121,15 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     assert (where / "mended").exists() and not list(disk.glob("*.tar"))
 
 
+def test_an_environment_is_copied_by_slurm_alone(tmp_path: Path, run: Run) -> None:
+    machine = json.loads((DATA / "half-frontier.json").read_text())
+    setting = {"use": "NODE_DISK=/nvme", "reason": "a disk", "source": "us"}
+    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "scheduler": None}))
+    words = ["--machine", "m.json", *WHO, "--environment", "env.tar.gz", "--", "true"]
+    status, _, err = run("launch", "flux", *words)
+    assert status == 2 and "Flux has no sbcast" in err
+
+
 def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
     """As OLCF asks for at scale; a machine that names no disk of its nodes refuses the option."""
     words = [*WHO, "--environment", "env.tar.gz", "--", "true"]

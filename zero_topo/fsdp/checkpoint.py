@@ -61,9 +61,12 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
     """Return all ranks' residuals of each part, summed; none without feedback. Collective."""
     gradients = optimizer.gradients
     mode, layout = gradients.mode, gradients.layout
-    if not isinstance(mode, Crossing) or not optimizer.host.config.sync.error_feedback:
+    feedback = getattr(optimizer.host.config.sync, "error_feedback", False)
+    if not isinstance(mode, Crossing) or not feedback:
         return {}
     mode.drain()
+    if not layout.columns:  # FSDP2 stores nothing on these ranks
+        return {part: part.master.detach() for part in optimizer.parts.values()}
     table = torch.zeros(mode.peers.size, layout.columns, device=gradients.buffer.device)
     rows, owned = mode.residual_rows(), mode.residual_owners()
     # With gradients in the same memory there is nothing to save: the warning says so.

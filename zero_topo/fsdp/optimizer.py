@@ -145,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket = max(sum(param.numel() for param in params) for params in modules)
         run_numel = config.sync.run_numel(bucket, sum(layout.padded_numels))
         runs = packed_runs(layout.padded_numels, run_numel)
-        device = self._stored[0].master.device
+        device = next(iter(self.parts.values())).master.device
         context = SyncContext(
             plan=plan,
             mesh=mesh,
@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         queue = OrderedQueue(device, overlap=config.overlap, staged=True)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
-        self.publisher = Publisher(self.parts.values(), config, mesh, bucket, queue)
+        self.publisher = Publisher(self._stored, weights, config, mesh, bucket, queue)
 
     def _follow(self, name: str) -> None:
         """Follow a call of FSDP2 on the root module that says whether the next pass is the last."""
@@ -289,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if part.master in self.inner.state:
                 self.state[param] = self.inner.state[part.master]
         if self.host.config.debug_checks:
-            stored = [part.local().view(-1) for part in self._stored]
+            stored = [part.local().view(-1) for part in self.parts.values()]
             check_replicas(self.host.mesh.plans, [torch.cat(stored)])
         self._end_meter()
         return loss
@@ -344,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def keeps_masters(self) -> bool:
         """Whether FP32 masters are more exact than the weights, so that a checkpoint needs both."""
         exact = self.publisher.wire == cast_to(torch.float32)
-        return self._stored[0].param.dtype != torch.float32 or not exact
+        return next(iter(self.parts)).dtype != torch.float32 or not exact
 
     def params_in_order(self) -> list[Tensor]:
         """Return the parameters in the order of the groups, in which state dicts count them."""

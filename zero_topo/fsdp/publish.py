@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+
+import torch
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather_views
@@ -25,7 +27,8 @@ class Publisher:
     next difference.
 
     Args:
-        parts: the parts of all trained parameters.
+        stored: the parts of all trained parameters of which this rank stores a shard.
+        weights: the type of the stored weights.
         config: the plan and the format.
         mesh: has the group ``(weights, optimizer)``.
         run_numel: parameter elements that one collective carries.
@@ -40,22 +43,21 @@ class Publisher:
 
     def __init__(
         self,
-        parts: Iterable[Part],
+        stored: Sequence[Part],
+        weights: torch.dtype,
         config: ResolvedConfig,
         mesh: Mesh,
         run_numel: int,
         queue: OrderedQueue,
     ) -> None:
-        stored = [part for part in parts if part.width]
         plan, settings = config.plan, config.publish
-        weights = stored[0].param.dtype
         exact = cast_to(DTYPES[settings.dtype] if settings.dtype else weights)
         self._spec = settings.spec
         self.wire = settings.spec or exact
         self.delta = settings.spec is not None
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
-        self.runs = [stored[run.start : run.stop] for run in runs]
+        self.runs = [list(stored[run.start : run.stop]) for run in runs]
         self.run_numel = run_numel
         self._plan = plan
         self._route = mesh.route(plan.weights, plan.optimizer).metered("publish")

@@ -83,7 +83,7 @@ SLURM = Scheduler(
     "Slurm",
     "#SBATCH",
     "%x-%j.out",
-    {"account": "--account=", "partition": "--partition=", "time": "--time="},
+    {"log": "--output=", "account": "--account=", "partition": "--partition=", "time": "--time="},
     clock,
 )
 FLUX = Scheduler(
@@ -91,10 +91,17 @@ FLUX = Scheduler(
     "Flux",
     "# flux:",
     "{{name}}-{{id}}.out",
-    {"account": "--bank=", "partition": "--queue=", "time": "--time-limit="},
+    {"log": "--output=", "account": "--bank=", "partition": "--queue=", "time": "--time-limit="},
     "{}s".format,
 )
-PBS = Scheduler("pbs", "PBS", "#PBS", "", {"account": "-A ", "partition": "-q ", "time": "-l walltime="}, clock)
+PBS = Scheduler(
+    "pbs",
+    "PBS",
+    "#PBS",
+    "",
+    {"log": "-o ", "account": "-A ", "partition": "-q ", "time": "-l walltime="},
+    clock,
+)
 
 
 @dataclass(frozen=True)
@@ -176,14 +183,18 @@ def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
     """The batch script, ready for the scheduler's command of submission.
 
     Raises:
-        ValueError: if the machine has another scheduler.
+        ValueError: if the machine has another scheduler, or a Python environment is to be copied without Slurm.
     """
     target = job.target
     if target.scheduler not in (None, scheduler.name):
         raise ValueError(
             f"jobs on {target.name} are not started by {scheduler.title}; use zero-topo launch {target.scheduler}"
         )
-    asked = {"account": job.account, "partition": job.partition}
+    if job.environment is not None and scheduler is not SLURM:
+        raise ValueError(
+            f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each node; leave it out"
+        )
+    asked = {"log": job.log or scheduler.log or None, "account": job.account, "partition": job.partition}
     asked["time"] = None if job.seconds is None else scheduler.time(job.seconds)
     given = {scheduler.options[option]: value for option, value in asked.items() if value is not None}
     options = (*target.job, *(target.disk_job if job.environment else ()))
@@ -194,10 +205,8 @@ def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
         unpacked = _lines(target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
         unpacked += _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
     passed = f"The Python environment active at submission is passed on by {scheduler.title}."
-    log = job.log or scheduler.log
     words = {
         **{name: getattr(job, name) for name in ("nodes", "on_node", "name")},
-        "log": f"{scheduler.directive} --output={log}\n" if scheduler is not PBS else f"#PBS -o {log}\n" if log else "",
         "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. {passed}"),

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Written by zero-topo launch for $target: $nodes nodes x $on_node = $ranks ranks.
 $about# flux: --job-name=$name
-$log$asked# flux: --nodes=$nodes
+$asked# flux: --nodes=$nodes
 # Whole nodes (Flux documentation, flux-batch):
 # flux: --exclusive
 $resources
