@@ -343,8 +343,13 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
             f'sync.mode = "{config.sync.MODE}": the data-parallel groups of tensor-parallel ranks are placed in '
             'different orders on the machine; place ranks node by node, or use sync.mode "dense" or "quantized"'
         )
-    trained = [param for param in part.gathers.trained if not is_model_parallel_parameter(param)]
-    return Replicated(part.topo, [part.gathers.slots[param.ds_id] for param in trained], group)
+    alike = []
+    for param in part.gathers.trained:
+        # Experts may be sharded over the data-parallel group, too; each tensor-parallel rank has others.
+        expert = getattr(param, "ds_zero_partition_group_name", None) is not None
+        if not expert and not is_model_parallel_parameter(param):
+            alike.append(part.gathers.slots[param.ds_id])
+    return Replicated(part.topo, alike, group)
 
 
 def _bound(moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]) -> Callable[[], Any]:

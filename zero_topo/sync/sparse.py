@@ -423,7 +423,9 @@ class Sparse(Crossing):
             return {}
         numbers = [number for _, report in self._reports for number in report.values()]
         tensors = [number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)]
-        *read, norm = torch.stack([tensor.to(self.context.device, torch.float64) for tensor in tensors]).tolist()
+        # Some modes count in tensors of one element, others in scalars.
+        scalars = [tensor.to(self.context.device, torch.float64).reshape(()) for tensor in tensors]
+        *read, norm = torch.stack(scalars).tolist()
         values = iter(read)
         means: dict[str, float] = {}
         for part, report in self._reports:
