@@ -16,8 +16,10 @@ from torch import Tensor
 from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, World, world
+from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import optimizer
 from zero_topo.hook.muon import equal_bits
+from zero_topo.hook.parts import Part, Parts
 
 SHAPES = ((8, 8), (4, 8), (7,))
 """Two matrices, and a vector that another optimizer updates."""
@@ -40,6 +42,9 @@ def hooked(w: World) -> Any:
     settings = [{"use_muon": uses, "momentum": 0.9, "ns_method": "gram"} for uses in (True, False)]
     own.optimizer = SimpleNamespace(state=defaultdict(dict), param_groups=settings)
     own.sub_group_to_group_id = {0: 0, 1: 1}
+    columns = [(0, widths[0]), (widths[0], sum(widths))]
+    gathers: Any = SimpleNamespace(trained=[], slots=own.slots)
+    own._parts = Parts([Part(own.topo, gathers, (0, 1), STATE_KEY)], columns)
     own.__dict__ |= {"use_muon": True, "sub_groups_lacking_loss_scale": set(), "offload_optimizer": False}
     return own
 

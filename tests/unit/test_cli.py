@@ -76,10 +76,10 @@ def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(run: Run, tmp
     assert "- tensor parallelism: the plan is that of a data-parallel group, 4 of 8 ranks" in out
     report = printed(run, "check", path)
     assert report["degrees"]["optimizer"] == 4
-    assert report["topology"]["ranks_per_gpu"] == 1
+    assert report["topology"]["ranks_per_gpu"] == 2  # of the machine
     status, _, err = run("check", config_file(tmp_path, block, tensor_parallel={"autotp_size": 3}))
     assert (status, err.count("\n")) == (2, 1)
-    assert "tensor_parallel.autotp_size = 3: it does not divide 8 ranks" in err
+    assert "3 tensor parallel ranks do not divide the 4 ranks of a node" in err
 
 
 def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(run: Run, tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_no_command_has_more_options_than_a_user_reads() -> None:
     many = {
         name: len([p for p in command.params if p.param_type_name == "option"]) for name, command in commands.items()
     }
-    assert max(many.values()) <= 15, many
+    assert max(many.values()) <= 17, many

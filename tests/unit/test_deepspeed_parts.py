@@ -289,7 +289,7 @@ def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> No
 # -- a search by machine -----------------------------------------------------------------------------------------------
 
 OF_PYTHON = re.compile(
-    r"NoneType|positional|keyword|attribute|has no|<class|Traceback|not supported between|unpack|\*\*"
+    r"NoneType|positional|keyword|attribute|\bhas no |<class|Traceback|not supported between|unpack|\*\*"
 )
 """Words of errors that Python wrote."""
 VALUES = st.sampled_from(

@@ -93,7 +93,7 @@ def neox_parameters(data: dict[str, Any]) -> int:
 
 
 NEOX = {
-    **{path.stem: path.read_text() for path in NEOX_FILES.glob("*.yml")},
+    **{path.stem: path.read_text() for path in NEOX_FILES.glob("*.yml") if '"activation"' in path.read_text()},
     **{
         f"{key} {value}": (NEOX_FILES / "gelu.yml").read_text().replace("}", f', "{key}": {json.dumps(value)} }}')
         for key, value in (("expansion_factor", 3.5), ("intermediate_size", 6144))

@@ -116,7 +116,7 @@ LARGE = 44 * 12 * 6144**2
 COMMANDS = {
     "check": ("check", "{file}", *MODEL),
     "plan": ("plan", *MODEL, "--machine", "frontier", "--set", "deepspeed_config={file}"),
-    "simulate": ("simulate", *MODEL, "--micro-batches", "8", "--schemes", "{file}"),
+    "simulate": ("simulate", *MODEL, "--micro-batches", "8", "--schemes", "{file}", "--set", "checkpointing=true"),
     "migrate": ("migrate", "{file}", *MODEL, "--machine", "frontier"),
 }
 

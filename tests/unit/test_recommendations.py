@@ -54,10 +54,11 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     whole = min(params, max(1e9, 2 * layer))
     message = 0 if held["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
     bits = 0.52 if "int4 gradients" in plan["losses"] else 2
-    bucket = 5e8 * (4 if held["gradients"] == 1 else 2 * bits)
+    largest = max(5e8, h * model["vocab"])  # a gradient that exceeds the bucket is one
+    bucket = largest * (4 if held["gradients"] == 1 else 2 * bits)
     if held["gradients"] < held["optimizer"]:
         bucket += 2 * 5e8 * (0.52 if "int4 sync" in plan["losses"] else 2) / held["gradients"]
-    flight = 2 * whole + 2 * 5e8 + max(message, bucket)
+    flight = 2 * whole + 2 * largest + max(message, bucket)
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
     kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
     logits, ends = 3.52 * 4 * s * model["vocab"], 4 * s * h

@@ -82,7 +82,7 @@ def can_freeze(param: Any, module: torch.nn.Module) -> bool:
     It cannot if an engine trains it, or if an engine of another module stores it already.
     """
     server = served_by(param)
-    return server is None or (server.module is module and not server.trains(param))
+    return server is None or (getattr(server, "module", None) is module and not server.trains(param))
 
 
 @dataclass

@@ -316,7 +316,7 @@ class Replicated:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         count = len(self._names)
-        places = torch.arange(count, device=device)
+        places = torch.arange(count, dtype=torch.int64, device=device)
         first = torch.where(least == most, count, places).min()
         dist.all_reduce(first, dist.ReduceOp.MIN)  # of all groups, so that every rank raises
         if int(first) < count:

@@ -99,7 +99,7 @@ def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]
     world = dist.get_world_size()
     if group is None or dist.get_world_size(group) == world:
         return ()
-    first = torch.tensor([min(dist.get_process_group_ranks(group))], device=device)
+    first = torch.tensor([min(dist.get_process_group_ranks(group))], dtype=torch.int64, device=device)
     firsts = first.new_empty(world)
     dist.all_gather_into_tensor(firsts, first)
     return groups_from(firsts.tolist())
@@ -241,7 +241,7 @@ def _largest(request: Request, device: torch.device) -> Request:
     """
     own = sum(request.numels or ()) + sum(request.frozen)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([own], device=device))
+    dist.all_gather_into_tensor(sizes, torch.tensor([own], dtype=torch.int64, device=device))
     held = [request]
     if int(sizes.min()) < int(sizes.max()):
         dist.broadcast_object_list(held, src=int(sizes.argmax()))
