@@ -102,6 +102,7 @@ def test_what_is_sent_has_half_the_bytes() -> None:
         switched_off: dict[str, Any] = {"enabled": False}
         for autocast in ({}, switched_off):
             run = job(block("topo"), **autocast)
+            run.ds["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}
             with running(run) as engine:
                 advance(run, engine, 0, 2)
                 stats = zero_topo.stats(engine)
