@@ -269,7 +269,7 @@ def test_the_library_loads(compiler: str) -> None:
     if not any(Path(device).exists() for device in DEVICES):
         status = count(0)
         library.zt_gpu_runtime_text.restype = ctypes.c_char_p
-        assert status & 255 == 8 and status >> 8 and b" " in library.zt_gpu_runtime_text(status)
+        assert status & 255 == 8 and status >> 8 and library.zt_gpu_runtime_text(status)
 
 
 @pytest.mark.long

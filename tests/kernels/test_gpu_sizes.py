@@ -156,7 +156,8 @@ def test_members_and_rows_beyond_32_bits(
     emulated: Emulated, spec: golden.Spec, members: int, rows: int, columns: int
 ) -> None:
     """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread block is run."""
-    numel, stride, tile = rows * columns, columns + 8, 4096
+    numel, stride = rows * columns, columns + 8
+    tile = 8192 if isinstance(spec, BlockSpec) else 4096  # values of a thread block
     x = golden.untouched(members * rows * stride - 8, torch.bfloat16)
     table = golden.untouched(members * spec.nbytes(numel), torch.uint8)
     piece, out = View(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
