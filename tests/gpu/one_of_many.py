@@ -141,8 +141,8 @@ def compare(
         few = bool(zero) or (case["host_waits"] or 0) <= WAITS
         cases.append({**case, "right": equal and finite and few})
         shown = {name: case[name] for name in ("host_waits", "allocated", "peak", "left_by_offload_states")}
-        told = f"{'equal to' if equal else 'NOT EQUAL to'} the first one's, {'finite' if finite else 'NOT FINITE'}"
-        print(f"{dtype} {dict(zero)} {overlap=} {overlap_comm=}: losses {told};", shown, flush=True)
+        verdict = f"{'equal to' if equal else 'NOT EQUAL to'} the first one's, {'finite' if finite else 'NOT FINITE'}"
+        print(f"{dtype} {dict(zero)} {overlap=} {overlap_comm=}: losses {verdict};", shown, flush=True)
     return cases
 
 
