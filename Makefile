@@ -34,7 +34,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-setup gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -102,13 +102,15 @@ gpu-needs:
 # One GPU, or stand-ins on the CPU. Needs no network: without `make setup` it takes torch from $(PYTHON), and the wheels.
 # If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
 # .venv gets the path of $(PYTHON)'s own packages, pip among them.
-gpu-check:
+gpu-setup:
 	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
 		&& outer=$$($(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]') \
 		&& $(PYTHON) -m venv --without-pip $(VENV) \
 		&& echo "$$outer" > $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
 		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(GPU_BUILT) \
 		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e . && touch $(GPU_STAMP); }
+
+gpu-check: gpu-setup
 	@python -m tests.gpu $(STAGE)
 
 lint: $(STAMP)

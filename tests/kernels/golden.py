@@ -192,7 +192,7 @@ def same_sums(
     The backend works where the messages lie; a tensor of them is ``[sources, bytes]`` or ``[sources, members, bytes]``.
     """
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
-    expected = [replace(p, flat=p.flat.clone()) for p in pieces]
+    expected = [replace(p, flat=p.flat.cpu().clone()) for p in pieces]
     actual = on(messages.table.device, [replace(p, flat=p.flat.clone()) for p in pieces])
     reference.dequantize_reduce(_on_cpu(messages), spec, expected, *how)
     backend.dequantize_reduce(messages, spec, actual, *how)
