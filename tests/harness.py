@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import accumulate
 from types import FrameType
@@ -95,6 +95,12 @@ def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: 
 def _ends(collective: Any, total: int, sizes: Sequence[int] | None, world_size: int) -> list[int]:
     """Where the parts of an all-to-all begin and end: torch's own takes ten tensors for each pair of ranks."""
     return [0, *accumulate(sizes or [total // world_size] * world_size)]
+
+
+def without_communicators() -> AbstractContextManager[Any]:
+    """torch 2.11 destroys communicators that its own threads' world does not list; other releases do not look."""
+    world = multi_threaded_pg.ThreadLocalWorld
+    return nullcontext() if hasattr(world, "comms") else patch.object(world, "comms", [], create=True)
 
 
 class _Ranks:
@@ -235,6 +241,7 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
             patch.object(multi_threaded_pg, "Collective", _Meeting),
             patch.object(multi_threaded_pg, "_store_based_barrier", _meet_at),
             patch.object(multi_threaded_pg.AllToAllBase, "_size_cumsum", _ends),
+            without_communicators(),
         ):
             ranks.start(fn, args, timeout)
             ranks.join(timeout)

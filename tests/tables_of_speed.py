@@ -144,6 +144,17 @@ def gpu_large_rows() -> list[str]:
     return rows
 
 
+def gpu_h100_rows() -> list[str]:
+    """Steps and memory of a billion parameters on two ranks of an H100, from the record committed."""
+    rows = []
+    for name, found in record("gpu-h100")["large"]["schemes"].items():
+        step = found.get("step_seconds")
+        if step is not None:
+            spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
+            rows.append(row([name, spread, f"{found['peak_bytes'] / 1e9:.1f} GB"]))
+    return rows
+
+
 def gpu_time_rows() -> list[str]:
     """What schemes add to the model's own time on the device, one rank of 384, from the record committed."""
     schemes = record("gpu-times")["schemes"]
@@ -219,6 +230,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "quantizers, GPU": partial(quantizer_rows, "quantizers-gpu"),
         "gpu, parity": gpu_parity_rows,
         "gpu, large": gpu_large_rows,
+        "gpu, H100": gpu_h100_rows,
         "gpu, times": gpu_time_rows,
         "sparse": sparse_rows,
         "scale": scale_rows,
