@@ -483,7 +483,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
-        patch("zero_topo.collectives.transport.transport", lambda: groups),
+        patch("zero_topo.collectives.transport.transport", lambda registered: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,
     ):

@@ -60,6 +60,7 @@ class Mesh:
         pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
         hops: further ``(lo, hi)`` that are used as one group each.
         groups: the groups of ranks that each use the plan; None for one group of all ranks.
+        registered: whether NCCL registers the memory of messages.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Mesh:
         pairs: Iterable[tuple[int, int]],
         hops: Iterable[tuple[int, int]] = (),
         groups: Groups | None = None,
+        registered: bool = False,
     ) -> None:
         self.plan = plan
         self.topology = topology
@@ -84,7 +86,7 @@ class Mesh:
         self.rank = self.ranks.index(dist.get_rank())
         self._prefix = groups.prefix if groups else ""
         self._created: list[dist.ProcessGroup] = []
-        self._transport = transport.transport()
+        self._transport = transport.transport(registered)
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
         used = dict.fromkeys([*(hop for pair in pairs for hop in plan.route(*pair)), *hops])

@@ -55,7 +55,7 @@ def mirrored(size: int) -> Iterator[None]:
     """This process is rank 0 of a world whose other ranks send what it sends; sums take the path of a GPU."""
     with (
         fake_world(size),
-        patch.object(transport, "transport", lambda: Mirrored),
+        patch.object(transport, "transport", lambda registered: Mirrored),
         patch.object(picks, "_on_cpu", lambda x: False),
     ):
         yield

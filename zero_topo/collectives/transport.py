@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, Literal, Self
 
@@ -59,9 +59,12 @@ class Group:
         done: finished works that are kept alive, see Note [Works that are kept].
         meter: counts the exchanges.
         phase: the phase under which they count, one of ``plan.PHASES``; only a group of :meth:`metered` has one.
+        allocate: makes all buffers that this group sends or receives, but for weights that are sent from where they are
+            stored. Torch's own function, so that it costs nothing; a transport with memory of its own replaces it.
     """
 
     phase: str
+    allocate: Callable[..., Tensor] = staticmethod(torch.empty)
 
     def __init__(
         self,
@@ -166,27 +169,30 @@ class Group:
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        received = message.new_empty(self.size, message.numel())
+        received = self.allocate(self.size, message.numel(), dtype=message.dtype, device=message.device)
         work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
-        send = table if self.in_order else table[_index(self.members, table.device)]
-        received = torch.empty_like(send)
+        send = table if self.in_order else self._in_order(table, self.members)
+        received = self.allocate(table.shape, dtype=table.dtype, device=table.device)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
         return self._ended(work, send, received)
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
         in_order = self.in_order
-        return Handle(
-            work.wait, (sent,), lambda: received if in_order else received[_index(self.group_ranks, received.device)]
-        )
+        return Handle(work.wait, (sent,), lambda: received if in_order else self._in_order(received, self.group_ranks))
+
+    def _in_order(self, table: Tensor, order: tuple[int, ...]) -> Tensor:
+        """Return a copy with the entries in another order, which may be sent."""
+        ordered = self.allocate(table.shape, dtype=table.dtype, device=table.device)
+        return torch.index_select(table, 0, _index(order, table.device), out=ordered)
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
-        received = rows.new_empty(sum(expected), rows.shape[1])
+        received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
         if self.in_order:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
             return Handle(work.wait, (rows,), lambda: received)
@@ -199,7 +205,7 @@ class Group:
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        received = rows.new_empty(sum(sizes), rows.shape[1])
+        received = self.allocate(sum(sizes), rows.shape[1], dtype=rows.dtype, device=rows.device)
         places = received.split(list(sizes))
         if not self.in_order:
             places = itemgetter(*self.members)(places)
@@ -220,11 +226,11 @@ class Gloo(Group):
         return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        received = rows.new_empty(sum(expected), rows.shape[1])
+        received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        received = rows.new_empty(sum(sizes), rows.shape[1])
+        received = self.allocate(sum(sizes), rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
     def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor) -> Handle[Tensor]:
@@ -294,11 +300,53 @@ class Mpi(Group):
         return Handle(None, (), lambda: received.to(rows.device))
 
 
-def transport() -> type[Group]:
-    """Return the class of groups for the world's backend; without a name torch chooses one for each device."""
+class Registered(Group):
+    """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers of its own.
+
+    Not run on a GPU. Source: "User buffer registration" of PyTorch's notes on CUDA.
+    """
+
+    def __init__(self, pools: list[Any], *place: Any) -> None:
+        super().__init__(*place)
+        # One pool for all groups: what one receives, another may send. There is none before the first exchange.
+        self._pools = pools
+        self._registered: list[Any] = []  # shared by all copies of this group, like the process group
+
+    def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self._pools:
+            return torch.empty(*size, dtype=dtype, device=device)
+        with torch.cuda.use_mem_pool(self._pools[0]):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
+        if not self._registered and self.group is not None:
+            # Memory is registered with a communicator, which the first exchange has just made.
+            backend: Any = self.group._get_backend(received.device)
+            if not self._pools:
+                self._pools.append(torch.cuda.MemPool(backend.mem_allocator))
+            backend.register_mem_pool(self._pools[0])  # what it has and whatever it allocates later
+            self._registered.append(backend)
+        return super()._ended(work, sent, received)
+
+
+def transport(registered: bool = False) -> Callable[..., Group]:
+    """Return what makes groups for the world's backend; without a name torch chooses one for each device.
+
+    Args:
+        registered: whether NCCL is to register the memory of messages.
+
+    Raises:
+        ValueError: on every rank, if they are to be registered and the backend is not NCCL.
+    """
     backend: str = dist.get_backend()
     if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
         backend = "gloo"
+    if registered and "nccl" not in dist.get_backend_config():
+        raise ValueError(
+            f"zero_topo.registered_buffers = true needs NCCL, and the backend of this job is {backend}; remove the key"
+        )
+    if registered:
+        return partial(Registered, [])
     return Gloo if backend == "gloo" else Group
 
 
@@ -424,7 +472,8 @@ def all_gather_views(
         own: also decode this rank's own message, so that all members have the same bits of a format that rounds.
     """
     if message is None:
-        message = quantize([view.member(route.index) for view in views], spec)
+        own_views = [view.member(route.index) for view in views]
+        message = quantize(own_views, spec, allocate=route.hops[-1].allocate)
 
     def finish(received: Tensor) -> None:
         dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else route.index)
@@ -508,7 +557,7 @@ def reduce_scatter(
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
-    return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
+    return hop.allocate(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -92,6 +92,11 @@ class ZeroTopoConfig(StrictModel):
     debug_checks: StrictBool = Field(
         False, description="After each step check that all holders of a weight shard agree bit for bit."
     )
+    registered_buffers: StrictBool = Field(
+        False,
+        description="Send and receive in memory that NCCL registers (ncclMemAlloc), so that it need not copy to "
+        "buffers of its own. Needs NCCL; not run on a GPU so far.",
+    )
     two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
         True,
         description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; "

@@ -25,7 +25,7 @@ from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
 ROLES = ("weights", "secondary", "gradients", "optimizer")
-UNCHANGED = ("accumulation_dtype", "overlap", "meter", "report", "seed", "debug_checks")
+UNCHANGED = ("accumulation_dtype", "overlap", "meter", "report", "seed", "debug_checks", "registered_buffers")
 """Keys of the block whose value a scheme and the machine do not change."""
 
 
@@ -50,6 +50,7 @@ class ResolvedConfig:
         report: folder of the log and the report of a run, or None for none.
         seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them unchanged.
         debug_checks: whether replicas are compared after each step.
+        registered_buffers: whether messages lie in memory that NCCL registers.
         notes: one line for each choice made for the user.
         groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for one group of all.
     """
@@ -69,6 +70,7 @@ class ResolvedConfig:
     report: str | None
     seed: int | None
     debug_checks: bool
+    registered_buffers: bool
     notes: tuple[str, ...]
     groups: Groups | None = None
 

@@ -149,5 +149,6 @@ class CodeStore:
         ]
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        changes = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes))
+        allocate = route.hops[-1].allocate
+        changes = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes, allocate))
         return changes.then(lambda received: ops.apply_changes(received, self.codes, part, route.index))

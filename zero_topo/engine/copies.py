@@ -74,7 +74,8 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     """
     stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
     if len(stored) > 1 and all(part is None for part in stored):
-        buffer = copies[messages[0][0]].data.new_empty(sum(sizes), dtype=torch.uint8)
+        first = copies[messages[0][0]]
+        buffer = first.route.hops[-1].allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
@@ -84,7 +85,9 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
 
 
 def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
-    return quantize([copies[slot].view for slot in message], copies[message[0]].wire, out)
+    first = copies[message[0]]
+    views = [copies[slot].view for slot in message]
+    return quantize(views, first.wire, out, allocate=first.route.hops[-1].allocate)
 
 
 def gather(

@@ -130,7 +130,8 @@ class Stage3:
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
         hops = [whole] if has_whole else []
-        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], hops, groups)
+        of_nccl = config.registered_buffers
+        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], hops, groups, of_nccl)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
         publish = config.publish.spec or cast_to(self.publish_dtype)

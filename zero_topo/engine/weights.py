@@ -292,7 +292,7 @@ class Weights:
             # The master minus the stored row: adding it, quantized, brings the row close to the master.
             differ = rows - own[:, spans[0][0] : spans[-1][1]]
             differences += range_views(differ, packed_ranges(spans), wire.block_size)
-        message = quantize(differences, wire)
+        message = quantize(differences, wire, allocate=route.hops[-1].allocate)
         dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
         return all_gather_views(route, views, wire, message, accumulate=True)
 

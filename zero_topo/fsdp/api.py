@@ -105,7 +105,9 @@ def _attached(
     rank, plan = dist.get_rank(), config.plan
     device = _device()
     check_sharding(model, plan, rank)
-    mesh = Mesh(plan, config.topology, Meter(config.meter), plan.hops())
+    meter = Meter(config.meter)
+    registered = config.registered_buffers
+    mesh = Mesh(plan, config.topology, meter, plan.hops(), registered=registered)
     shared = Shared(config, mesh.route(1, plan.weights))
     states = states or state_mesh(plan, device.type)
     host = Host(model, config, mesh, states, shared, divisor or plan.world_size)

@@ -35,6 +35,8 @@ from zero_topo.quant.operators import OPS
 from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
+Allocate = Callable[..., Tensor]
+"""Makes a buffer for messages: called as ``torch.empty``."""
 
 
 def cast_to(dtype: torch.dtype) -> Cast:
@@ -42,7 +44,9 @@ def cast_to(dtype: torch.dtype) -> Cast:
     return Cast(FLOAT_NAMES[FLOATS.index(dtype)])
 
 
-def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -1) -> Tensor:
+def quantize(
+    x: Views, spec: Format, out: Tensor | None = None, without: int = -1, allocate: Allocate = torch.empty
+) -> Tensor:
     """Quantize values into one message for each member, and return ``out``.
 
     Args:
@@ -51,6 +55,7 @@ def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -
         out: ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]`` with ``nbytes = spec.nbytes(numel)``;
             allocated if None.
         without: a member whose message is not written.
+        allocate: makes ``out``: ``Group.allocate`` of the group that sends it.
 
     Raises:
         ValueError: if ``out`` has the wrong size, or the views have different members.
@@ -58,7 +63,8 @@ def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -
     flats, shapes, members, numel = described(x)
     nbytes = spec.nbytes(numel)
     if out is None:
-        out = torch.empty([nbytes] if members == 1 else [members, nbytes], dtype=torch.uint8, device=flats[0].device)
+        size = [nbytes] if members == 1 else [members, nbytes]
+        out = allocate(size, dtype=torch.uint8, device=flats[0].device)
     # a view takes half as long as indexing
     table = out.view(1, 1, 1, -1) if out.dim() == 1 else out[(None,) * (4 - out.dim())]
     _check(table, spec, numel, nbytes, members)
@@ -186,7 +192,9 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     return Change(scales, counts, steps, ends)
 
 
-def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:
+def encode_changes(
+    masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int, allocate: Allocate = torch.empty
+) -> Tensor:
     """Change the codes of the masters' rows, and encode the changes in a message.
 
     Args:
@@ -195,12 +203,13 @@ def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, n
         part: the blocks to publish.
         change: the result of :func:`assess_changes`.
         nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.ChangeSpec`.
+        allocate: makes the message.
 
     Returns:
         uint8 ``[nbytes]``.
     """
     _check_devices(masters.table, codes.held, change.scales)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device)
+    message = allocate(nbytes, dtype=torch.uint8, device=codes.held.device)
     chunks, at = -(-part.blocks // CHUNK), ChangeSpec(codes.block).counts_offset(part.blocks)
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])

@@ -288,7 +288,8 @@ class OkTopkByRow(Sparse):
         indices = largest_of_rows(rows, k)
         places = (indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]).view(-1)
         picked = Picked(places, total[places]).rounded(self.dtype)
-        arriving = self.peers.scatter_later(records.encode(Picked(indices.view(-1), picked.values)).view(size, k, -1))
+        packets = records.encode(Picked(indices.view(-1), picked.values), self.peers)
+        arriving = self.peers.scatter_later(packets.view(size, k, -1))
         report = Report(density=k / width)
         left: list[Tensor] = []  # of the own row, where sums stay with their owners
         errors: list[Picked] = []  # by which the chosen sums of the own row were rounded
@@ -301,7 +302,7 @@ class OkTopkByRow(Sparse):
                 chosen = torch.zeros_like(sums).index_copy_(0, best.indices, best.values)
                 left.append(sums - chosen)
                 return chosen
-            received = records.decode(self.peers.gather(records.encode(best)).flatten(0, 1))
+            received = records.decode(self.peers.gather(records.encode(best, self.peers)).flatten(0, 1))
             reduced = sums.new_zeros(size, width)
             reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
             picked.values.mul_(reduced.view(-1)[picked.indices] != 0)

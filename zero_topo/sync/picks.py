@@ -87,10 +87,13 @@ class Records:
         """The bytes of one selected element as sent."""
         return index_bytes(self.numel) + self.dtype.itemsize
 
-    def encode(self, picked: Picked) -> Tensor:
-        """Encode as int32 ``[picks, nbytes / 4]``, or int16 if values have 2 bytes. 4-byte indices are unsigned."""
+    def encode(self, picked: Picked, peers: Group) -> Tensor:
+        """Encode as int32 ``[picks, nbytes / 4]``, or int16 if values have 2 bytes, in memory of the peers' group.
+
+        4-byte indices are unsigned.
+        """
         (head, tail), word = self._words, self._word
-        message = torch.empty(len(picked), head + tail, dtype=word, device=picked.values.device)
+        message = peers.allocate(len(picked), head + tail, dtype=word, device=picked.values.device)
         message[:, :head] = picked.indices.to(self._index).view(word).view(-1, head)
         message[:, head:] = picked.values.to(self.dtype).view(word).view(-1, tail)
         return message
@@ -105,11 +108,11 @@ class Records:
 
     def scatter(self, peers: Group, picked: Picked, sizes: Sequence[int], expected: Sequence[int]) -> Picked:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the order of the peers."""
-        return self.decode(peers.scatter_known(self.encode(picked), sizes, expected))
+        return self.decode(peers.scatter_known(self.encode(picked, peers), sizes, expected))
 
     def gather(self, peers: Group, picked: Picked, counts: Sequence[int]) -> Picked:
         """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on all."""
-        return self.decode(peers.gather_known(self.encode(picked), counts))
+        return self.decode(peers.gather_known(self.encode(picked, peers), counts))
 
     @property
     def _index(self) -> torch.dtype:

@@ -89,7 +89,8 @@ class Quantized(Crossing):
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
-        messages = rows.new_empty(self.peers.size, self.wire.nbytes(total_numel(views)), dtype=torch.uint8)
+        nbytes = self.wire.nbytes(total_numel(views))
+        messages = self.peers.allocate(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
         quantize(views, self.wire, messages, own)
         across = self.peers.scatter_later(messages)
         if self._feedback:

@@ -57,7 +57,7 @@ class TopkA(Sparse):
         picked = self.pick(total).rounded(self.dtype)
         numel, records = len(total), Records(self.dtype, len(total))
         report = Report(density=picked.values.count_nonzero().double() / numel)
-        message = self.peers.gather_later(records.encode(picked))
+        message = self.peers.gather_later(records.encode(picked, self.peers))
         received = message.then(lambda found: records.decode(found.flatten(0, 1)))
         del message  # its buffer is freed once it is decoded
 
@@ -231,7 +231,7 @@ class GTopk(Sparse):
             sizes[target] = len(picked)
         if source is not None:
             expected[source] = len(picked)
-        received = self.peers.scatter_known(records.encode(picked)[: sum(sizes)], sizes, expected)
+        received = self.peers.scatter_known(records.encode(picked, self.peers)[: sum(sizes)], sizes, expected)
         return None if source is None else records.decode(received)
 
 
