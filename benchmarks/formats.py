@@ -39,13 +39,13 @@ SETUP = TrainingSetup(2, 128, 64, 4, lr=2e-3)
 RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
     STOCK: (None, None, 0.0),
     CHAOS: (None, None, 1e-3),
-    "int8": (BlockSpec(8), None, 0.0),
-    "int4": (BlockSpec(4), None, 0.0),
-    "int4-64": (BlockSpec(4, 64), None, 0.0),
+    "int8": (BlockSpec("int8"), None, 0.0),
+    "int4": (BlockSpec("int4"), None, 0.0),
+    "int4-64": (BlockSpec("int4", 64), None, 0.0),
     "nf4": (NF4, None, 0.0),
-    "int4-gpu": (BlockSpec(4), None, 0.0),
+    "int4-gpu": (BlockSpec("int4"), None, 0.0),
     "nf4-gpu": (NF4, None, 0.0),
-    "paper": (BlockSpec(4), BlockSpec(8), 0.0),
+    "paper": (BlockSpec("int4"), BlockSpec("int8"), 0.0),
 }
 """The formats of gradients and of weights, and the standard deviation of a change of the initial weights."""
 

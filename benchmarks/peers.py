@@ -184,7 +184,7 @@ def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
     if kind is None or torch.get_num_threads() > 1:
         return []
     blocks = [block for block in (256, 2048) if len(x) >= SOURCES * block]
-    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec(4, block)) for block in blocks]
+    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec("int4", block)) for block in blocks]
 
 
 def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:

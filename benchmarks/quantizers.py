@@ -67,7 +67,7 @@ class Settings:
 
     def formats(self) -> list[BlockSpec]:
         """Wire formats to measure."""
-        plain = [BlockSpec(bits, block) for bits in self.bits for block in self.block_sizes]
+        plain = [BlockSpec(f"int{bits}", block) for bits in self.bits for block in self.block_sizes]
         return [*plain, NF4] if 4 in self.bits else plain
 
     def rounds(self) -> list[tuple[str, int]]:

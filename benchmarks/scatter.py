@@ -31,7 +31,7 @@ from zero_topo.quant.operands import View, at_blocks
 from zero_topo.quant.operators import select
 from zero_topo.quant.spec import BlockSpec, Cast, Format
 
-INT4, BF16 = BlockSpec(4), Cast("bf16")
+INT4, BF16 = BlockSpec("int4"), Cast("bf16")
 WAYS = ("joined", "blocks", "bf16")
 SHAPE = (4, 64)
 HEAD_WIDTH = 64

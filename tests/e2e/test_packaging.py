@@ -90,7 +90,7 @@ os.environ["PATH"] = os.environ["TORCH_EXTENSIONS_DIR"] = "/nowhere"
 from zero_topo.quant import operators, ops
 from zero_topo.quant.spec import BlockSpec
 name = operators.select()
-message = ops.quantize(torch.ones(1000), BlockSpec(8))
+message = ops.quantize(torch.ones(1000), BlockSpec("int8"))
 print(name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
 """
 

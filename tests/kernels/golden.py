@@ -24,7 +24,7 @@ from zero_topo.quant.operands import DTYPES, FLOATS, Messages, View, from_source
 from zero_topo.quant.spec import BLOCK_SIZES, NF4, BlockSpec, Cast
 
 Spec = BlockSpec | Cast
-SPECS = [*(BlockSpec(bits, size) for bits, size in product((8, 4), BLOCK_SIZES)), NF4]
+SPECS = [*(BlockSpec(f"int{bits}", size) for bits, size in product((8, 4), BLOCK_SIZES)), NF4]
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Seq
 
 def others_of(spec: Spec) -> list[Spec]:
     """Formats in which sums of this one can go on."""
-    alone = isinstance(spec, Cast) or spec.nf4
-    return [spec] if alone else [BlockSpec(bits, spec.block_size) for bits in (8, 4)]
+    alone = isinstance(spec, Cast) or spec.name == "nf4"
+    return [spec] if alone else [BlockSpec(f"int{bits}", spec.block_size) for bits in (8, 4)]
 
 
 def check_roundings(backend: Any, device: str = "cpu") -> None:
@@ -276,20 +276,20 @@ def check_roundings(backend: Any, device: str = "cpu") -> None:
     """
     generator = torch.Generator().manual_seed(8)
     bound = (1 + torch.rand(224, 1, generator=generator)) * 2.0 ** torch.arange(-99, 125)[:, None]
-    for spec in (BlockSpec(8), BlockSpec(4)):
+    for spec in (BlockSpec("int8"), BlockSpec("int4")):
         halves = torch.randint(-spec.levels, spec.levels, (224, 256), generator=generator) + 0.5
         x = bound * halves / spec.levels
         x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
         x[:, 0], x[:, 1] = bound[:, 0], 0.0
         same_message(backend, [whole(x.view(-1))], spec, device, "halves")
     edges = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
-    for spec in (BlockSpec(8, 64), BlockSpec(4, 64)):
+    for spec in (BlockSpec("int8", 64), BlockSpec("int4", 64)):
         x = (edges[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
         message = same_message(backend, [whole(x)], spec, device, "edges")
         scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
         assert (scales > 0).tolist() == [True, False, True, True, False]
     for dtype, digits in ((torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)):
-        message, spec = torch.arange(BlockSpec(8, 64).nbytes(256)).to(torch.uint8), BlockSpec(8, 64)
+        message, spec = torch.arange(BlockSpec("int8", 64).nbytes(256)).to(torch.uint8), BlockSpec("int8", 64)
         factors = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
         message[spec.scales_offset(256) :][:16] = factors.view(torch.uint8)
         smallest = torch.full((256,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
@@ -307,7 +307,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         numel: of the tensor, in BF16: a multiple of 8192.
         device: where; a GPU holds up to five times the tensor.
     """
-    spec, few = BlockSpec(4, 2048), 8192
+    spec, few = BlockSpec("int4", 2048), 8192
     part = calm(few, torch.bfloat16)
     same_values(backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)])
     small, back = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (few, numel))

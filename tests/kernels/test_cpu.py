@@ -72,9 +72,9 @@ def test_split_work(split: Operators, fmt: golden.Format) -> None:
 
 
 LARGE = [
-    ("bf16 rows with gaps", torch.bfloat16, BlockSpec(8, 256), (2003, 2560, 2600)),
-    ("fp32 in one run", torch.float32, BlockSpec(4, 2048), (1, 9_000_001, 9_000_001)),
-    ("fp16 odd rows", torch.float16, BlockSpec(8, 64), (4001, 1111, 1200)),
+    ("bf16 rows with gaps", torch.bfloat16, BlockSpec("int8", 256), (2003, 2560, 2600)),
+    ("fp32 in one run", torch.float32, BlockSpec("int4", 2048), (1, 9_000_001, 9_000_001)),
+    ("fp16 odd rows", torch.float16, BlockSpec("int8", 64), (4001, 1111, 1200)),
 ]
 
 
@@ -112,7 +112,7 @@ def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) -> None:
     """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts any NaN)."""
-    spec = BlockSpec(bits, 64)
+    spec = BlockSpec(f"int{bits}", 64)
     x = torch.ones(70)
     x[3] = torch.inf
     message = torch.empty(spec.nbytes(70), dtype=torch.uint8)
@@ -127,7 +127,7 @@ def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) ->
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype) -> None:
     """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal results too."""
-    spec = BlockSpec(8, 64)
+    spec = BlockSpec("int8", 64)
     scales = torch.arange(0, 2**32, 2**32 // 4096 - 977)[:4096].to(torch.uint32).view(torch.float32)
     numel = 64 * scales.numel()
     message = torch.arange(spec.nbytes(numel)).to(torch.uint8)

@@ -24,7 +24,7 @@ from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 FILLING = 0xA5
 NUMEL, SOURCES, MEMBERS = 300, 2, 2
-SPEC = BlockSpec(8, 64)
+SPEC = BlockSpec("int8", 64)
 FUNCTIONS = ("quantize", "dequantize_reduce", "requantize")
 SHAPES, CODES, NUMELS = 1, 2, 3
 
@@ -231,7 +231,7 @@ def test_pieces_of_any_bytes(module: ModuleType, spec: golden.Spec, pieces: list
     for piece in pieces:
         raw = piece.flat.view(torch.uint8)
         raw.copy_(random_bytes(raw.numel(), seed))
-    to = spec if isinstance(spec, Cast) else BlockSpec(bits, spec.block_size)
+    to = spec if isinstance(spec, Cast) else BlockSpec(f"int{bits}", spec.block_size)
     for level, kernels in levels(module, seed):
         message = golden.same_message(kernels, pieces, spec, what=level)
         golden.same_again(kernels, torch.stack([message] * 2), spec, to, (total_numel(pieces), 0.3), level)

@@ -167,7 +167,7 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
 def streams_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
     """So many elements that results go past the caches, to an address that is no multiple of a cache line's."""
     values = fenced.tensor(n, torch.bfloat16)
-    for spec in (BlockSpec(8, 256), Cast("bf16"), Cast("fp32")):
+    for spec in (BlockSpec("int8", 256), Cast("bf16"), Cast("fp32")):
         message = fenced.tensor(spec.nbytes(n), torch.uint8)
         for piece in (View(values, 1, n, n), View(values[1:], 1, n, n), View(values, n // 9000, 9000, 9001)):
             part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)

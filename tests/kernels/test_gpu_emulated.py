@@ -62,7 +62,7 @@ def test_roundings(emulated: Emulated, chosen: Settings) -> None:
     golden.check_roundings(emulated(chosen))
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048)], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec("int8", 64), BlockSpec("int4", 2048)], ids=str)
 def test_padding_of_messages_does_not_count(emulated: Emulated, spec: BlockSpec) -> None:
     """Whatever lies behind the last value of a message: the padding of the message of the sum stands for zeros."""
     blocks = 16384 // spec.block_size

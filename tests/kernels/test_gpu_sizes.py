@@ -48,13 +48,13 @@ def test_empty_pieces_take_no_place(emulated: Emulated) -> None:
     """Among many, in a table."""
     parts = [golden.whole(golden.calm(5 + i, torch.float32)) for i in range(64)]
     parts[5:5] = [View(torch.empty(0), 0, 3, 3)] * 9
-    golden.same_message(emulated(), parts, BlockSpec(4, 128))
+    golden.same_message(emulated(), parts, BlockSpec("int4", 128))
 
 
 @pytest.mark.parametrize("members", [1000, 75_264])
 def test_many_members(emulated: Emulated, members: int) -> None:
     """A launch for as many ranks as there are: their blocks, one after the other, are those of one long message."""
-    spec, x = BlockSpec(8, 64), golden.calm(64 * members, torch.bfloat16)
+    spec, x = BlockSpec("int8", 64), golden.calm(64 * members, torch.bfloat16)
     made = torch.full((members, spec.nbytes(64)), 0x5A, dtype=torch.uint8)
     pieces, backend = [View(x, 1, 64, 64, members, 64)], emulated()
     backend.quantize(pieces, spec, to_members(made))
@@ -70,7 +70,9 @@ def test_many_members(emulated: Emulated, members: int) -> None:
 
 
 COLUMNS = st.sampled_from([1, 3, 8, 16, 40, 64, 129, 256, 700, 1029, 2051])
-SPECS = st.sampled_from([BlockSpec(8, 64), BlockSpec(4, 256), BlockSpec(4, 512), BlockSpec(8, 2048), Cast("bf16")])
+SPECS = st.sampled_from(
+    [BlockSpec("int8", 64), BlockSpec("int4", 256), BlockSpec("int4", 512), BlockSpec("int8", 2048), Cast("bf16")]
+)
 
 
 @st.composite
@@ -104,7 +106,7 @@ def test_pieces_anywhere(emulated: Emulated, pieces: list[View], spec: golden.Sp
 def test_every_alignment(emulated: Emulated, dtype: torch.dtype) -> None:
     """Runs longer than any block, at each multiple of an element's size, read, written and added to."""
     backend = emulated()
-    specs: list[golden.Spec] = [BlockSpec(8, 128), BlockSpec(8, 512), BlockSpec(8, 2048), *CASTS]
+    specs: list[golden.Spec] = [BlockSpec("int8", 128), BlockSpec("int8", 512), BlockSpec("int8", 2048), *CASTS]
     for offset in range(9):
         pieces = [View(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
         for spec in specs:
@@ -131,7 +133,7 @@ def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width:
 
 def test_tables_are_uploaded_once_for_a_layout(emulated: Emulated) -> None:
     """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is made again."""
-    spec, x, count = BlockSpec(8, 64), golden.calm(400, torch.bfloat16), emulated.module.tables
+    spec, x, count = BlockSpec("int8", 64), golden.calm(400, torch.bfloat16), emulated.module.tables
     before = count()
     layouts = [[View(x[i:], 1, 1, 1)] * 65 for i in range(300)]
     for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
@@ -148,7 +150,7 @@ def test_places_beyond_32_bits(emulated: Emulated, case: tuple[golden.Spec, int,
     golden_members.check_far(emulated(), *case)
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 64), Cast("bf16")], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec("int8", 64), Cast("bf16")], ids=str)
 @pytest.mark.parametrize(
     ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]
 )
@@ -196,7 +198,9 @@ def test_what_does_not_fit_together_is_refused(emulated: Emulated) -> None:
         kernels.sketch_insert(x[None], 1, torch.zeros(1, 2, 1024))
 
 
-@pytest.mark.parametrize(("spec", "least"), [(BlockSpec(8, 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "least"), [(BlockSpec("int8", 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str
+)
 def test_misaligned_messages_are_refused(emulated: Emulated, spec: golden.Spec, least: int) -> None:
     """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them, but one left out."""
     kernels, size, pieces = emulated(), spec.nbytes(300), [View(torch.ones(600), 1, 300, 300, 2, 300)]

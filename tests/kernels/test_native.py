@@ -62,7 +62,7 @@ def test_all_members_are_served_in_one_call(native: Operators, fmt: golden.Forma
     golden_members.check_members(native, fmt, DEVICE.type)
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64), Cast("fp16")], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec("int8"), BlockSpec("int4", 64), Cast("fp16")], ids=str)
 def test_sums_are_quantized_again(native: Operators, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec, DEVICE.type)
@@ -77,8 +77,8 @@ def test_roundings(native: Operators) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_share_the_work_without_changing_a_bit(native: Operators, dtype: torch.dtype) -> None:
     """Large enough to be split: several million values, an odd number."""
-    golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), DEVICE.type, numels=[3_000_001])
-    golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), DEVICE.type, numels=[2_000_003])
+    golden.check_quantize(native, golden.Format(BlockSpec("int4"), dtype), DEVICE.type, numels=[3_000_001])
+    golden.check_dequantize(native, golden.Format(BlockSpec("int8", 2048), dtype), DEVICE.type, numels=[2_000_003])
     golden.check_quantize(native, golden.Format(Cast("bf16"), dtype), DEVICE.type, numels=[2_500_003])
     golden.check_dequantize(native, golden.Format(Cast("fp32"), dtype), DEVICE.type, numels=[2_500_003])
 
@@ -125,6 +125,6 @@ def test_what_the_kernels_refuse_is_an_error(native: Operators) -> None:
     short = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(RuntimeError, match="zero_topo kernels: "):
         out = to_members(short.new_zeros(384))
-        native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, 3)
+        native.requantize(from_sources(short[None]), BlockSpec("int8"), BlockSpec("int8"), out, 3)
     with pytest.raises(ValueError, match="384 contiguous bytes"):
-        ops.dequantize(short, BlockSpec(8), torch.empty(3, device=DEVICE))
+        ops.dequantize(short, BlockSpec("int8"), torch.empty(3, device=DEVICE))

@@ -73,7 +73,7 @@ class TestBackend:
 
     def test_members_of_members(self, backend: Any) -> None:
         """Outer and inner ones, in messages that lie in any order."""
-        golden_members.check_members(backend, golden.Format(BlockSpec(4, 64), torch.bfloat16), DEVICE)
+        golden_members.check_members(backend, golden.Format(BlockSpec("int4", 64), torch.bfloat16), DEVICE)
 
     @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
     @pytest.mark.parametrize("hole", [-1, 17])
@@ -119,7 +119,7 @@ class TestBackend:
 
     def test_misaligned_messages(self, backend: Any) -> None:
         """What is in them would be too, which no kernel can read: they are refused."""
-        for spec in (BlockSpec(8), Cast("bf16")):
+        for spec in (BlockSpec("int8"), Cast("bf16")):
             odd = torch.empty(2 * spec.nbytes(300) + 2, dtype=torch.uint8, device=DEVICE)[1:-1].view(2, -1)
             apart = torch.empty(2, spec.nbytes(300) + 1, dtype=torch.uint8, device=DEVICE)[:, :-1]
             piece = golden.whole(torch.empty(300, device=DEVICE))
@@ -174,7 +174,7 @@ class TestFar:
         """Slots of codes, their masters' rows and messages."""
         golden_codes.check_far(backend, golden.untouched)
 
-    @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256), Cast("bf16")], ids=str)
+    @pytest.mark.parametrize("spec", [BlockSpec("int8", 64), BlockSpec("int4", 256), Cast("bf16")], ids=str)
     def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
         """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
         tail, stride = FAR % 4096, FAR // 8 + 8

@@ -52,7 +52,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """A call for each kernel and for what decides its code most, with a name."""
     from zero_topo.quant import triton
 
-    int8, int4, other, large = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048)
+    int8, int4, other, large = BlockSpec("int8"), BlockSpec("int4", 64), BlockSpec("int8", 64), BlockSpec("int4", 2048)
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     rows = View(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
     reduce, cast = triton.dequantize_reduce, Cast("bf16")

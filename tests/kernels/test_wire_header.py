@@ -125,7 +125,7 @@ def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[
 @pytest.mark.parametrize("compiler", ["g++", late("nvcc"), late("hipcc")])
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
-    check(compiled(compiler, tmp_path), [(BlockSpec(4, 256), 2**33 + 5)])
+    check(compiled(compiler, tmp_path), [(BlockSpec("int4", 256), 2**33 + 5)])
     check_changes(compiled(compiler, tmp_path, CHANGES), [(256, 2**33 + 5, 7, 2**34)])
 
 

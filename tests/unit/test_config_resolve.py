@@ -15,7 +15,7 @@ from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
 FLAT = Topology("flat", nodes=2, gpus_per_node=4, ranks_per_gpu=1)
-INT8, INT4 = BlockSpec(8), BlockSpec(4)
+INT8, INT4 = BlockSpec("int8"), BlockSpec("int4")
 
 
 def degrees(config: ResolvedConfig) -> tuple[int | None, ...]:
@@ -79,7 +79,7 @@ def test_user_degrees_override_the_schemes_and_those_that_follow_the_weights_fol
 
 def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -> None:
     config = resolve(scheme="topo", quantize={"weights": None, "block_size": 64})
-    assert specs(config) == (None, BlockSpec(8, 64), BlockSpec(4, 64))
+    assert specs(config) == (None, BlockSpec("int8", 64), BlockSpec("int4", 64))
     assert specs(resolve(scheme="zero++", quantize={"secondary": "int8"})) == (INT8, INT8, INT4)
 
 
@@ -156,7 +156,7 @@ def test_resident_codes_are_what_both_passes_gather() -> None:
     same: dict[str, Any] = {"secondary": "gpu", "quantize": {**RESIDENT, "secondary": "int8"}}
     for secondary in ({}, same):
         config = resolve(**CODED | secondary)
-        assert config.resident_spec == config.weights_spec == BlockSpec(8)
+        assert config.resident_spec == config.weights_spec == BlockSpec("int8")
         assert degrees(config) == (2, None, 4, 8) and config.secondary_spec is None
     assert any(note.startswith("weights are stored as INT8 only, one scale per 256") for note in config.notes)
     changes = "all-gather of updated weights after each step (publish): as the INT8 values that changed, lossless"
@@ -182,7 +182,7 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
     """A user's key never fails for a default that he did not write."""
     scheme = {**SCHEMES["topo"], "quantize": {**RESIDENT, "secondary": "int8"}}
     monkeypatch.setattr("zero_topo.config.resolve.SCHEMES", {"topo": scheme})
-    assert resolve(scheme="topo").resident_spec == BlockSpec(8)
+    assert resolve(scheme="topo").resident_spec == BlockSpec("int8")
     config = resolve(scheme="topo", **change)
     assert config.resident_spec is None
     told = message.partition(":")[0]
@@ -197,3 +197,16 @@ def test_nf4_has_blocks_of_its_own() -> None:
     assert any("quantized, bits nf4, block_size 64" in note for note in config.notes)
     with pytest.raises(ValueError, match='"nf4" has blocks of 64; remove'):
         resolve(scheme="topo", sync={"mode": "quantized", "bits": "nf4", "block_size": 256})
+
+
+def test_a_config_names_all_its_kinds_of_blocks() -> None:
+    """For the choice of kernels: of weights, gradients, what crosses nodes and what is published."""
+    block: dict[str, Any] = {
+        "scheme": "topo",
+        "quantize": {"gradients": "nf4"},
+        "sync": {"mode": "quantized", "bits": 4},
+    }
+    assert resolve(**block).kinds == {"int8", "nf4", "int4"}
+    plain = {"weights": None, "secondary": None, "gradients": None}
+    assert resolve(scheme="topo", quantize=plain, publish={"delta": "int8"}).kinds == {"int8"}
+    assert resolve(scheme="topo", quantize=plain).kinds == set()

@@ -260,7 +260,7 @@ def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, s
 
 def test_the_expected_bytes_of_changes() -> None:
     """0.7 bits a weight at a learning rate of 1e-4 and weights of .01; 8.2 if all blocks are sent whole."""
-    spec, numel = BlockSpec(8), 256 * 10**6
+    spec, numel = BlockSpec("int8"), 256 * 10**6
     assert 0.63 < 8 * change_bytes(1, [numel], spec) / numel < 0.7
     assert 8 * largest_change_bytes(1, [numel], spec) <= 8.2 * numel
 

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from zero_topo.quant import operators, ops
 from zero_topo.quant.operands import Codes, Masters, Part, view_of
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import KINDS, BlockSpec
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """No crash and no silence: the line names what serves and why the better one does not."""
     with caplog.at_level(logging.INFO, "zero_topo"):
-        assert operators.select(CPU, {}) == "reference"
+        assert operators.select(CPU, env={}) == "reference"
     (line,) = caplog.messages
     assert line == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install g++)"
 
@@ -48,11 +48,33 @@ def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.L
 @pytest.mark.usefixtures("two")
 def test_a_forced_backend_is_taken_or_refused() -> None:
     """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to do."""
-    assert operators.select(CPU, {"ZERO_TOPO_QUANT": "reference"}) == "reference"
+    assert operators.select(CPU, env={"ZERO_TOPO_QUANT": "reference"}) == "reference"
     with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset"):
-        operators.select(CPU, {"ZERO_TOPO_QUANT": "native"})
+        operators.select(CPU, env={"ZERO_TOPO_QUANT": "native"})
     with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"):
-        operators.select(CPU, {"ZERO_TOPO_QUANT": "warp"})
+        operators.select(CPU, env={"ZERO_TOPO_QUANT": "warp"})
+
+
+def test_a_backend_without_kernels_for_a_kind_of_block_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would store other values without an error, or fail in the first step; a forced one is refused."""
+    before = operators.use("reference", CPU)
+    monkeypatch.setattr(operators, "BACKENDS", MappingProxyType({"native": wrong, "reference": operators._reference}))
+    kernels = {"native": ("int8",), "reference": ("int8", "fp6")}
+    monkeypatch.setattr(operators, "KERNELS", MappingProxyType(kernels))
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert operators.select(CPU, {"int8", "fp6"}, {}) == "reference"
+    assert caplog.messages == ["zero_topo: kernels on cpu: reference; not native: it has no kernels for fp6"]
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=native cannot serve cpu: it has no kernels for fp6; unset"):
+        operators.select(CPU, {"fp6"}, {"ZERO_TOPO_QUANT": "native"})
+    operators.use(before, CPU)
+
+
+@pytest.mark.parametrize("name", [name for name in operators.KERNELS if name != "reference"])
+def test_every_backend_has_kernels_for_every_kind(name: str) -> None:
+    """Those that a config may name today."""
+    assert set(operators.KERNELS[name]) == set(KINDS)
 
 
 def refusing(key: str) -> Callable[[], object]:
@@ -91,7 +113,7 @@ def test_a_backend_whose_kernels_do_not_run_is_left_out(
     backends = {"native": lambda device: serve, "reference": operators._reference}
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
         patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
-        assert operators.select(CPU, {}) == "reference"
+        assert operators.select(CPU, env={}) == "reference"
     assert caplog.messages == [f"zero_topo: kernels on cpu: reference; not native: {reason}"]
     bits = ops.pack(torch.tensor([True] * 8))
     assert int(bits) == 255
@@ -121,10 +143,10 @@ def test_every_backend_says_what_it_serves() -> None:
 def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) -> None:
     """A job on XPU starts, with one line that says what serves and why no kernel does."""
     with caplog.at_level(logging.INFO, "zero_topo"):
-        assert operators.select(torch.device("xpu"), {}) == "reference"
+        assert operators.select(torch.device("xpu"), env={}) == "reference"
     assert "kernels on xpu: reference; not native: there are no native kernels for xpu" in caplog.messages[0]
     with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"):
-        operators.select(torch.device("xpu"), {"ZERO_TOPO_QUANT": "triton"})
+        operators.select(torch.device("xpu"), env={"ZERO_TOPO_QUANT": "triton"})
 
 
 def test_a_tensor_that_is_no_view_is_refused() -> None:
@@ -135,7 +157,7 @@ def test_a_tensor_that_is_no_view_is_refused() -> None:
 
 def test_tensors_of_two_devices_are_refused() -> None:
     """By an error, in every operation: a kernel would read an address of the other device."""
-    spec, x = BlockSpec(8, 64), torch.randn(64)
+    spec, x = BlockSpec("int8", 64), torch.randn(64)
     message = ops.quantize(x, spec)
     codes, part, masters = Codes.build([(0, 64)], 1, 64, CPU), Part(0, 1, 1, 1), Masters(x[None], 0, 0)
     far, elsewhere = message.to("meta"), Masters(x[None].to("meta"), 0, 0)
@@ -157,7 +179,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 def arguments() -> dict[str, tuple[Any, ...]]:
     """Valid ones of each operator."""
-    x, spec = torch.randn(200), BlockSpec(8, 64)
+    x, spec = torch.randn(200), BlockSpec("int8", 64)
     table = ops.quantize(x, spec)[None, None, None]
     pieces, code, floats = ([torch.zeros(200)], [1, 200, 200, 200, 0]), list(spec.code), torch.randn(2, 64)
     mask, bits = torch.arange(16) % 3 == 0, torch.zeros(2, dtype=torch.uint8)
@@ -207,8 +229,8 @@ def test_schemas_say_what_is_written(name: str) -> None:
 def test_profiles_and_fake_tensors_know_the_operators() -> None:
     """A profile names them; nothing is computed for fake tensors."""
     with torch.profiler.profile() as profile:
-        ops.quantize(torch.ones(3), BlockSpec(8))
+        ops.quantize(torch.ones(3), BlockSpec("int8"))
     assert "zero_topo::quantize" in {event.name for event in profile.events()}
     with FakeTensorMode():
-        message = ops.quantize(torch.empty(1000), BlockSpec(8))
-        assert ops.dequantize(message, BlockSpec(8), torch.empty(1000)).shape == (1000,)
+        message = ops.quantize(torch.empty(1000), BlockSpec("int8"))
+        assert ops.dequantize(message, BlockSpec("int8"), torch.empty(1000)).shape == (1000,)

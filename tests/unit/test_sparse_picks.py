@@ -42,6 +42,10 @@ NORMAL = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
 NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
 
 
+PEERS: Any = SimpleNamespace(allocate=torch.empty)
+"""A group, of which only the memory for messages is used."""
+
+
 def non_zero(x: Tensor) -> Picked:
     """All elements but zeros."""
     return Picked(torch.arange(x.numel()), x).non_zero(int(x.count_nonzero()))
@@ -51,7 +55,7 @@ def non_zero(x: Tensor) -> Picked:
 def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None:
     """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without padding."""
     picked, records = non_zero(x), Records(dtype, x.numel())
-    message = records.encode(picked)
+    message = records.encode(picked, PEERS)
     assert message.nbytes == len(picked) * records.nbytes == len(picked) * (4 + dtype.itemsize)
     came, rounded = records.decode(message), picked.rounded(dtype)
     assert torch.equal(came.indices, picked.indices) and torch.equal(came.values, rounded.values)
@@ -64,7 +68,7 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
     indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, numel - 1])
     indices = indices[indices < numel]
     picked = Picked(indices, torch.ones(len(indices)))
-    assert torch.equal(records.decode(records.encode(picked)).indices, indices)
+    assert torch.equal(records.decode(records.encode(picked, PEERS)).indices, indices)
     assert records.nbytes == (4 if numel <= 2**32 else 8) + dtype.itemsize
 
 

@@ -80,6 +80,13 @@ class ResolvedConfig:
         plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
         return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
 
+    @property
+    def kinds(self) -> set[str]:
+        """Return the names of all block formats in which this config sends or stores values."""
+        roles = self.weights_spec, self.secondary_spec, self.gradients_spec, self.resident_spec
+        specs = *roles, self.sync.spec, self.publish.spec
+        return {spec.name for spec in specs if spec is not None}
+
     def log_lines(self) -> list[str]:
         """Return the lines to log at the start of a run: the choices made for the user, and warnings on the machine."""
         doubt = self.topology.sources.get("warning")

@@ -76,6 +76,11 @@ class SyncSettings(StrictModel):
             cls.MODE = cls.model_fields["mode"].default
 
     @property
+    def spec(self) -> BlockSpec | None:
+        """Return the format of blocks in which gradients cross nodes; None if they are not sent so."""
+        return None
+
+    @property
     def whole(self) -> bool:
         """Return whether one collective carries all parameters, rather than runs of them as they are ready."""
         return False
@@ -212,7 +217,8 @@ class QuantizedSync(SyncSettings):
     @property
     def spec(self) -> BlockSpec:
         """Return the wire format."""
-        return BlockSpec.named(str(self.bits), self.block_size)
+        name = self.bits if isinstance(self.bits, str) else f"int{self.bits}"
+        return BlockSpec.named(name, self.block_size)
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.

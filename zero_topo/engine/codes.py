@@ -63,7 +63,7 @@ class CodeStore:
         self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self._rows, block, device)
         self.sizes = {slot: layout.padded_numels[slot] for slot, has in enumerate(coded) if has}
         self._ends = list(accumulate(blocks, initial=0))  # block columns
-        sizes = (BlockSpec(8, block).nbytes(self._rows * count * block) for count in blocks)
+        sizes = (BlockSpec("int8", block).nbytes(self._rows * count * block) for count in blocks)
         self._bytes = list(accumulate(sizes, initial=0))
         self.buffers = [self.codes.held[begin:end] for begin, end in pairwise(self._bytes)]
         self._own_row = layout.row(layout.plan.weights)

@@ -81,7 +81,7 @@ class Stage3:
         self.queues = Queues(like.device, config.overlap)
         self._lane = self.queues.updates
         self._loss_scale, self._averaged = loss_scale, config.plan.world_size
-        select(like.device)
+        select(like.device, config.kinds)
         self._build(config, trained, frozen, moments)
 
     def beside(

@@ -187,7 +187,7 @@ class Weights:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
         self._store = store = CodeStore(layout, self.coded, block, device, self._planned, self._lane)
-        sent = BlockSpec(8, block)
+        sent = BlockSpec("int8", block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(self._shards[slot].route, store.buffers[slot], sent, True, block)

@@ -113,7 +113,7 @@ def _attached(
     host = Host(model, config, mesh, states, shared, divisor or plan.world_size)
     show_log(rank)
     log_notes(rank, config.log_lines())
-    select(device)
+    select(device, config.kinds)
     host.install()
     setattr(model, ATTACHED, host)
     return model

@@ -289,7 +289,7 @@ class Codes:
             block: values of a block.
             device: device of the codes.
         """
-        wire, at, before = BlockSpec(8, block), 0, 0
+        wire, at, before = BlockSpec("int8", block), 0, 0
         slots, slot_of = [], []
         for index, (first, width) in enumerate(columns):
             blocks = wire.blocks(width)

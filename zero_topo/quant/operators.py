@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_topo.quant import reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View
-from zero_topo.quant.spec import format_of
+from zero_topo.quant.spec import KINDS, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +194,12 @@ BACKENDS: Mapping[str, Callable[[torch.device], Serve]] = MappingProxyType(
 )
 
 
+KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"native": ("int8", "int4", "nf4"), "triton": ("int8", "int4", "nf4"), "reference": tuple(KINDS)}
+)
+"""The kinds of blocks that a backend has kernels for: a new kind is named here when its kernels are there."""
+
+
 class _Serving:
     """Records the backend of each device type and how to unregister its kernels; the initial one is the reference."""
 
@@ -241,14 +247,19 @@ def _why_it_does_not_run(device: torch.device) -> str | None:
 use = _Serving().use
 
 
-def select(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> str:
+def select(device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping[str, str] = os.environ) -> str:
     """Select the best backend that loads for a device, or the one that ``ZERO_TOPO_QUANT`` names, and log one line.
+
+    Args:
+        device: the device.
+        kinds: names of ``KINDS`` that the backend must have kernels for.
+        env: the environment.
 
     Returns:
         The name of the backend.
 
     Raises:
-        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist or does not load.
+        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist, does not load or lacks a kind.
     """
     forced = env.get(VARIABLE)
     if forced and forced not in BACKENDS:
@@ -256,6 +267,8 @@ def select(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> s
     skipped = []
     for name in [forced] if forced else BACKENDS:
         try:
+            if missing := [kind for kind in kinds if kind not in KERNELS[name]]:
+                raise BackendUnavailable(f"it has no kernels for {', '.join(missing)}")
             use(name, device)
         except BackendUnavailable as reason:
             if forced:

@@ -104,7 +104,7 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         out.copy_(x.to(DTYPES[spec.dtype]).view(torch.uint8))
         return
     numel = x.numel()
-    q, scale = (_nf4_quantized if spec.nf4 else _quantized)(_blocks(x, spec), spec)
+    q, scale = (_nf4_quantized if spec.name == "nf4" else _quantized)(_blocks(x, spec), spec)
     values_end, scales = spec.blocks(numel) * spec.block_bytes, spec.scales_offset(numel)
     scales_end = scales + spec.blocks(numel) * spec.scale_bytes
     out[:values_end].copy_(_pack(q, spec.bits))
@@ -168,7 +168,7 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
     blocks = spec.blocks(numel)
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
     scale = message[spec.scales_offset(numel) :][: blocks * spec.scale_bytes]
-    if spec.nf4:
+    if spec.name == "nf4":
         q, scale = torch.tensor(NF4_LEVELS, device=q.device, dtype=q.dtype)[q.long() + 8], _nf4_scale(scale)
     return q.mul_(scale.view(torch.float32)[:, None]).view(-1)[:numel]
 

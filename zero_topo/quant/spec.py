@@ -44,10 +44,10 @@ Note [Changes]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 ALIGNMENT = 128
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -65,61 +65,78 @@ HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by
 KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
 
 
+class Kind(NamedTuple):
+    """Defines how the values of a block are encoded.
+
+    Attributes:
+        bits: per value.
+        levels: the largest value ``L`` of a linear kind; the smallest is ``-L``.
+        scale_bytes: of a block's scale.
+        block_sizes: numbers of values that may share a scale.
+        number: tells kinds of equal bits apart, in the code that kernels take.
+    """
+
+    bits: int
+    levels: int
+    scale_bytes: int
+    block_sizes: tuple[int, ...]
+    number: int
+
+
+KINDS = {
+    "int8": Kind(8, 127, SCALE_BYTES, BLOCK_SIZES, 0),
+    "int4": Kind(4, 7, SCALE_BYTES, BLOCK_SIZES, 0),
+    "nf4": Kind(4, 7, 1, (64,), 1),
+}
+"""By the name that configs give. A new kind is served by the backends that list it; see ``select``."""
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """Defines how a tensor is quantized.
 
     Attributes:
-        bits: 8 or 4 per value.
-        block_size: elements that share one scale; one of ``BLOCK_SIZES``, 64 in NF4.
-        nf4: whether 4-bit values select levels of a codebook and scales are bytes; see Note [NF4].
+        name: one of ``KINDS``.
+        block_size: elements that share one scale.
+        bits, levels, scale_bytes: those of the kind.
 
     Raises:
-        ValueError: for other bits or block sizes.
+        ValueError: for another name or block size.
     """
 
-    bits: int
+    name: str
     block_size: int = 256
-    nf4: bool = False
+    bits: int = field(init=False, compare=False, repr=False)
+    levels: int = field(init=False, compare=False, repr=False)
+    scale_bytes: int = field(init=False, compare=False, repr=False)
     lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"quantization to {self.bits} bits is not known; choose int8, int4 or nf4")
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size {self.block_size} is not supported; choose one of {list(BLOCK_SIZES)}")
-        if self.nf4 and (self.bits, self.block_size) != (4, 64):
-            raise ValueError(f"nf4 has 4 bits in blocks of 64, not {self.bits} in blocks of {self.block_size}")
+        kind = KINDS.get(self.name)
+        if kind is None:
+            raise ValueError(f"quantization to {self.name} is not known; choose one of {list(KINDS)}")
+        if self.block_size not in kind.block_sizes:
+            raise ValueError(
+                f"block_size {self.block_size} is not supported by {self.name}; choose one of {list(kind.block_sizes)}"
+            )
+        for attribute in ("bits", "levels", "scale_bytes"):
+            object.__setattr__(self, attribute, getattr(kind, attribute))
 
     @classmethod
     def named(cls, name: str, block_size: int) -> BlockSpec:
-        """Return the format that a config names: "int8" or "int4" in blocks of this size, or "nf4"."""
-        return NF4 if name == NF4.name else cls(int(name.removeprefix("int")), block_size)
-
-    @property
-    def name(self) -> str:
-        """Return the name that configs give to the format."""
-        return "nf4" if self.nf4 else f"int{self.bits}"
-
-    @property
-    def levels(self) -> int:
-        """Return the largest value ``L``, 127 or 7; the smallest is ``-L``."""
-        return (1 << (self.bits - 1)) - 1
+        """Return the format that a config names, in blocks of this size if there is a choice."""
+        sizes = KINDS[name].block_sizes
+        return cls(name, sizes[0] if len(sizes) == 1 else block_size)
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of one block's values."""
         return self.block_size * self.bits // 8
 
-    @property
-    def scale_bytes(self) -> int:
-        """Return the bytes of a block's scale."""
-        return 1 if self.nf4 else SCALE_BYTES
-
     @cached_property
     def code(self) -> tuple[int, int, int]:
-        """Return the format as operators take it: bits, block size, 1 for NF4."""
-        return self.bits, self.block_size, int(self.nf4)
+        """Return the format as operators take it: bits, block size, number of the kind."""
+        return self.bits, self.block_size, KINDS[self.name].number
 
     def blocks(self, numel: int) -> int:
         """Return the number of blocks that hold ``numel`` values."""
@@ -139,7 +156,7 @@ class BlockSpec:
         return f"{self.name}/{self.block_size}"
 
 
-NF4 = BlockSpec(4, 64, nf4=True)
+NF4 = BlockSpec("nf4", 64)
 
 
 @dataclass(frozen=True)
@@ -178,8 +195,11 @@ Format = BlockSpec | Cast
 
 def format_of(code: Sequence[int]) -> Format:
     """Return the format that has this code."""
-    bits, block_size, kind = code
-    return Cast(FLOAT_NAMES[kind]) if block_size == 1 else BlockSpec(bits, block_size, nf4=bool(kind))
+    bits, block_size, number = code
+    if block_size == 1:
+        return Cast(FLOAT_NAMES[number])
+    name = next(name for name, kind in KINDS.items() if (kind.bits, kind.number) == (bits, number))
+    return BlockSpec(name, block_size)
 
 
 def padded(nbytes: int) -> int:

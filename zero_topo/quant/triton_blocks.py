@@ -245,7 +245,7 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     bits = x.to(tl.int32, bitcast=True)
     span = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     good = (span.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
-    if SPEC.nf4:
+    if SPEC.name == "nf4":
         unit = tl.div_rn(span, tl.full(span.shape, 127, tl.float32)).to(tl.int32, bitcast=True)
         step = tl.maximum((unit - (FIRST_SCALE - NEAREST)) >> 21, 0)
         good &= step < 255
@@ -256,6 +256,7 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
         for k in tl.static_range(15):
             q += (y > BOUNDS[k]).to(tl.int32)
     else:
+        tl.static_assert(SPEC.name == "int8" or SPEC.name == "int4")
         levels = tl.full(span.shape, SPEC.levels, tl.float32)
         tiny = span < TINY
         stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(span, levels)), float("nan"))
@@ -307,7 +308,7 @@ def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.c
     place = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     words = tl.load(message.to(tl.pointer_type(tl.int32)) + place, mask=present[:, None], other=0)
     q = _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size)
-    if SPEC.nf4:
+    if SPEC.name == "nf4":
         step = tl.load(message + planes.scales + block, mask=present, other=0).to(tl.int32)
         scale = tl.where(step < 255, _nf4_scale(step), float("nan"))
         level = tl.full(q.shape, LEVELS[0], tl.float32)  # exact: sums of small integers
