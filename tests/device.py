@@ -2,7 +2,8 @@
 """The device that tests use, and delays that let races show: both from the environment, so that a GPU needs no edits.
 
 
-``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default), "cuda", which AMD's GPUs are too, or "xpu" (tests/xpu). ``ZERO_TOPO_TEST_NAPS`` is a seed.
+``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default), "cuda", which AMD's GPUs are too, or "xpu" (``tests/xpu``).
+``ZERO_TOPO_TEST_NAPS`` is a seed.
 """
 
 from __future__ import annotations

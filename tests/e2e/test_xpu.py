@@ -46,7 +46,7 @@ def test_ranks_that_are_threads_work_on_an_xpu(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["topo", "codes", "oktopk"])
 def test_a_job_trains_on_an_xpu_as_on_a_cpu(tmp_path: Path, scheme: str) -> None:
-    """Under the launcher, with DeepSpeed's own accelerator for XPUs: same losses and weights, and queues have streams."""
+    """Under the launcher, with DeepSpeed's accelerator for XPUs: the same losses and weights; queues have streams."""
     found = {}
     for device, env in (("cpu", {"DS_ACCELERATOR": "cpu"}), ("xpu", environment(devices=2))):
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))}
@@ -56,5 +56,7 @@ def test_a_job_trains_on_an_xpu_as_on_a_cpu(tmp_path: Path, scheme: str) -> None
     assert [found[device]["device"] for device in ("cpu", "xpu")] == ["cpu", "xpu"]
     assert [found[device]["streams"] for device in ("cpu", "xpu")] == [[False, False], [True, True]]
     assert len(set(found["cpu"]["losses"])) == 6
-    assert found["xpu"]["losses"] == found["cpu"]["losses"]
-    assert all(map(torch.equal, found["xpu"]["weights"], found["cpu"]["weights"]))
+    # Not the same bits: on a CPU a linear layer is one operation of oneDNN.
+    assert found["xpu"]["losses"] == pytest.approx(found["cpu"]["losses"], rel=1e-3)
+    for own, cpus in zip(found["xpu"]["weights"], found["cpu"]["weights"], strict=True):
+        assert float((own - cpus).abs().mean()) < 1e-4  # of updates of 1e-2 each

@@ -37,7 +37,6 @@ def main(path: str, scheme: str) -> None:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": True},
         "zero_topo": {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}}, **BLOCKS[scheme]},
@@ -46,7 +45,7 @@ def main(path: str, scheme: str) -> None:
     losses, generator = [], torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(STEPS):
         for _ in range(MICRO_BATCHES):
-            x = torch.randn(4, 64, generator=generator).bfloat16().to(engine.device)
+            x = torch.randn(4, 64, generator=generator).to(engine.device)
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             engine.step()
