@@ -507,7 +507,7 @@ def symbolic_device() -> Iterator[Device]:
     """Lanes, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
     groups = type("Symbolic", (_Symbolic,), {"device": device})
-    patches = [
+    patches: list[Any] = [
         patch("zero_topo.collectives.queue.torch", _Torch(device)),
         patch("zero_topo.engine.weights.torch", _Torch(device)),
         patch.object(torch.accelerator, "synchronize", device.synchronize),

@@ -44,7 +44,7 @@ def test_ranks_that_are_threads_work_on_an_xpu(name: str) -> None:
     assert int(passed) >= least
 
 
-@pytest.mark.parametrize("scheme", ["topo", "codes", "oktopk"])
+@pytest.mark.parametrize("scheme", ["topo", "codes"])
 def test_a_job_trains_on_an_xpu_as_on_a_cpu(tmp_path: Path, scheme: str) -> None:
     """Under the launcher, with DeepSpeed's accelerator for XPUs: the same losses and weights; queues have streams."""
     found = {}

@@ -4,17 +4,19 @@
 import ctypes
 import os
 from types import SimpleNamespace
+from typing import Any
 
 if library := os.environ.get("STAND_IN_XPU"):
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 
     import torch
-    from torch import xpu
+
+    xpu: Any = torch.xpu
 
     class Stream(torch.Stream):
         """``torch.xpu.Stream``, whose device need not be named."""
 
-        def __new__(cls, device: object = None, priority: int = 0) -> "Stream":
+        def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
             return super().__new__(cls, device=device or "xpu", priority=priority)
 
     class Event(torch.Event):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils import _pytree as pytree
 
@@ -29,8 +30,8 @@ class Group(dist.ProcessGroup):
     """A process group of XPUs; a collective has ended when its call returns."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch declares one of two constructors
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
         """As torch asks for it."""
@@ -62,7 +63,7 @@ def _collective(name: str) -> Callable[..., dist.Work]:
 def _ended(result: Any) -> dist.Work:
     future: Future[Any] = Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return _create_work_from_future(future)
 
 
 for own, gloos in NAMES.items():

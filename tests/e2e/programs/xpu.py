@@ -21,7 +21,6 @@ STEPS, MICRO_BATCHES = 3, 2
 BLOCKS = {
     "topo": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", "block_size": 64}},
     "codes": {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}},
-    "oktopk": {"scheme": "topo", "sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
 }
 
 
