@@ -2,7 +2,8 @@
 """The device that tests use, and delays that let races show: both from the environment, so that a GPU needs no edits.
 
 
-``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default) or "cuda", which AMD's GPUs are too. ``ZERO_TOPO_TEST_NAPS`` is a seed.
+``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default), "cuda", which AMD's GPUs are too, or "xpu" (``tests/xpu``).
+``ZERO_TOPO_TEST_NAPS`` is a seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device(os.environ.get("ZERO_TOPO_TEST_DEVICE", "cpu"))
-ON_GPU = DEVICE.type == "cuda"
+ON_GPU = DEVICE.type != "cpu"
 CYCLES = 2_000_000  # a millisecond, about
 ONE_IN = 20
 TESTS = str(Path(__file__).parent)
@@ -40,7 +41,7 @@ class Naps(TorchDispatchMode):
         if self._chance.randrange(ONE_IN) == 0:
             self.taken += 1
             share = self._chance.random()
-            torch.cuda._sleep(int(share * CYCLES)) if ON_GPU else time.sleep(share / 1000)
+            torch.cuda._sleep(int(share * CYCLES)) if DEVICE.type == "cuda" else time.sleep(share / 1000)
         return func(*args, **(kwargs or {}))
 
 
@@ -87,4 +88,4 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def synchronize() -> None:
     """Wait for the device."""
     if ON_GPU:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()

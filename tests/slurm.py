@@ -57,6 +57,7 @@ SchedulerParameters=sched_interval=1
 {nodes}
 PartitionName=batch Nodes={names} Default=YES MaxTime=INFINITE State=UP
 PartitionName=standard-g Nodes={names} MaxTime=INFINITE State=UP
+PartitionName=booster Nodes={names} MaxTime=INFINITE State=UP
 PartitionName=gh Nodes={names} MaxTime=INFINITE State=UP
 """
 

@@ -13,7 +13,8 @@ Note [Clocks]
 An operation is one of torch, a kernel's call (whatever the reference does inside it), or a collective.
 
 Note [The host]
-    Memory that was named to :meth:`Device.host` is the host's, page-locked. What touches no other runs on the host at
+    Memory that was named to :meth:`Device.host` is the host's, page-locked; where tests run on a device (see
+    ``tests/device.py``), so is that of every tensor of the CPU. What touches no other runs on the host at
     once. It waits for a stream where it synchronizes, or where a copy to or from its memory blocks. What it queues
     comes after all that it has done.
 
@@ -30,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import CodeType, FrameType, MappingProxyType
@@ -43,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.device import DEVICE, ON_GPU
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
 from zero_topo.quant import operators, reference
@@ -58,6 +60,10 @@ Booking = tuple[torch.UntypedStorage, Places]
 
 class RaceError(BaseException):
     """Two accesses without an order, or memory freed too early; code that catches an Exception does not hide it."""
+
+
+BLOCKING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+"""Operations that make the host wait if the host's memory is on one side, unless they are asynchronous."""
 
 
 @dataclass
@@ -77,6 +83,10 @@ class Event:
 
     def __init__(self, device: Device, clock: dict[str, int]) -> None:
         self._device, self._clock = device, clock
+
+    def record(self) -> None:
+        """What the current stream has done."""
+        self._clock = dict(self._device.clocks[self._device.current])
 
     def wait(self) -> None:
         """The current stream goes on after it."""
@@ -178,6 +188,10 @@ class Device(TorchDispatchMode):
         """Take the memory of tensors for page-locked memory of the host, see Note [The host]."""
         self._hosts.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
+    def _is_hosts(self, tensor: Tensor) -> bool:
+        """See Note [The host]."""
+        return tensor.device.type != DEVICE.type or tensor.untyped_storage()._cdata in self._hosts
+
     def in_autograds_thread(self, work: Callable[[], object]) -> None:
         """Run something where autograd calls hooks, see Note [Threads]."""
 
@@ -208,8 +222,10 @@ class Device(TorchDispatchMode):
         made = [] if given[True] else _tensors(out)
         keys = {tensor.untyped_storage()._cdata for tensor in given[False]} if made else set()
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in keys]
-        away = [tensor.untyped_storage()._cdata in self._hosts for tensor in given[False] + given[True]]
-        if away and all(away):
+        touched = [*given[False], *given[True], *(new if ON_GPU else ())]
+        hosts = list(map(self._is_hosts, touched))
+        on_host = bool(hosts) and all(hosts)
+        if on_host:
             self.host(*new)
             self.entered.append(HOST)
         try:
@@ -221,9 +237,10 @@ class Device(TorchDispatchMode):
                 for tensor in new:
                     self._memory_of(tensor.untyped_storage())
         finally:
-            if away and all(away):
+            if on_host:
                 self.entered.pop()
-        if func is torch.ops.aten.copy_.default and any(away) and not (len(args) > 2 and args[2]):
+        asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if func in BLOCKING and any(hosts) and not on_host and not asynchronous:
             self.current_stream().synchronize()
         return out
 
@@ -379,7 +396,7 @@ def _of_messages(messages: Messages) -> list[Booking]:
 def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
-        codes_at, scales_at = (places.numpy()[:, None] for places in reference._offsets(codes, part, member))
+        codes_at, scales_at = (places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member))
         where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
     return codes.held.untyped_storage(), np.concatenate(where)
 
@@ -436,11 +453,15 @@ KERNELS: Mapping[str, tuple[str, Callable[..., Accesses]]] = MappingProxyType(
 
 
 class _Torch:
-    """What ``collectives/queue.py`` uses of torch, on a symbolic device."""
+    """torch with the streams and events of a symbolic device."""
 
     def __init__(self, device: Device) -> None:
         self.accelerator = device
+        self.Event = lambda _: Event(device, {})
         self.Stream = lambda _, priority: device.stream(f"stream {len(device.clocks)}, priority {priority}")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _Symbolic(Group):
@@ -449,7 +470,7 @@ class _Symbolic(Group):
     device: Device
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        received = torch.empty(self.size, message.numel(), dtype=message.dtype)
+        received = message.new_empty(self.size, message.numel())
         return self._queued(message, received, lambda: received.copy_(message.expand(self.size, -1)))
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
@@ -472,19 +493,28 @@ class _Symbolic(Group):
         return Handle(transport.record_event().wait, (sent, received), lambda: received)
 
 
+def _as_on_a_gpu(device: Device) -> list[Any]:
+    """What makes the engine take the CPU for a GPU."""
+    return [
+        patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
+        patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
+        patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
+    ]
+
+
 @contextmanager
 def symbolic_device() -> Iterator[Device]:
     """Lanes, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
     groups = type("Symbolic", (_Symbolic,), {"device": device})
-    with (
+    patches: list[Any] = [
         patch("zero_topo.collectives.queue.torch", _Torch(device)),
-        patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
-        patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
+        patch("zero_topo.engine.weights.torch", _Torch(device)),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
-        patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.collectives.transport.transport", lambda registered: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
-        device,
-    ):
-        yield device
+    ]
+    with ExitStack() as stack:
+        for patched in patches + ([] if ON_GPU else _as_on_a_gpu(device)):
+            stack.enter_context(patched)
+        yield stack.enter_context(device)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import getopt
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,34 @@ def test_the_script_for_aurora_is_pbss(run: Run) -> None:
     assert {"-A lab", "-q debug", "-l walltime=0:30:00", "-l select=2", "-lplace=scatter"} < set(directives)
     assert "  -n 24\n" in out and "  --ppn 12\n" in out
     assert 'MASTER_ADDR="$HOSTNAME.hsn.cm.aurora.alcf.anl.gov"' in out
+
+
+QSUB_OPTIONS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:q:r:R:S:u:v:VW:XzP:"
+"""As getopt takes them: openpbs/openpbs, ``GETOPT_ARGS`` of src/cmds/qsub_sup.c. No package of PBS installs here."""
+QSUB_VALUES = {
+    "A": r"\S+",
+    "N": r"[A-Za-z0-9_.+-]{1,236}",
+    "j": "oe|eo|n",
+    "k": "d?(o|e|oe|eo)|n",
+    "q": r"\w+(@\S+)?",
+    "l": r"select=\d+(:\w+=\w+)*|walltime=\d+:\d\d:\d\d|place=(free|pack|scatter|vscatter)(:\w+)*|\w+=[\w:]+",
+}
+"""What may follow an option (PBS Professional Reference Guide, qsub)."""
+
+
+def test_qsubs_grammar_takes_the_directives_of_aurora(run: Run) -> None:
+    """Each is one option with its value, as qsub splits and reads them."""
+    words = ["--machine", "aurora", "--nodes", "2", "--account", "lab", "--partition", "debug", "--time", "30"]
+    _, out, _ = run("launch", "pbs", *words, "--", *TRAIN)
+    lines = out.splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [number for number, line in enumerate(lines) if line.startswith("#PBS")]
+    assert len(directives) >= 9 and max(directives) < first_command
+    for number in directives:
+        options, rest = getopt.getopt(shlex.split(lines[number])[1:], QSUB_OPTIONS)
+        assert len(options) == 1 and not rest, lines[number]
+        [(option, value)] = options
+        assert re.fullmatch(QSUB_VALUES.get(option[1], ""), value), lines[number]
 
 
 @pytest.mark.parametrize(
