@@ -2,7 +2,8 @@
 """DeepSpeed's own stage-3 tests, under the hook: `make test-deepspeed DIR=<a DeepSpeed checkout>`.
 
 `tests/data/deepspeed_suite.json` lists the tests that build a stage-3 engine or `zero.Init` and pass without a block
-(`ARGS=--select` finds them anew, for another release). They run with each block of BLOCKS. A test that does not pass
+(`ARGS=--select` finds them anew, for another release; `ARGS="--select PLACE"` only those of a place). They run with
+each block of BLOCKS, or as in `ARGS="zero3 PLACE"`. A test that does not pass
 has its reason in that file, or the run ends with exit code 1.
 
 The module is also the pytest plugin of these runs. DeepSpeed's tests fork their ranks from a server process, which
@@ -28,10 +29,14 @@ from typing import Any
 from tests.launching import ROOT, _free_shared_memory, free_port, rank_environment
 
 EXPECTED = ROOT / "tests/data/deepspeed_suite.json"
-FOLDERS = (
+PLACES = (
     "unit/runtime/zero",
     "unit/v1/zero",
     "unit/checkpoint",
+    "unit/model_parallelism/test_autotp_training.py::TestAutoTpZeroStage3",
+    "unit/v1/moe/test_autoep_grad_parity.py",
+    "unit/v1/moe/test_autoep_integration.py",
+    "unit/v1/moe/test_autoep_checkpoint.py",
 )
 FULL = {"weights": None, "secondary": None, "gradients": None}
 BLOCKS: dict[str, dict[str, Any] | None] = {
@@ -182,21 +187,33 @@ def main(arguments: Sequence[str]) -> int:
         copy = Path(folder, "tests")
         shutil.copytree(Path(checkout, "tests"), copy)
         if "--select" in words:
-            stock = run(copy, "stock", FOLDERS)
+            places = words[words.index("--select") + 1 :] or PLACES
+            stock = run(copy, "stock", places)
             passed = [id for id, row in stock.items() if row["stage3"] and row["outcome"] == "passed"]
-            known["tests"] = [id for id in passed if CHANCE not in id]
+            again = of_places(known["tests"], places)
+            kept = [id for id in known["tests"] if id not in again]
+            known["tests"] = kept + [id for id in passed if CHANCE not in id]
             EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
             return 0
-        bad = [held(run(copy, name, known["tests"]), name, known) for name in words or BLOCKS if name != "stock"]
+        names = [word for word in words if word in BLOCKS] or [name for name in BLOCKS if name != "stock"]
+        places = [word for word in words if word not in BLOCKS]
+        tests = of_places(known["tests"], places)
+        bad = [held(run(copy, name, tests), name, known, places) for name in names]
     EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
     return 1 if any(bad) else 0
 
 
-def held(rows: Mapping[str, Mapping[str, Any]], name: str, known: dict[str, Any]) -> int:
-    """Print and note how all tests ended with a block; return how many did not pass without a reason."""
-    ended = {id: judged(rows[id]) if id in rows else "not run" for id in known["tests"]}
-    known["results"][name] = {"when": date.today().isoformat(), **Counter(ended.values())}
-    print(f"{name}: {known['results'][name]}")
+def of_places(tests: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Those of some folders, files or classes; all without places."""
+    return [id for id in tests if not places or id.startswith(tuple(places))]
+
+
+def held(rows: Mapping[str, Mapping[str, Any]], name: str, known: dict[str, Any], places: Sequence[str] = ()) -> int:
+    """Print and note how all tests of some places ended with a block; return how many did not pass without a reason."""
+    ended = {id: judged(rows[id]) if id in rows else "not run" for id in of_places(known["tests"], places)}
+    title = " ".join([name, *places])
+    known["results"][title] = {"when": date.today().isoformat(), **Counter(ended.values())}
+    print(f"{title}: {known['results'][title]}")
     for reason in known["reasons"]:
         count = sum(how != "passed" and bool(re.search(reason["ids"], id)) for id, how in ended.items())
         if name in reason["blocks"] and count:

@@ -2,7 +2,7 @@
 """Random sequences of public calls on an engine, compared with plain PyTorch after each of them.
 
 Every rank draws the same calls. The reference is the same model in plain PyTorch, whose gradients are averaged over
-ranks. SGD is linear in the gradients, so rounding does not grow.
+ranks. SGD is linear in the gradients, so rounding does not grow. An engine serves several sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,28 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from torch import Tensor, nn
 
+from tests.device import default_dtype
 from tests.launcher.test_interrupted import Break
 from tests.launcher.test_loops import Tiled
 from tests.launcher.training import Job, batch, block, close, ds_config, start
 
-BLOCKS = tuple(
-    block(scheme, **more)
-    for scheme, more in (("topo", {}), ("zero++", {}), ("zero3", {}), ("topo", {"optimizer": "node"}))
+BLOCKS = (
+    block("topo"),
+    block("zero++"),
+    block("zero3"),
+    block("topo", optimizer="node"),
+    # Sparse modes that leave out nothing.
+    block("topo", sync={"mode": "topk_a", "density": 1.0, "start": 5}),
+    block("topo", sync={"mode": "oktopk", "density": 1.0}),
 )
 TOLERANCE = 1e-6
 CALLS_OF_AN_ENGINE = 12  # sequences; then another engine, of another scheme
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)  # of the script, by default
 # No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which GatheredParameters refuses.
-DS = {
-    "zero_optimization": {"stage3_prefetch_bucket_size": 0},
+ZERO: dict[str, Any] = {"stage3_prefetch_bucket_size": 0}
+DS: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
     "gradient_clipping": 0,
 }
 
@@ -45,7 +52,7 @@ class Model(Tiled):
     breaks = False
 
     def __init__(self) -> None:
-        super().__init__(width=14, depth=2)
+        super().__init__(width=10, depth=1)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         return super().forward(Break.apply(x) if self.breaks else x, y)
@@ -60,32 +67,62 @@ class Run:
 
     Attributes:
         calls: what was called since the last start of a sequence.
+        trained: indices of the parameters that are not frozen.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.sequences = number, 0
         self.folder = folder
         self.draw = random.Random(number)
-        buckets = {**DS["zero_optimization"], "reduce_bucket_size": self.draw.choice([100, 2000])}  # type: ignore[dict-item]
-        ds = {**DS, "zero_optimization": buckets}
-        self.job = Job(Model, self.draw.choice(BLOCKS), optimizer=sgd, ds=ds)
         torch.manual_seed(number)
         self.plain = Model()
+        self.trained = self._freeze()
         module = copy.deepcopy(self.plain)
+        self.job = self._job(module)
         self.beside: Any = self._beside(module) if self.draw.random() < 0.5 else None
-        self.engine = start(replace(self.job, model=lambda: module))
-        self.optimizer = sgd(self.plain.parameters())
+        with default_dtype(self.draw.choice(DTYPES)):
+            self.engine = start(self.job)
+        self.optimizer = sgd(self._plain_trained())
         self.passes = 0  # whole backward passes since the last step: their gradients are there
         # Whether all weights are partitioned: before the step DeepSpeed keeps those of layers whose backward pass it
         # did not see end, and refuses to partition them.
         self.settled = True
+        self.by_hand = False  # whether the script says which pass is the last of a step
         self.batches = 0
         self.saved: Any = None
         self.calls: list[str] = []
+
+    def _freeze(self) -> list[int]:
+        """Freeze some parameters, or none; the first needs gradients, or a tiled loss gets none."""
+        share = self.draw.choice([0.0, 0.0, 0.4])
+        params = [*self.plain.parameters()]
+        for param in params[1:]:
+            param.requires_grad_(self.draw.random() >= share)
+        return [index for index, param in enumerate(params) if param.requires_grad]
+
+    def _job(self, module: nn.Module) -> Job:
+        zero = {**ZERO, "reduce_bucket_size": self.draw.choice([100, 2000])}
+        if self.draw.random() < 0.3:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        micro_batches = self.draw.choice([1, 1, 2, 3])
+        ds: dict[str, Any] = {**DS, "zero_optimization": zero}
+        if micro_batches == 1:
+            ds["managed_gradient_accumulation"] = self.draw.random() < 0.7
+        topo = self.draw.choice(BLOCKS)
+        return Job(lambda: module, topo, micro_batches=micro_batches, optimizer=sgd, ds=ds)
 
     def _beside(self, module: nn.Module) -> Any:
         config = {key: value for key, value in ds_config(self.job).items() if key != "optimizer"}
         config.pop("zero_allow_untested_optimizer")
         return deepspeed.initialize(model=module, config=config)[0]
+
+    def _plain_trained(self) -> list[nn.Parameter]:
+        params = [*self.plain.parameters()]
+        return [params[index] for index in self.trained]
+
+    def _own_trained(self) -> list[nn.Parameter]:
+        params = [*self.engine.module.parameters()]
+        return [params[index] for index in self.trained]
 
     def sequence(self, count: int = 8) -> None:
         """Draw and compare some calls, the last of them a step.
@@ -94,23 +131,32 @@ class Run:
             AssertionError: naming the calls, if anything differs.
         """
         self.calls.clear()
+        self.sequences += 1
         kinds = [self.train, self.train, self.train, self.look, self.step, self.zero, self.save, self.load, self.edit]
         kinds += [self.peek, self.set_gradient, self.fail, self.raise_in_forward, self.copy, self.end_the_other]
+        kinds += [self.coalesce, self.boundary]
         for _ in range(count):
             self.call(self.draw.choice(kinds))
+        if self.by_hand:
+            self.engine.set_gradient_accumulation_boundary(True)
         self.call(self.train)
-        self.call(self.step)
+        while self.passes:
+            self.call(self.step)
 
     def call(self, kind: Callable[[], None]) -> None:
-        """Make a call, and compare."""
-        self.calls.append(kind.__name__)
+        """Make a call under a default dtype of the script, and compare."""
+        dtype = self.draw.choice(DTYPES)
+        self.calls.append(f"{kind.__name__} {dtype}")
         try:
-            kind()
-            if self.settled:
-                with torch.no_grad():
-                    self.compare()
+            with default_dtype(dtype):
+                kind()
+                if self.settled:
+                    with torch.no_grad():
+                        self.compare()
         except Exception as error:
-            raise AssertionError(f"{self.job.zero_topo}: {self.calls}: {error}") from error
+            where = f"sequence {self.sequences} of engine {self.number}"
+            how = {"block": self.job.zero_topo, "micro_batches": self.job.micro_batches, **self.job.ds}
+            raise AssertionError(f"{where}, {how}, trained {self.trained}: {self.calls}: {error}") from error
 
     def compare(self) -> None:
         """Compare weights, and who serves them."""
@@ -121,9 +167,9 @@ class Run:
 
     def alike(self, found: list[Tensor], what: str, expected: list[Tensor] | None = None) -> None:
         expected = expected or [param.detach() for param in self.plain.parameters()]
-        for (name, _), own, other in zip(self.plain.named_parameters(), found, expected, strict=True):
+        for index, (own, other) in enumerate(zip(found, expected, strict=True)):
             error = float((own - other).abs().max())
-            assert error < TOLERANCE, f"{what} of {name} differ by {error:.1e}"
+            assert error < TOLERANCE, f"{what} {index} differ by {error:.1e}"
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -140,26 +186,48 @@ class Run:
         for _ in range(self.draw.randrange(3)):
             self.look()
         self.engine.backward(loss)
-        before = [None if param.grad is None else param.grad.clone() for param in self.plain.parameters()]
-        self.plain.zero_grad()
         self.plain.tiled = False
-        self.plain(x, y).backward()
-        for param, old in zip(self.plain.parameters(), before, strict=True):
-            assert param.grad is not None
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-            if old is not None:
-                param.grad += old
+        params = self._plain_trained()
+        grads = torch.autograd.grad(self.plain(x, y), params)
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        head = {*self.plain.out.parameters()}
+        for param, grad in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            mean = grad.view_as(param)
+            if param not in head or not self.engine.module.tiled:  # the inner pass knows no accumulation
+                mean = mean / self.job.micro_batches
+            param.grad = mean.clone() if param.grad is None else param.grad + mean
         self.passes += 1
+
+    def coalesce(self) -> None:
+        """Several passes whose gradients are reduced once; DeepSpeed wants no others since the step."""
+        if not self.job.ds.get("managed_gradient_accumulation", True):
+            return
+        self.zero()
+        with self.engine.coalesce_grad_reduction():
+            for _ in range(self.draw.choice([1, 2])):
+                self.train()
+
+    def boundary(self) -> None:
+        """From here on the script says which pass is the last of a step."""
+        if self.job.ds.get("managed_gradient_accumulation", True):
+            self.by_hand = True
+            self.engine.set_gradient_accumulation_boundary(self.draw.random() < 0.5)
 
     def look(self) -> None:
         """A forward pass of another kind, whose output is compared."""
-        kind = self.draw.choice(["no_grad", "eval", "unused", "module"])
+        kind = self.draw.choice(["no_grad", "eval", "unused", "module", "unfrozen"])
         self.calls.append(kind)
         x, _ = self.data()
         self.engine.train(kind != "eval")
+        params = [*self.engine.module.parameters()]
+        if kind == "unfrozen":  # as PEFT does for a pass without an adapter
+            self.engine.module.requires_grad_(True)
         with torch.set_grad_enabled(kind == "unused"):
             found = (self.engine.module if kind == "module" else self.engine)(x)
+        for index, param in enumerate(params):
+            param.requires_grad_(index in self.trained)
         self.engine.train()
         error = float((found - self.plain(x)).detach().abs().max())
         assert error < 10 * TOLERANCE, f"outputs differ by {error:.1e}"
@@ -167,10 +235,13 @@ class Run:
     def step(self) -> None:
         if not self.passes:
             return
+        managed = self.job.ds.get("managed_gradient_accumulation", True)
+        last = not managed or self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
-        self.settled = True
-        self.optimizer.step()
-        self.forget()
+        if last:
+            self.settled = True
+            self.optimizer.step()
+            self.forget()
 
     def zero(self) -> None:
         self.engine.optimizer.zero_grad()
@@ -232,27 +303,29 @@ class Run:
             return
         # `safe_set_full_fp32_param` fails if the ranks' parts of a parameter are padded.
         plain = [*self.plain.parameters()]
-        index = self.draw.choice([i for i, p in enumerate(plain) if p.numel() % dist.get_world_size() == 0])
+        even = [i for i, p in enumerate(plain) if p.numel() % dist.get_world_size() == 0]
+        index = self.draw.choice(even)
         param = [*self.engine.module.parameters()][index]
         with torch.no_grad(), deepspeed.zero.GatheredParameters(param, modifier_rank=0):
             if dist.get_rank() == 0:
                 param.mul_(0.9)
         with torch.no_grad():
             edited = plain[index].mul_(0.9)
-        safe_set_full_fp32_param(param, edited.detach())
+        if index in self.trained:
+            safe_set_full_fp32_param(param, edited.detach())
 
     def peek(self) -> None:
         if self.passes:
-            found = [safe_get_full_grad(param) for param in self.engine.module.parameters()]
-            self.alike(found, "gradients", [param.grad for param in self.plain.parameters()])  # type: ignore[misc]
+            found = [safe_get_full_grad(param) for param in self._own_trained()]
+            self.alike(found, "gradients", [param.grad for param in self._plain_trained()])  # type: ignore[misc]
 
     def set_gradient(self) -> None:
         if self.passes:
-            index = self.draw.randrange(len([*self.plain.parameters()]))
-            plain = [*self.plain.parameters()][index]
+            index = self.draw.randrange(len(self.trained))
+            plain = self._plain_trained()[index]
             assert plain.grad is not None
             plain.grad.mul_(0.5)
-            safe_set_full_grad([*self.engine.module.parameters()][index], plain.grad)
+            safe_set_full_grad(self._own_trained()[index], plain.grad)
 
     def copy(self) -> None:
         if not self.settled:

@@ -16,12 +16,13 @@ import deepspeed
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
-from tests.launcher.training import Job, Net, advance, batch, block, close, ds_config, running, start, weights
+from tests.launcher.training import Job, Net, advance, batch, block, close, ds_config, mse, running, start, weights
 from tests.marks import late, often
 from zero_topo.engine.stage3 import Stage3
 
@@ -30,7 +31,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "topo": TOPO,
     "zero++": block("zero++"),
     "INT8 weights": block("topo", quantize={"resident": "int8"}),
-    "differences": block("topo", optimizer="node", publish={"delta": 8}),
+    "differences": block("topo", optimizer="node", publish={"delta": "int8"}),
 }
 JOB = Job(Net, TOPO, steps=3)
 
@@ -205,3 +206,17 @@ def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without
         expected = outputs(engine)
     assert torch.equal(outputs(second), expected)
     close(second)
+
+
+@pytest.mark.parametrize("name", often(("topo",), BLOCKS))
+def test_a_destroyed_engine_frees_its_gradients(name: str) -> None:
+    """Also those of a backward pass without its step, and where its optimizer lives on, as in DeepSpeed's caches."""
+    job = Job(Net, BLOCKS[name], steps=1)
+    engine = start(job)
+    advance(job, engine, 0, job.steps)
+    engine.backward(mse(engine, *batch(1, 0, torch.float32)))
+    optimizer = engine.optimizer
+    gradients = StorageWeakRef(optimizer.topo.gradients.buffer.untyped_storage())
+    assert not gradients.expired()
+    close(engine)
+    assert gradients.expired() and optimizer is engine.optimizer

@@ -19,7 +19,8 @@ import zero_topo
 from tests.device import DEVICE, naps
 from zero_topo.quant.operands import DTYPES
 
-EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": int(os.environ.get("WORLD_SIZE", 8)) // 4, "gcds_per_gpu": 2}}
+WORLD = int(os.environ.get("WORLD_SIZE", 8))
+EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": max(WORLD // 4, 1), "gcds_per_gpu": min(WORLD // 2, 2)}}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 DATA_PARALLEL: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "rank", "secondary": None}
 ADAMS: dict[str, Any] = {"optimizer": {"type": "AdamS", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
