@@ -102,7 +102,8 @@ def _compiled() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("when", [late("before"), "after"])
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
     """Compiled before the engine has it, or by the engine; our hooks break its graph as DeepSpeed's do."""
     job = Job(_compiled if when == "before" else Net, TOPO, steps=3)
