@@ -44,6 +44,7 @@ def test_a_model_is_split_into_dense_parameters_and_a_ranks_experts() -> None:
 @pytest.mark.parametrize(("name", "count", "own"), [("mixtral-8x7b", 8, 2), ("qwen-3-30b-a3b", 128, 8)])
 def test_experts_of_published_models(name: str, count: int, own: int) -> None:
     model = load_model(name)
+    assert expert_sizes(load_preset("frontier", 128), load_model("llama-2-7b")) == []
     assert experts_of(model) == count and {chosen(part) for part in model.parts[1:-1]} == {own}
     assert expert_sizes(load_preset("frontier", 128), model)[:3] == [2, 4, 8]
 

@@ -135,6 +135,8 @@ def _sync(plan: Priced) -> str:
     if config.plan.gradients == config.plan.world_size:
         return "-"
     spec = getattr(config.sync, "spec", None)
+    if config.sync.rings:
+        return "ring"
     return config.sync.MODE if spec is None else str(spec.name)
 
 

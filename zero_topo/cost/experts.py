@@ -49,7 +49,7 @@ def expert_sizes(topology: Topology, model: Model) -> list[int]:
     """Return the numbers of ranks to spread experts over: parts of a node, or whole nodes, that divide the experts."""
     count, node = experts_of(model), topology.ranks_per_node
     found = [*aligned_sizes(topology), *(node * nodes for nodes in divisors(topology.nodes))]
-    return [size for size in dict.fromkeys(found) if size > 1 and count % size == 0]
+    return [size for size in dict.fromkeys(found) if 1 < size <= count and count % size == 0]
 
 
 @lru_cache  # all plans of a machine have the same parts

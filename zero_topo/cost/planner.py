@@ -7,7 +7,8 @@
 3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
    that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
    Times within half a percent count as equal, since no prediction is that exact. Among these, a plan that loses less
-   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form.
+   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form, then the
+   faster one.
    Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
 
 Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
@@ -398,9 +399,9 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     for plan in timed:
         leanest[equals(plan)] = min(plan.held, leanest.get(equals(plan), plan.held))
 
-    def key(plan: Priced) -> tuple[float, int, float, bool, int]:
+    def key(plan: Priced) -> tuple[float, int, float, bool, int, float]:
         more = plan.held / max(1, leanest[equals(plan)]) - 1
-        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held
+        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held, plan.seconds
 
     return _leaner_first(sorted(timed, key=key))
 

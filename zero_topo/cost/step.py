@@ -255,6 +255,10 @@ def _packet(
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
     hops = _hops(network, found, reduces, runs)
+    if phase == "sync" and config.sync.rings and not (job.stock or network.rates.host_codec):
+        last = max(i for i, move in enumerate(found) if not move.gathers)
+        ring = _hops(network, found[last : last + 1], "reduce ring", runs)
+        hops = (*hops[:last], *ring, *hops[last + 1 :])
     return Packet(phase, touched / runs / network.rates.memory, hops, count)
 
 
