@@ -7,8 +7,8 @@
 3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
    that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
    Times within half a percent count as equal, since no prediction is that exact. Among these, a plan that loses less
-   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form, then the
-   faster.
+   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form, then
+   the faster.
    Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
 
 Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
