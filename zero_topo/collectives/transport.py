@@ -532,7 +532,10 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    received = last(send) if outer is first else first.scatter_later(send).then(forward)
+    if outer is first:
+        received = last(send)
+    else:
+        received = first.scatter_later(send).then(forward)
     return received.then(finish)
 
 
