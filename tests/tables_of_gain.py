@@ -210,6 +210,6 @@ def aurora_rows() -> list[str]:
 
 
 GAINS: Mapping[str, Callable[[], list[Any]]] = MappingProxyType(
-    {"gain": gain_rows, "tensor": tensor_rows, "balance": balance_rows, "aurora": aurora_rows}
+    {"gain": gain_rows, "tensor": tensor_rows, "experts": expert_rows, "balance": balance_rows, "aurora": aurora_rows}
 )
 """Marker of a page -> rows of its table."""
