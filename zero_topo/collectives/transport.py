@@ -532,10 +532,10 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    if outer is first:
-        received = last(send)
-    else:
-        received = first.scatter_later(send).then(forward)
+    begin = last if outer is first else first.scatter_later
+    received = begin(send)
+    if outer is not first:
+        received = received.then(forward)
     return received.then(finish)
 
 
