@@ -477,6 +477,11 @@ class _Symbolic(Group):
         received = torch.empty_like(table)
         return self._queued(table, received, lambda: received.copy_(table))
 
+    def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
+        received = torch.empty_like(table[:1])
+        begun = self._queued(table, received, lambda: received.copy_(table[:1]))
+        return begun.then(lambda summed: summed.view(torch.uint8))
+
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Brings zeros."""
         received = rows.new_empty(sum(expected), rows.shape[1])

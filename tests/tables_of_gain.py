@@ -14,7 +14,7 @@ from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, best_pipeline, pipeline_step
-from zero_topo.cost.planner import Price, Request, rank_plans, rank_tensor
+from zero_topo.cost.planner import Price, Request, rank_experts, rank_plans, rank_tensor
 from zero_topo.cost.step import Job, method_of, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology
@@ -69,6 +69,26 @@ def _divided(case: tuple[str, int, str, int]) -> list[str]:
     pipeline = best_pipeline(request)
     assert pipeline is not None
     return [*cells, f"{pipeline.seconds:.2f} ({pipeline.config.stages} x {pipeline.config.tensor})"]
+
+
+SPREAD = (("frontier", 128, "mixtral-8x7b", 2), ("dgx-h100", 64, "mixtral-8x7b", 2))
+
+
+def expert_rows() -> list[str]:
+    """Seconds of the best plans without and with expert parallelism."""
+    return [row(_spread(case)) for case in SPREAD]
+
+
+def _spread(case: tuple[str, int, str, int]) -> list[str]:
+    machine, ranks, model, count = case
+    request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count))
+    cells = [machine, str(ranks), model, str(count)]
+    for lossy in (False, True):
+        asked = ZeroTopoConfig.parse({"lossy": lossy})
+        best = rank_experts(asked, request)[0].best
+        cells += [f"{rank_plans(asked, request).best.seconds:.2f}"]
+        cells += [f"{best.seconds:.2f} (EP {best.request.job.expert})"]
+    return cells
 
 
 def gain_rows() -> list[str]:
@@ -190,6 +210,6 @@ def aurora_rows() -> list[str]:
 
 
 GAINS: Mapping[str, Callable[[], list[Any]]] = MappingProxyType(
-    {"gain": gain_rows, "tensor": tensor_rows, "balance": balance_rows, "aurora": aurora_rows}
+    {"gain": gain_rows, "tensor": tensor_rows, "experts": expert_rows, "balance": balance_rows, "aurora": aurora_rows}
 )
 """Marker of a page -> rows of its table."""

@@ -16,7 +16,8 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher.training import Job, Net, advance, close, start, weights
+from tests.launcher.parity import Result
+from tests.launcher.training import Job, Net, advance, close, running, start, weights
 
 SAVED_AT = 2
 STEPS = 4
@@ -82,6 +83,35 @@ def save(run: Job, path: Path) -> Saved:
         return Saved(run, path, advance(run, engine, SAVED_AT, run.steps), kept)
     finally:
         close(engine)
+
+
+def run_and_save(run: Job, path: Path) -> Result:
+    """Train a job without a pause, and save it half-way into ``path``. Collective."""
+    with running(run) as engine:
+        losses = advance(run, engine, 0, SAVED_AT)
+        engine.save_checkpoint(str(path), tag=TAG)
+        losses += advance(run, engine, SAVED_AT, run.steps)
+        return Result(losses, weights(engine), run.seen)
+
+
+def resume_both(run: Job, own: tuple[Path, Result], stocks: tuple[Path, Result]) -> Any:
+    """Resume a run from its own checkpoint, to the bit, and then in the same engine from one of stock DeepSpeed.
+
+    Args:
+        run: the job.
+        own: the directory of its checkpoint, and the run that wrote it.
+        stocks: the same of a run of stock DeepSpeed.
+
+    Returns:
+        The engine, still open.
+    """
+    engine = start(run, 99)
+    engine.load_checkpoint(str(own[0]))
+    assert advance(run, engine, SAVED_AT, run.steps) == own[1].losses[SAVED_AT:]
+    engine.load_checkpoint(str(stocks[0]))
+    found = advance(run, engine, SAVED_AT, run.steps)
+    torch.testing.assert_close(found, stocks[1].losses[SAVED_AT:], rtol=1e-6, atol=1e-6)
+    return engine
 
 
 @contextmanager

@@ -96,7 +96,12 @@ def a_caught_exception(engine: Any, x: Tensor) -> None:
     engine(x)  # ends the pass of DeepSpeed's coordinator over the modules
 
 
-BETWEEN = (nothing, without_gradients, evaluation, with_gradients, a_caught_exception)
+def all_of_them(engine: Any, x: Tensor) -> None:
+    for between in (without_gradients, evaluation, with_gradients, a_caught_exception):
+        between(engine, x)
+
+
+BETWEEN = (all_of_them, nothing, without_gradients, evaluation, with_gradients, a_caught_exception)
 
 
 def losing(between: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor, Tensor], Tensor]:
@@ -127,8 +132,8 @@ def expected(name: str | None, micro_batches: int) -> dict[str, Tensor]:
     return trained(tiled_job(name, nothing, micro_batches))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("micro_batches", [late(1), 2])
+@pytest.mark.parametrize("between", often((all_of_them,), BETWEEN))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 def test_a_loss_that_runs_backward_in_its_forward_pass(
     name: str, between: Callable[[Any, Tensor], None], micro_batches: int

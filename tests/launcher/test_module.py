@@ -103,6 +103,7 @@ def _compiled() -> nn.Module:
     return net
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
     """Compiled before the engine has it, or by the engine; our hooks break its graph as DeepSpeed's do."""
@@ -147,9 +148,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"all": Net, "adapters": adapted}
 NO_PREFETCH = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(("adapters",), MODELS))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
-@pytest.mark.parametrize("destroyed", ["before training", "after training", "last"])
+@pytest.mark.parametrize("destroyed", ["before training", late("after training"), "last"])
 def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: str, model: str) -> None:
     """It may be destroyed at any time: losses and bytes are those of the training engine alone, as are weights."""
     job = Job(MODELS[model], BLOCKS[name], steps=2, ds=NO_PREFETCH)
@@ -182,7 +183,7 @@ def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: 
     assert not any(hasattr(param, "zero_topo_calls") for param in module.parameters())
 
 
-@pytest.mark.parametrize("destroyed", ["first", "second"])
+@pytest.mark.parametrize("destroyed", ["first", late("second")])
 def test_engines_without_optimizer_share_a_module(destroyed: str) -> None:
     """Either may be destroyed first; the other gathers by its plan."""
     job = Job(Net, TOPO, ds=NO_PREFETCH)

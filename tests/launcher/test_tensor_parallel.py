@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
-from tests.launcher.checkpoints import TAG, assert_same_bits, resume, save
+from tests.launcher.checkpoints import TAG, assert_same_bits, resume, resume_both, run_and_save, save
 from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import PLAIN, Job, advance, block, running, start, weights, without_optimizer
+from tests.launcher.training import PLAIN, Job, advance, block, close, running, start, weights, without_optimizer
 from tests.marks import late, often
 from zero_topo.cost.volume import step_bytes
 
@@ -66,7 +66,34 @@ def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
         return run(build(None))
 
 
-@pytest.mark.parametrize("scheme", often(("topo",), ("zero3", "topo", "hsdp")))
+def test_autotp_trains_and_resumes_as_under_stock(shared_path: Path) -> None:
+    """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs did.
+
+    Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as stock's. A damaged
+    one is refused by all ranks, also by those of the other data-parallel group, which read other files.
+    """
+    uneven = partial(by_autotp, hidden=25)
+    with clean_groups():
+        stock = run_and_save(uneven(None), shared_path / "stock")
+    split = partial(uneven, block("topo"))
+    mine = run_and_save(split(), shared_path / "own")
+    assert_equal(mine, stock, EXACT)
+    files = shared_path / "own" / TAG
+    size = dist.get_world_size() // 2
+    ranks = [f"zero_pp_rank_{data}_mp_rank_0{tensor}" for data in range(size) for tensor in (0, 1)]
+    assert {path.name for path in files.glob("*model_states.pt")} == {f"{name}_model_states.pt" for name in ranks}
+    engine = resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (files / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"damaged")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"mp_rank_01_model_states\.pt cannot be read"):
+        engine.load_checkpoint(str(shared_path / "own"))
+    close(engine)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_autotp_trains_as_under_stock(scheme: str) -> None:
     """Losses, norms that bind and weights of ten steps."""
     stock = under_stock(by_autotp)
@@ -91,13 +118,6 @@ def test_quantized_runs_train_about_as_under_stock() -> None:
     assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
 
 
-def test_uneven_parts_train_as_under_stock() -> None:
-    """Ranks that share a layer of 25 units have parts of different shapes, compared only inside a group."""
-    uneven = partial(by_autotp, hidden=25)
-    stock = under_stock(uneven)
-    assert_equal(run(uneven(block("topo"))), stock, EXACT)
-
-
 @pytest.mark.parametrize("scheme", often(("zero3",), ("zero3", "topo", "hsdp")))
 def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
     """With sub-groups, persistent parameters and optimizer states on the host."""
@@ -107,12 +127,14 @@ def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
     assert_equal(run(split(block(scheme))), stock, EXACT)
 
 
+@pytest.mark.long
 def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
     """The tests' own parallel layers compute what whole ones do: first losses of both are equal."""
     whole = job(None, dist.get_rank() // 2, steps=1, model=Layers)
     assert under_stock(partial(by_mpu, mpu=pair, steps=1)).losses == pytest.approx(run(whole).losses, rel=EXACT)
 
 
+@pytest.mark.long
 def test_ranks_far_apart_share_layers() -> None:
     """Tensor-parallel ranks on different nodes; each data-parallel group has whole nodes."""
     mpu = Mpu(2, far=True)
@@ -139,32 +161,30 @@ def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair
 
 @pytest.mark.parametrize("sync", often(("oktopk",), ("oktopk", "ternary")))
 def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
-    """Without the mean over tensor-parallel ranks norms and biases drift apart; debug_checks compares them too."""
+    """Without the mean over tensor-parallel ranks norms and biases drift apart.
+
+    ``debug_checks`` compares them too: all ranks raise, and the line names a parameter.
+    """
     sparse = block("topo", sync={"mode": sync, "density": 0.2})
     sparse["gradients"] = "rank"
-    with running(by_autotp(sparse)) as engine:
-        advance(by_autotp(sparse), engine, 0, 6)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    split = by_autotp(sparse)
+    with running(split) as engine:
+        advance(split, engine, 0, 6)
         assert zero_topo.stats(engine).step_bytes["replicated", "replicated"] > 0
         found = {name: value for name, value in weights(engine).items() if "norm" in name or "out" in name}
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, found)
-    for theirs in everyones:
-        assert_same_bits(found, theirs)
-
-
-def test_debug_checks_report_replicas_that_differ() -> None:
-    """All ranks raise, and the line names the parameter."""
-    split = by_autotp(block("topo"))
-    with running(split) as engine:
-        advance(split, engine, 0, 1)
+        dist.all_gather_object(everyones, found)
+        for theirs in everyones:
+            assert_same_bits(found, theirs)
         if dist.get_rank() % 2:
             master = engine.optimizer.fp32_partitioned_groups_flat[0]
             with torch.no_grad():
                 master += 1
         with pytest.raises(RuntimeError, match="is replicated on tensor-parallel ranks but has different bits"):
-            advance(split, engine, 1, 2)
+            advance(split, engine, 6, 7)
 
 
+@pytest.mark.long
 def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     """AutoTP with a plan of the weights alone."""
     found = []
@@ -176,40 +196,19 @@ def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("codes", [False, True])
-def test_a_resumed_run_goes_on_with_equal_bits(codes: bool, shared_path: Path) -> None:
-    """Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as stock's."""
-    blocks = block("topo", quantize={"block_size": 64}) if codes else block("topo")
-    split = by_autotp(blocks, hidden=25)
+@pytest.mark.long
+def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> None:
+    """Stored INT8 weights of uneven parts."""
+    split = by_autotp(block("topo", quantize={"block_size": 64}), hidden=25)
     saved = save(split, shared_path)
-    names = {path.name for path in (shared_path / TAG).glob("*model_states.pt")}
-    size = dist.get_world_size() // 2
-    assert names == {
-        f"zero_pp_rank_{data}_mp_rank_0{tensor}_model_states.pt" for data in range(size) for tensor in (0, 1)
-    }
     assert resume(split, shared_path) == saved.losses
 
 
-@pytest.mark.parametrize("saver", often(("stock",), ("stock", "ours")))
-def test_checkpoints_are_stocks(saver: str, shared_path: Path) -> None:
-    """Saved by one and loaded by the other."""
-    kinds = {"stock": by_autotp(None), "ours": by_autotp(block("topo"))}
-    mine = kinds.pop(saver)
-    with clean_groups():
-        saved = save(mine, shared_path)
-    other = next(iter(kinds.values()))
-    assert resume(other, shared_path) == pytest.approx(saved.losses, rel=EXACT)
-
-
-def test_a_damaged_file_of_one_rank_is_refused_by_all(shared_path: Path) -> None:
-    """A load changes nothing; also ranks of the other data-parallel group raise, which read other files."""
-    split = by_autotp(block("topo"))
-    save(split, shared_path)
-    if dist.get_rank() == 0:
-        (shared_path / TAG / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"damaged")
-    dist.barrier()
-    with running(split) as engine, pytest.raises(ValueError, match=r"mp_rank_01_model_states\.pt cannot be read"):
-        engine.load_checkpoint(str(shared_path))
+@pytest.mark.long
+def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
+    """Saved by zero_topo."""
+    saved = save(by_autotp(block("topo")), shared_path)
+    assert resume(by_autotp(None), shared_path) == pytest.approx(saved.losses, rel=EXACT)
 
 
 def test_zero_init_over_the_world_is_refused(pair: Mpu) -> None:

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.device import default_dtype
 from tests.launcher.training import Job, Net, block, train
-from tests.marks import late
+from tests.marks import late, often
 from zero_topo.quant.operands import DTYPES
 
 MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp16")]
@@ -66,7 +66,7 @@ SYNCS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["oktopk", late("ternary"), late("radius"), "INT8 weights"])
+@pytest.mark.parametrize("name", often(("INT8 weights",), SYNCS))
 def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
     """A script builds its model under BF16 as the default, and trains alike whether it then restores FP32 or not."""
 

@@ -41,7 +41,7 @@ def backward(
         engine.gradients.scatter(slots, [grads[i] for i in slots], last)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "by GPU"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "by GPU", "ring", "two groups, ring"])
 @either_placement
 @pytest.mark.parametrize("chunk", [1 << 20, 37], ids=["whole", "chunked"])
 def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
@@ -57,6 +57,34 @@ def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
         return error(engine, w, wanted)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6
+
+
+@pytest.mark.parametrize("scheme", ["ring", "two groups, ring"])
+def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None:
+    """One reduce-scatter of the backend for each run, between nodes alone; the bytes are those without it."""
+    ops: list[set[tuple[str, str]]] = []
+
+    def trained(name: str) -> tuple[float, dict[str, int]]:
+        w = world({**BLOCKS[scheme], **({} if name == "ring" else {"sync": {"mode": "dense"}})}, emulated(4, 1, 2))
+        wanted = mean_gradient(w, 1)
+
+        def rank_main(rank: int) -> tuple[float, dict[str, int]]:
+            engine = w.engine(torch.bfloat16)
+            seen = set[tuple[str, str]]()
+            engine.meter.listener = lambda group, op, nbytes, even: seen.add((op, group.domain))
+            engine.gradients.scatter(SLOTS, w.grads(rank, 0, torch.bfloat16), True)
+            worst = error(engine, w, wanted)
+            engine.meter.end_step()
+            ops.append(seen)
+            return worst, {domain: n for (phase, domain), n in engine.meter.last_step.items() if phase == "sync"}
+
+        return max(run_threads(w.size, rank_main), key=lambda found: found[0])
+
+    ring, direct = trained("ring"), trained("direct")
+    assert ring[1] == direct[1]
+    assert 0 < direct[0] <= ring[0] < 0.05
+    assert all(("reduce_scatter", "world") in seen for seen in ops[:8])
+    assert not any(op == "reduce_scatter" for seen in ops[8:] for op, _ in seen)
 
 
 @pytest.mark.parametrize(("scheme", "two_hop"), [("topo", True), ("topo", "gpu"), ("zero++", True)])

@@ -53,6 +53,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
     "two groups": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN},
     "two groups, q4": {"scheme": "topo", "gradients": "gpu", "optimizer": "node", "sync": Q4},
+    "ring": {"scheme": "topo", "quantize": PLAIN, "sync": {"mode": "dense", "reduce": "ring"}},
+    "two groups, ring": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN, "sync": {"reduce": "ring"}},
     "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
@@ -69,7 +71,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 """Every scheme and mode, in the tests of what they all must keep."""
 
-COMBINED = ("all-reduce", "topo-zero2", "codes, q4", "codes, oktopk", "gaussian_k", "offloaded")
+COMBINED = ("all-reduce", "ring", "topo-zero2", "codes, q4", "codes, oktopk", "gaussian_k", "offloaded")
 """Those that differ from others in what these tests do not look at."""
 
 

@@ -24,7 +24,7 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"sync": {"mode": "dense", "reducee": "x"}}, ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"]),
     ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
     ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
-    ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter' or 'all_reduce'"]),
+    ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter', 'ring' or 'all_reduce'"]),
     ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null; leave it out, or write {}, for its defaults"]),
     ({"quantize": None}, ["zero_topo.quantize: must be a JSON object, got null; leave it out", '"resident": null}']),
     ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),

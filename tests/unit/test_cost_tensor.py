@@ -134,16 +134,16 @@ def test_a_group_on_the_cut_tree_takes_as_long_as_on_the_machine() -> None:
 # -- rankings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "most"), [(1, 4.53), (4, 15.06)])
+@pytest.mark.parametrize(("count", "most"), [(1, 4.466), (4, 14.995)])
 def test_two_ranks_of_a_gpu_train_20b_as_fast_as_with_zero_1(count: int, most: float) -> None:
-    """On 384 GCDs: half a percent from tensor parallel training with ZeRO-1 at four micro-batches, lossless."""
+    """On 384 GCDs, lossless: no slower than tensor parallel training with ZeRO-1, at one and at four micro-batches."""
     request = Request(FRONTIER, Job(NEOX, 1, count), keeps_if_fits=True)
     best = rank_tensor(LOSSLESS, request)[0].best
     pipeline = best_pipeline(request)
     assert pipeline is not None and pipeline.config.name == "pipeline-1x2"
     assert best.request.job.tensor == 2 and not best.candidate.losses and best.fits
-    assert best.seconds == pytest.approx(most, abs=0.006)
-    assert best.seconds < (1.005 if count == 4 else 1.02) * pipeline.seconds
+    assert best.seconds == pytest.approx(most, abs=0.001)
+    assert best.candidate.config.sync.rings and best.seconds < pipeline.seconds
     lossy = rank_tensor(ZeroTopoConfig.parse({"lossy": True}), request)[0].best
     assert lossy.seconds < (0.88 if count == 1 else 1.005) * pipeline.seconds
 

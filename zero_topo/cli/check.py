@@ -116,6 +116,11 @@ def check(
         price = request.price(planned(block, request))
         resolved, cost = price.config, fill(Cost, price, request)
         notes = [*resolved.notes, price_sentence(price), setting(request), *assumed_lines(request)]
+    if (loaded.get("expert_parallel") or {}).get("enabled") is True and (cost is None or request.job.expert == 1):
+        notes.append(
+            "expert parallelism is priced only for a model with experts, such as --model mixtral-8x7b: plan, seconds, "
+            "bytes and memory are those without it"
+        )
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
@@ -148,8 +153,6 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
         notes.append(
             f"tensor parallelism: the plan is that of a data-parallel group, {group} of {found.world_size} ranks"
         )
-    if (loaded.get("expert_parallel") or {}).get("enabled") is True:
-        notes.append("expert parallelism is not priced: plan, seconds, bytes and memory are those without it")
     return found, notes
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
 from zero_topo.config.deepspeed_parts import half_precision
+from zero_topo.cost.experts import expert_tree, experts_of, split
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Attention, Job, deepspeed_settings
@@ -88,6 +89,9 @@ class JobOptions:
     attention: Annotated[Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
     fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
     reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
+    expert_parallel: Annotated[
+        PositiveInt | None, Rare("ranks that share the experts of each layer; default: the config's, or 1")
+    ] = None
     rates: Annotated[str | None, Rare("rates of a rank and its links, a file or JSON")] = None
 
 
@@ -196,6 +200,7 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         fused_loss=options.fused_loss,
         overlap=options.overlap,
         tensor=tensor,
+        expert=expert_of(options, loaded, model, topology),
         **deepspeed_settings(loaded),
     )
     request = Request(topology, job, reserve=RESERVE if options.reserve is None else options.reserve)
@@ -209,6 +214,23 @@ def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
     block = loaded.get("tensor_parallel") or {}
     size = block.get("autotp_size") or (block.get("tp") or {}).get("tp_size")
     return size if isinstance(size, int) and size > 1 else 1
+
+
+def expert_of(options: JobOptions, loaded: Mapping[str, Any], model: Model, topology: Topology) -> int:
+    """The number of ranks that share the experts of each layer; 1 if only a config has it, and the model no experts.
+
+    Raises:
+        ValueError: if it does not divide the experts, or the machine along its nodes and GPUs.
+    """
+    size = options.expert_parallel
+    if size is None:
+        block = loaded.get("expert_parallel") or {}
+        stated = block.get("autoep_size") if block.get("enabled") is True else None
+        size = stated if isinstance(stated, int) and experts_of(model) else 1
+    if size > 1:
+        split(model, size)
+        expert_tree(topology, size)
+    return size
 
 
 def _batches(options: JobOptions, ranks: int, loaded: Mapping[str, Any]) -> tuple[int, int]:

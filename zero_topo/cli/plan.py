@@ -29,7 +29,7 @@ from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
-from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_plans, rank_tensor
+from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_experts, rank_plans, rank_tensor
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
@@ -43,8 +43,8 @@ from zero_topo.units import format_bytes, format_count
 SHOWN_PLANS = 8
 DRAWN_PLANS = 10
 OF_A_JOB = (
-    *("micro_batch", "tensor_parallel", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
-    *("reserve", "lossy", "sparse", "rates"),
+    *("micro_batch", "tensor_parallel", "expert_parallel", "checkpointing", "overlap", "attention"),
+    *("fused_loss", "states_only", "reserve", "lossy", "sparse", "rates"),
 )
 """Options that the plain view, which is formulas of the parameters, does not read."""
 
@@ -211,6 +211,7 @@ class _Recommended(Ranked):
 
 class _Divided(Ranked):
     tensor: int
+    expert: int
     micro_batch: int
     micro_batches: int
 
@@ -257,7 +258,7 @@ def recommendation(options: PlanOptions) -> None:
     request = _request(options)
     asked = ZeroTopoConfig.parse({"lossy": options.lossy or bool(options.sparse)})
     ranking = rank_plans(asked, request)
-    tensor = rank_tensor(asked, request)
+    tensor = (*rank_tensor(asked, request), *rank_experts(asked, request))
     reasons = explain(ranking, tensor)
     pipeline = best_pipeline(request)
     if options.plot is not None:
@@ -323,10 +324,11 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _divided_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
-    """A plan with tensor parallelism, and how its ranks share the batch."""
+    """A plan with tensor or expert parallelism, and how its ranks share the batch."""
     job = plan.request.job
-    batch = {"tensor": job.tensor, "micro_batch": job.micro_batch, "micro_batches": job.micro_batches}
-    return {**plan_json(plan, machine), **batch}
+    ranks = {"tensor": job.tensor, "expert": job.expert}
+    batch = {"micro_batch": job.micro_batch, "micro_batches": job.micro_batches}
+    return {**plan_json(plan, machine), **ranks, **batch}
 
 
 def _machine(options: PlanOptions) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SHOWN = {
     "compute": ("compute", "optimizer"),
     "gather": ("gather_forward", "gather_backward", "publish"),
     "reduce": ("scatter", "sync", "matrices"),
-    "other": ("tensor", "stages", "bubble"),
+    "other": ("tensor", "tokens", "stages", "bubble"),
 }
 """Column of the table -> phases."""
 DEGREES = re.compile(r"(\d+)/(\d+|-)/(\d+)/(\d+)")

@@ -103,7 +103,7 @@ def ranking_table(
 ) -> Table:
     """Plans: degrees of the roles, sync, step and its range, memory.
 
-    The best plans with tensor parallelism follow, then the pipeline to compare with.
+    The best plans with tensor and expert parallelism follow, then the pipeline to compare with.
     """
     columns = ["scheme", "degrees", "lossy", "sync", "step", "range", "memory", *([""] if bars else [])]
     table = figures_table(columns, title, ("scheme", "degrees", ""))
@@ -111,9 +111,10 @@ def ranking_table(
     drawn = bar_cells([price.seconds for price in prices], bars)
     for plan, drawn_bar in zip((*plans, *tensor), drawn, strict=False):
         scheme = str(plan.candidate.settings.get("scheme", "-"))
-        divided = plan.request.job.tensor
-        if divided > 1:
-            scheme = f"TP {divided}" if scheme == "-" else f"TP {divided}, {scheme}"
+        job = plan.request.job
+        divided = f"EP {job.expert}" if job.expert > 1 else f"TP {job.tensor}" if job.tensor > 1 else ""
+        if divided:
+            scheme = divided if scheme == "-" else f"{divided}, {scheme}"
         loses = "yes" if plan.candidate.losses else "no"
         table.add_row(scheme, degrees(plan.config), loses, _sync(plan), *_costs(plan), *drawn_bar)
     if pipeline is not None:
@@ -134,6 +135,8 @@ def _sync(plan: Priced) -> str:
     if config.plan.gradients == config.plan.world_size:
         return "-"
     spec = getattr(config.sync, "spec", None)
+    if config.sync.rings:
+        return "ring"
     return config.sync.MODE if spec is None else str(spec.name)
 
 

@@ -18,9 +18,9 @@ MOST_SPANS = 1 << 14  # 2 MB; evaluations without a step between them have no en
 
 
 Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
-"""Called with a group, the operation ("all_gather" or "all_to_all"), the bytes that this rank sends to the others, and
-whether every group rank sends as many. It returns a context in which the exchange begins and ends, or None, so that it
-is not timed.
+"""Called with a group, the operation ("all_gather", "all_to_all", "reduce_scatter"), the bytes that this rank sends to
+the others, and whether every group rank sends as many. It returns a context in which the exchange begins and ends, or
+None, so that it is not timed.
 """
 
 

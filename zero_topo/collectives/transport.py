@@ -56,6 +56,7 @@ class Group:
         members: ``members[r]`` is the member with group rank ``r``.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
+        sums: whether :meth:`sum_later` may be called: the backend's own reduce-scatter sends no more than needed.
         done: finished works that are kept alive, see Note [Works that are kept].
         meter: counts the exchanges.
         phase: the phase under which they count, one of ``plan.PHASES``; only a group of :meth:`metered` has one.
@@ -65,6 +66,7 @@ class Group:
 
     phase: str
     allocate: Callable[..., Tensor] = staticmethod(torch.empty)
+    sums = True
 
     def __init__(
         self,
@@ -124,6 +126,19 @@ class Group:
         """Run an all-to-all and wait; see :meth:`scatter_later`."""
         return self.scatter_later(table).wait()
 
+    def sum_later(self, table: Tensor, dtype: torch.dtype) -> Handle[Tensor]:
+        """Start the backend's reduce-scatter: the sum of all members' entries for this rank, in the order of its ring.
+
+        Args:
+            table: ``[size, ...]`` of uint8, contiguous, of one shape on all members; entry ``c`` is for member ``c``.
+            dtype: the type of the values that it has, in which they are added.
+
+        Returns:
+            ``[1, ...]`` of uint8 on ``wait``.
+        """
+        nbytes = (self.size - 1) * (table.nbytes // self.size)
+        return self._begin("reduce_scatter", nbytes, True, self._reduce_scatter, table.view(dtype))
+
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into ``[sum(sizes), ...]``."""
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
@@ -149,7 +164,7 @@ class Group:
 
     def _begin(
         self,
-        op: Literal["all_gather", "all_to_all"],
+        op: Literal["all_gather", "all_to_all", "reduce_scatter"],
         nbytes: int,
         even: bool,
         begin: Callable[..., Handle[Tensor]],
@@ -179,6 +194,15 @@ class Group:
         received = self.allocate(table.shape, dtype=table.dtype, device=table.device)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
         return self._ended(work, send, received)
+
+    def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
+        """Sum entry ``index`` of the members' tables (``[size, ...]``, contiguous) into ``[1, ...]``, as uint8."""
+        send = table if self.in_order else table[_index(self.members, table.device)]
+        received = torch.empty_like(send[:1])
+        # torch 2.13 has renamed reduce_scatter_tensor.
+        reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work = reduce(received, send, group=self.group, async_op=True)
+        return Handle(work.wait, (send,), lambda: received.view(torch.uint8))
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
@@ -216,6 +240,8 @@ class Group:
 
 class Gloo(Group):
     """Exchanges messages point to point; see Note [Point to point on gloo]."""
+
+    sums = False
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         return self._all_gather_uneven(message[None], [1] * self.size)
@@ -271,6 +297,8 @@ class Mpi(Group):
         like: the group to carry over MPI.
         comm: MPI communicator with the members in tree order.
     """
+
+    sums = False
 
     def __init__(self, like: Group, comm: Any) -> None:
         super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter)
@@ -506,6 +534,7 @@ def reduce_scatter(
     out: Sequence[View],
     factor: float = 1.0,
     accumulate: bool = False,
+    summing: torch.dtype | None = None,
 ) -> Handle[None]:
     """Sum over the members of ``route``; each member keeps its own part.
 
@@ -517,7 +546,8 @@ def reduce_scatter(
 
     Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums, ring order), it
     cannot carry block-quantized values, and gloo's sends every byte twice. One all-to-all sends ``(d - 1) / d`` of the
-    input, as a ring does, and the same code serves INT4, INT8, 16-bit and FP32.
+    input, as a ring does, and the same code serves INT4, INT8, 16-bit and FP32. Where a library's ring is faster than
+    its all-to-all, ``summing`` takes it for the last group, at that price.
 
     Args:
         route: the members.
@@ -526,6 +556,7 @@ def reduce_scatter(
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
+        summing: the type of an unquantized ``spec``, if the backend is to sum in the last group; see ``Group.sums``.
 
     Returns:
         A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
@@ -536,7 +567,8 @@ def reduce_scatter(
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
         return Handle(None, (), lambda: None)
     out = at_blocks(out, spec.block_size)
-    first, numel = route.hops[0], total_numel(out)
+    first, outer, numel = route.hops[0], route.hops[-1], total_numel(out)
+    last = outer.scatter_later if summing is None else partial(outer.sum_later, dtype=summing)
     send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
@@ -544,12 +576,13 @@ def reduce_scatter(
         # The messages of one destination are summed before they leave for the next group.
         send = _empty(outer, received.shape[1], spec.nbytes(numel), received.device)
         requantize(received, spec, send.transpose(0, 1), numel)
-        return outer.scatter_later(send)
+        return last(send)
 
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    received, outer = first.scatter_later(send), route.hops[-1]
+    begin = last if outer is first else first.scatter_later
+    received = begin(send)
     if outer is not first:
         received = received.then(forward)
     return received.then(finish)

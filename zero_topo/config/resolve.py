@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
@@ -260,3 +260,18 @@ def _sync_words(sync: SyncSettings) -> str:
         key if value is True else f"no {key}" if value is False else f"{key} {value}" for key, value in settings.items()
     )
     return ", ".join([sync.MODE, *words])
+
+
+def on_tree(dense: ResolvedConfig, tree: Topology) -> ResolvedConfig:
+    """Return the plan of a smaller tree whose shards lie in the same domains."""
+    plan = dense.plan
+    degrees: list[Degree | None] = []
+    for degree in (plan.weights, plan.secondary, plan.gradients, plan.optimizer):
+        degrees.append(None if degree is None else dense.topology.domain(degree))
+    two_hop: bool | Literal["gpu"] = plan.inner is not None
+    if plan.gpu is not None:
+        two_hop = "gpu"
+    found = Plan.build(tree, degrees, two_hop)
+    # INT8 weights are those of ranks that update other shards than they store.
+    resident = dense.resident_spec if found.weights < found.optimizer else None
+    return replace(dense, plan=found, topology=tree, resident_spec=resident)

@@ -81,6 +81,11 @@ class SyncSettings(StrictModel):
         return None
 
     @property
+    def rings(self) -> bool:
+        """Return whether the backend's own reduce-scatter sums in the outermost group."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Return whether one collective carries all parameters, rather than runs of them as they are ready."""
         return False
@@ -160,14 +165,21 @@ class DenseSync(SyncSettings):
 
     STAGED: ClassVar[bool] = True
     mode: Literal["dense"] = Field("dense", description="Reduce every element, unquantized.")
-    reduce: Literal["reduce_scatter", "all_reduce"] = Field(
+    reduce: Literal["reduce_scatter", "ring", "all_reduce"] = Field(
         "reduce_scatter",
-        description='"reduce_scatter" reduces a gradient shard straight to the optimizer shards; "all_reduce" reduces '
-        "it to every rank that holds it, as step 4 of the ZeRO-topo paper does, at twice the bytes.",
+        description='"reduce_scatter" reduces a gradient shard straight to the optimizer shards, with sums in FP32; '
+        '"ring" lets NCCL or RCCL sum between nodes on the way, in the type on the wire, as unmodified ZeRO-3 does (on '
+        'other backends it is "reduce_scatter"); "all_reduce" reduces the shard to every rank that holds it, as step 4 '
+        "of the ZeRO-topo paper does, at twice the bytes.",
     )
     dtype: Dtype | None = Field(
         None, description="Type of the values on the wire; null takes the type the gradients are accumulated in."
     )
+
+    @property
+    def rings(self) -> bool:
+        """Return whether ``reduce`` says so."""
+        return self.reduce == "ring"
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""

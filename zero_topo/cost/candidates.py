@@ -31,6 +31,7 @@ from zero_topo.topology.presets import load_machine, preset_names
 
 Block = Mapping[str, Any]
 PAPER_BITS: Block = {"weights": "int8", "secondary": "int8", "gradients": "int4"}
+RING: Block = {"sync": {"mode": "dense", "reduce": "ring"}}
 FEW_BITS: Block = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 
 
@@ -159,8 +160,9 @@ def _name(own: Block, config: ResolvedConfig) -> str:
     elif "scheme" in own and "resident" in _quantized(own["scheme"]) and config.resident_spec is None:
         parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:
-        mode = own.get("sync", FEW_BITS["sync"])["mode"]
-        parts.append(f"{'int4' if mode == FEW_BITS['sync']['mode'] else mode} {' and '.join(moving)}")
+        sync = own.get("sync", FEW_BITS["sync"])
+        mode = {"quantized": "int4", "dense": "ring"}.get(sync["mode"], sync["mode"])
+        parts.append(f"{mode} {' and '.join(moving)}")
     if "two_hop" in own:
         parts.append("through the GPU")
     return ", ".join(parts)
@@ -201,6 +203,8 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
                 block: Block = {role: _place(topology, degree) for role, degree in roles if degree is not None}
                 if not bits:
                     yield block
+                    if "sync" in moving and topology.nodes > 1:
+                        yield {**block, **RING}
                     continue
                 for codes in (False, True) if secondary is None and weights < optimizer else (False,):
                     quantize = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}

@@ -87,7 +87,7 @@ def explain(ranking: Ranking, tensor: Sequence[Ranking] = ()) -> list[str]:
 
     Args:
         ranking: the plans.
-        tensor: those with tensor parallelism, by :func:`rank_tensor`.
+        tensor: those with tensor or expert parallelism, by :func:`rank_tensor` and :func:`rank_experts`.
 
     Raises:
         ValueError: if nothing fits.
@@ -154,6 +154,7 @@ def setting(request: Request) -> str:
     job = request.job
     model, optimizer = job.model, "; Muon" if job.muon else ""
     where = "a rank" if job.tensor == 1 else f"{job.tensor} tensor parallel ranks"
+    where += f", experts spread over {job.expert} ranks" if job.expert > 1 else ""
     activations = "recomputed" if job.checkpointing else "kept"
     if request.keeps_if_fits:
         activations = "kept by each plan that fits with them, else recomputed"
@@ -180,16 +181,23 @@ def _advice(best: Priced) -> list[str]:
 
 
 def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
-    """Compare the winner with the best plan of each number of tensor parallel ranks, and return what these need."""
+    """Compare the winner with the best plan of each number of tensor or expert parallel ranks; say what these need."""
     lines = []
+    dividing = [ranking for ranking in tensor if ranking.request.job.tensor > 1]
     for other in (ranking.best for ranking in tensor):
         job, share = other.request.job, other.seconds / best.seconds - 1
+        ranks = f"experts spread over {job.expert} ranks" if job.expert > 1 else f"{job.tensor} tensor parallel ranks"
+        batch = f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
         lines.append(
-            f"with {job.tensor} tensor parallel ranks, {other.candidate.name} would take "
-            f"{format_seconds(other.seconds)}, {share:+.1%} time, and {format_bytes(other.held)}, for the same batch: "
-            f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
+            f"with {ranks}, {other.candidate.name} would take {format_seconds(other.seconds)}, {share:+.1%} time, and "
+            f"{format_bytes(other.held)}" + (f", for the same batch: {batch}" if job.tensor > 1 else "")
         )
-    if tensor:
+    if len(dividing) < len(tensor):
+        lines.append(
+            'experts are spread by "expert_parallel": {"enabled": true, "autoep_size": N}, and their shards lie in the '
+            "domains of the other parameters' plan"
+        )
+    if dividing:
         lines.append(
             'tensor parallelism divides the layers: "tensor_parallel": {"autotp_size": N} does so for Hugging Face '
             "models that DeepSpeed can divide; other models need code, layers that communicate and an mpu"

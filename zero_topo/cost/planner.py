@@ -7,7 +7,8 @@
 3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
    that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
    Times within half a percent count as equal, since no prediction is that exact. Among these, a plan that loses less
-   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form.
+   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form, then
+   the faster.
    Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
 
 Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
@@ -16,6 +17,7 @@ why a plan won.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +26,7 @@ from typing import TypeVar
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
+from zero_topo.cost.experts import expert_sizes, shares, token_exchanges
 from zero_topo.cost.memory import memory_bytes, predict_memory
 from zero_topo.cost.network import rates_of
 from zero_topo.cost.step import Job, Range, Step, predict_step, step_range
@@ -155,11 +158,19 @@ class Price:
     def memory(self) -> dict[str, int]:
         """Return the memory of a rank in bytes, by role."""
         config, request = self.config, self.request
+        if request.job.expert > 1:
+            return dict(sum((Counter(part.memory) for part in self.shares), Counter()))
         if request.job.stock:  # stock hpZ stores its copy in 16 bits
             config = replace(config, secondary_spec=None)
         if request.states_only:
             return memory_bytes(config, request.work, request.work.itemsize)
         return predict_memory(config, request.work, request.job)
+
+    @cached_property
+    def shares(self) -> tuple[Price, ...]:
+        """Return the prices of the dense parameters and of a rank's experts; see Note [Expert parallelism]."""
+        parts = shares(self._known, self.request.job)
+        return tuple(Price(config, replace(self.request, job=job, whole=())) for config, job in parts)
 
     @cached_property
     def held(self) -> int:
@@ -181,6 +192,11 @@ class Price:
     def sent(self) -> Mapping[Key, int]:
         """Return the bytes that a rank sends in a step, by phase and domain."""
         job = self.request.job
+        if job.expert > 1:
+            dense, experts = self.shares
+            exchanged = sum(times * nbytes for times, nbytes in token_exchanges(job))
+            own = {(phase, f"experts_{domain}"): nbytes for (phase, domain), nbytes in experts.sent.items()}
+            return {**dense.sent, **own, ("tokens", self.request.machine.domain(job.expert)): int(exchanged)}
         sent = step_bytes(self.config, self.request.work, job.stock)
         if job.tensor > 1:
             count, half = all_reduces(job)
@@ -336,7 +352,7 @@ def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
     They are sorted by the time of their best plan; of both ways to place the batch, the faster is taken. There are none
     if the request has a number of tensor parallel ranks, or counts states alone.
     """
-    if request.job.tensor > 1 or request.states_only:
+    if request.job.tensor > 1 or request.job.expert > 1 or request.states_only:
         return ()
     found = []
     for size in tensor_sizes(request.machine, request.job.model):
@@ -345,6 +361,19 @@ def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
         if fitting:
             found.append(min(fitting, key=lambda ranking: ranking.best.seconds))
     return tuple(sorted(found, key=lambda ranking: ranking.best.seconds))
+
+
+def rank_experts(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
+    """Rank the plans with each number of expert parallel ranks, as :func:`rank_tensor` does for tensor parallel ones.
+
+    There are none for a model without stacked experts.
+    """
+    job = request.job
+    if job.tensor > 1 or job.expert > 1 or request.states_only:
+        return ()
+    sizes = expert_sizes(request.machine, job.model)
+    rankings = [rank_plans(asked, replace(request, job=replace(job, expert=size))) for size in sizes]
+    return tuple(sorted((of for of in rankings if of.timed), key=lambda ranking: ranking.best.seconds))
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
@@ -370,9 +399,9 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     for plan in timed:
         leanest[equals(plan)] = min(plan.held, leanest.get(equals(plan), plan.held))
 
-    def key(plan: Priced) -> tuple[float, int, float, bool, int]:
+    def key(plan: Priced) -> tuple[float, int, float, bool, int, float]:
         more = plan.held / max(1, leanest[equals(plan)]) - 1
-        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held
+        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held, plan.seconds
 
     return _leaner_first(sorted(timed, key=key))
 

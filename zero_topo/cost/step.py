@@ -56,6 +56,7 @@ from pydantic import Field
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
+from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.memory import VARIANCE_BYTES
 from zero_topo.cost.network import HopTime, Network
 from zero_topo.cost.tensor import all_reduces, part_of
@@ -86,6 +87,7 @@ PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "pu
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
 Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")]
+LEAST = (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0), ("tensor", 1), ("expert", 1))
 COUNTS = {
     "live": ("stage3_max_live_parameters", "max_live_parameters"),
     "bucket": ("reduce_bucket_size",),
@@ -117,6 +119,7 @@ class Job:
         offload: whether ``offload_optimizer`` names the CPU.
         loss_scaled: whether ``fp16`` is enabled.
         tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor parallelism].
+        expert: expert parallel ranks, which share each layer's experts; see Note [Expert parallelism].
 
     Raises:
         ValueError: if a number is out of range.
@@ -140,11 +143,17 @@ class Job:
     offload: bool = False
     loss_scaled: bool = False
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0), ("tensor", 1)):
+        for key, least in LEAST:
             if getattr(self, key) < least:
                 raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
+        if self.tensor > 1 < self.expert:
+            raise ValueError(
+                f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both together are not "
+                "priced; leave one out"
+            )
         if not 0 <= self.hidden <= 1:
             raise ValueError(f"job: overlap is {self.overlap}; it must be a share, from 0 (nothing) to 1 (all)")
 
@@ -246,6 +255,10 @@ def _packet(
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
     hops = _hops(network, found, reduces, runs)
+    if phase == "sync" and config.sync.rings and not (job.stock or network.rates.host_codec):
+        last = max(i for i, move in enumerate(found) if not move.gathers)
+        ring = _hops(network, found[last : last + 1], "reduce ring", runs)
+        hops = (*hops[:last], *ring, *hops[last + 1 :])
     return Packet(phase, touched / runs / network.rates.memory, hops, count)
 
 
@@ -341,6 +354,8 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         job: what is trained.
         rates: rates of a rank.
     """
+    if job.expert > 1:
+        return _with_experts(config, job, rates)
     network = Network(config.topology, rates, config.topology.world_size // config.plan.world_size)
     sent_alike = replace(job, micro_batch=1, micro_batches=1, checkpointing=True, overlap=None)
     modules, packets = _collectives(config, sent_alike, network)
@@ -363,6 +378,18 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         found["matrices"] = Packet("matrices", 0.0, _hops(network, exchange)).seconds
     if job.tensor > 1:
         found["tensor"] = _tensor_seconds(replace(network, stride=1), job)
+    return Step(found, job.flops)
+
+
+def _with_experts(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
+    """Return a step of two plans, one after the other, and of the exchanges of tokens, which nothing hides."""
+    found = defaultdict[str, float](float)
+    for plan, part in shares(config, job):
+        for phase, seconds in predict_step(plan, part, rates).breakdown.items():
+            found[phase] += seconds
+    network = Network(config.topology, rates)
+    for times, sent in token_exchanges(job):
+        found["tokens"] += times * network.hop(1, job.expert, sent, "direct").seconds
     return Step(found, job.flops)
 
 

@@ -71,24 +71,25 @@ def _divided_shape(shape: Shape, hidden: int, ranks: int) -> Shape:
     return shape
 
 
-class AllReduces(NamedTuple):
-    """Describes the equal all-reduces of a step.
+class Exchanges(NamedTuple):
+    """Describes equal exchanges of a step: halves of all-reduces, or all-to-alls.
 
     Attributes:
-        times: their number.
-        sent: bytes that a rank sends in each half of one, which is a reduce-scatter and an all-gather.
+        times: number of all-reduces or all-to-alls.
+        sent: bytes that a rank sends in an all-to-all, or in each half of an all-reduce, which is a reduce-scatter and
+            an all-gather.
     """
 
     times: int
     sent: float
 
 
-def all_reduces(job: Job) -> AllReduces:
+def all_reduces(job: Job) -> Exchanges:
     """Return the all-reduces of activations of one optimizer step; see Note [Tensor parallelism]."""
     model, ranks = job.model, job.tensor
     count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
     activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
-    return AllReduces(count, activations * (ranks - 1) / ranks)
+    return Exchanges(count, activations * (ranks - 1) / ranks)
 
 
 def aligned_sizes(topology: Topology) -> list[int]:

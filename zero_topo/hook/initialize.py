@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from zero_topo.config import (
     ResolvedConfig,
@@ -17,6 +17,7 @@ from zero_topo.config import (
     deepspeed_problems,
     is_automatic,
     load_deepspeed_config,
+    on_tree,
     resolve_config,
     tensor_parallel_groups,
 )
@@ -29,7 +30,6 @@ from zero_topo.cost.planner import Request
 from zero_topo.cost.step import method_of
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
-from zero_topo.plan import Degree, Plan
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
@@ -272,7 +272,7 @@ def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Memb
     groups = Groups(machine, tuple(members), "experts")
     tree = groups.tree(rank)
     if is_automatic(block, dense.topology):
-        return replace(_like(dense, tree), groups=groups, notes=())
+        return replace(on_tree(dense, tree), groups=groups, notes=())
     if dense.scheme is not None:  # else a scheme by default is that of the experts' tree
         block = block.model_copy(update={"scheme": dense.scheme})
     try:
@@ -281,21 +281,6 @@ def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Memb
         raise ValueError(
             f"expert_parallel: {error} (experts are sharded over {tree.world_size} of {machine.world_size} ranks)"
         ) from None
-
-
-def _like(dense: ResolvedConfig, tree: Topology) -> ResolvedConfig:
-    """Return the plan of a smaller tree whose shards lie in the same domains."""
-    plan = dense.plan
-    degrees: list[Degree | None] = []
-    for degree in (plan.weights, plan.secondary, plan.gradients, plan.optimizer):
-        degrees.append(None if degree is None else dense.topology.domain(degree))
-    two_hop: bool | Literal["gpu"] = plan.inner is not None
-    if plan.gpu is not None:
-        two_hop = "gpu"
-    found = Plan.build(tree, degrees, two_hop)
-    # INT8 weights are those of ranks that update other shards than they store.
-    resident = dense.resident_spec if found.weights < found.optimizer else None
-    return replace(dense, plan=found, topology=tree, resident_spec=resident)
 
 
 def _checked(config: dict[str, Any]) -> ZeroTopoConfig:

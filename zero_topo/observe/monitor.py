@@ -60,7 +60,11 @@ def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
     return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
 
 
-NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
+NAMES = {
+    "all_gather": "all_gather_into_tensor",
+    "all_to_all": "all_to_all_single",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
 """Operation -> DeepSpeed's name of it, which ``prof_ops`` may list."""
 
 

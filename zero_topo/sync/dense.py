@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import reduce_scatter
 from zero_topo.config import DenseSync
-from zero_topo.quant.operands import Range, merged, range_views
+from zero_topo.quant.operands import DTYPES, Range, merged, range_views
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.crossing import spread_back
@@ -19,7 +19,8 @@ from zero_topo.sync.crossing import spread_back
 class Dense(SyncMode):
     """A reduce-scatter directly to the optimizer shard, or the paper's all-reduce.
 
-    1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree order;
+    1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree order, or with
+       ``"reduce": "ring"`` between nodes by NCCL or RCCL, in the type on the wire and in the order of its ring;
     2. gather back to the optimizer shard (nothing if O = N), or to the whole gradient shard for
        ``"reduce": "all_reduce"`` (ZeRO-topo's paper, section V-C), most of which the optimizer then ignores.
 
@@ -34,6 +35,7 @@ class Dense(SyncMode):
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
         self._wire = cast_to(context.dtype)
+        self._summing = DTYPES[self._wire.dtype] if config.rings and self._up.hops[-1].sums else None
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Begin the reduction; the gather back to ranks that need more rows is the handle's last stage."""
@@ -41,7 +43,7 @@ class Dense(SyncMode):
             return Handle(None, (), lambda: None)
         parts = range_views(shard[:, None], merged(ranges))
         own = [part.member(self._up.index) for part in parts]
-        up = reduce_scatter(self._up, parts, self._wire, own)
+        up = reduce_scatter(self._up, parts, self._wire, own, summing=self._summing)
         return up.then(lambda _: spread_back(self.context, shard, ranges, self._down, self._wire))
 
 
