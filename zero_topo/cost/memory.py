@@ -165,7 +165,10 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     held = memory_bytes(config, work, accumulated, states)
     columns = sum(work.shards(config.plan))
-    held |= {"optimizer": 0} if job.offload else {}
+    if job.offload:
+        if HOST in held:
+            held[HOST] += held["optimizer"]
+        held["optimizer"] = 0
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]
     beside = {"masks": masks, **most}

@@ -118,6 +118,7 @@ class Weights:
     """
 
     _store: CodeStore | None = None
+    _fill_route: Route | None = None  # of the copies of frozen parameters, if they are filled
 
     def __init__(
         self,
@@ -173,20 +174,19 @@ class Weights:
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        self._forward = list(self._shards)
-        self._fill_route: Route | None = None
-        self._filled = [slot for slot in self.frozen if not parameters[slot].persistent]
+        self._forward, still = list(self._shards), config.of_frozen()
         self.secondary = self._build_secondary(config, self.trained, plain, queues)
-        self.frozen_secondary = self._build_secondary(config.of_frozen(), self.frozen, plain, queues)
+        self.frozen_secondary = self._build_secondary(still, self.frozen, plain, queues)
         # By parameter, that of the two which has its copy.
         self._secondary = [self.secondary] * count + [self.frozen_secondary] * len(self.frozen)
+        self._filled = [slot for slot in self.frozen if not parameters[slot].persistent]
         if self.frozen_secondary.captured:
-            self._fill_route = mesh.route(config.of_frozen().plan.secondary or 1, plan.weights).metered("publish")
+            self._fill_route = mesh.route(still.plan.secondary or 1, plan.weights).metered("publish")
 
     def _build_secondary(
         self, config: ResolvedConfig, slots: range, plain: Sequence[Format], queues: Queues
     ) -> Secondary:
-        """Build the secondary copies of the trained or of the frozen parameters, and set what forward gathers send."""
+        """Build secondary copies of trained or frozen parameters, and set what their forward gathers send."""
         plan, spec = config.plan, config.secondary_spec
         degree = plan.secondary if config.resident_spec is None and plan.weights > 1 else None
         lane = queues.copies if config.secondary_on == "host" else None
