@@ -418,7 +418,7 @@ def test_a_load_does_not_wait_for_the_gather_before_it() -> None:
         weights = deepspeed.engine.weights
         first = weights.gather([0], "gather_backward")
         gathers = {stream for stream, name, _ in deepspeed.device.log[-3:] if name == "exchange"}
-        lane = weights.secondary._lane
+        lane = weights.secondary._copying
         assert lane is not None and lane._stream is not None
         second = weights.gather([2], "gather_backward")
         clock = dict(deepspeed.device.clocks[lane._stream.name])  # type: ignore[attr-defined]

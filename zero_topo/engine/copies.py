@@ -177,8 +177,8 @@ class Secondary:
 
     Note [Copies in host memory]
         A captured copy on the host is stored as gathers send it. The gathers' stream packs a forward gather's rows into
-        a staging buffer; the stream of ``lane`` then copies this to the host. A backward gather first has the lane copy
-        its parts to the device. Copies of one lane run in order, so a load never overtakes the store before it. A
+        a staging buffer; the stream of ``copying`` then copies this to the host. Before a backward gather, that stream
+        copies the parts to the device. It runs its copies in order, so a load never overtakes the store before it. A
         staging buffer is freed once the stream that packs the next one has waited for its copy; a loaded buffer, once
         the reader has waited for its gather. Both are then reused in stream order: the host waits for nothing, and no
         more than one gather's parts are staged.
@@ -190,7 +190,7 @@ class Secondary:
         slots: the parameters, consecutive.
         degree: ``S``; None if the backward pass gathers from the primary.
         wires: by parameter, the format: one that quantizes for all, or floats.
-        lane: the queue of copies to and from the host; None stores the copies on the device.
+        copying: the queue of copies to and from the host; None stores the copies on the device.
 
     Attributes:
         copies: by parameter; those of ``slots`` are the secondary ones.
@@ -208,7 +208,7 @@ class Secondary:
         slots: range,
         degree: int | None,
         wires: Sequence[Format],
-        lane: OrderedQueue | None = None,
+        copying: OrderedQueue | None = None,
     ) -> None:
         self.copies = list(shards)
         self.tensors = self.shared = tuple[Tensor, ...]()
@@ -225,12 +225,12 @@ class Secondary:
         self._stored: Handle[None] | None = None
         if degree is None or not slots:
             return
-        self._degree, self._lane, self._like = degree, lane, shards[slots[0]].data
+        self._degree, self._copying, self._like = degree, copying, shards[slots[0]].data
         route, lossy = mesh.route(1, degree), wires[slots[0]].lossy
-        packs = lossy or (self.captured and lane is not None)
+        packs = lossy or (self.captured and copying is not None)
         if not self.captured:
             rows = {slot: layout.subset(shards[slot].data, layout.plan.weights, degree) for slot in slots}
-            if not lossy or lane is not None:
+            if not lossy or copying is not None:
                 for slot in slots:
                     self.copies[slot] = Copy(route, rows[slot], wires[slot])
                 return
@@ -240,11 +240,11 @@ class Secondary:
         plain = self._like.itemsize
         sizes = [wires[slot].nbytes(n) if packs else n * plain for slot, n in zip(slots, numels, strict=True)]
         nbytes, device = sum(sizes), self._like.device
-        stored = self._like.new_zeros(nbytes, dtype=torch.uint8) if lane is None else on_host(nbytes, device)
+        stored = self._like.new_zeros(nbytes, dtype=torch.uint8) if copying is None else on_host(nbytes, device)
         for slot, part in zip(slots, stored.split(sizes), strict=True):
             data = part if packs else part.view(self._like.dtype).view(height, layout.widths[slot])
             self.copies[slot] = Copy(route, data, wires[slot], packed=packs)
-        if lane is not None:
+        if copying is not None:
             self.host = stored
             return
         self.tensors = (stored,)
@@ -315,8 +315,8 @@ class Secondary:
                 place.copy_(part, non_blocking=True)
             return Handle(None, (), lambda: loaded)
 
-        assert self._lane is not None
-        return self._lane.run(copied)
+        assert self._copying is not None
+        return self._copying.run(copied)
 
     def _store(self, rows: Mapping[int, Tensor]) -> None:
         for slot in rows:
@@ -334,8 +334,8 @@ class Secondary:
                 place.copy_(part, non_blocking=True)
             return Handle(None, (), lambda: None)
 
-        assert self._lane is not None
-        self._stored = self._lane.run(copied).then(partial(_keep, staged))
+        assert self._copying is not None
+        self._stored = self._copying.run(copied).then(partial(_keep, staged))
 
 
 def _keep(owned: object, result: T) -> T:

@@ -174,14 +174,12 @@ class Weights:
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        self._forward, still = list(self._shards), config.of_frozen()
+        self._forward = list(self._shards)
         self.secondary = self._build_secondary(config, self.trained, plain, queues)
-        self.frozen_secondary = self._build_secondary(still, self.frozen, plain, queues)
+        self.frozen_secondary = self._build_secondary(config.of_frozen(), self.frozen, plain, queues)
         # By parameter, that of the two which has its copy.
         self._secondary = [self.secondary] * count + [self.frozen_secondary] * len(self.frozen)
         self._filled = [slot for slot in self.frozen if not parameters[slot].persistent]
-        if self.frozen_secondary.captured:
-            self._fill_route = mesh.route(still.plan.secondary or 1, plan.weights).metered("publish")
 
     def _build_secondary(
         self, config: ResolvedConfig, slots: range, plain: Sequence[Format], queues: Queues
@@ -194,6 +192,8 @@ class Weights:
         built = Secondary(self._rows, self._mesh, self._shards, slots, degree, wires, lane)
         if degree == plan.weights and spec == config.weights_spec:
             self._forward[slots.start : slots.stop] = built.copies[slots.start : slots.stop]
+        if built.captured and slots is self.frozen:
+            self._fill_route = self._mesh.route(degree or 1, plan.weights).metered("publish")
         return built
 
     def _build_int8(self, block: int) -> None:
