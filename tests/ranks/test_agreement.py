@@ -358,5 +358,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_all_ranks_plan_for_the_smallest_device() -> None:
     """Devices of one job may differ by a little, and ranks that planned each for its own would not agree."""
     device = deepspeed.accelerator.get_accelerator()
-    with patch.object(device, "total_memory", lambda: 10**11 + dist.get_rank()):
-        assert run_threads(3, lambda rank: start.least_memory(CPU)) == [10**11] * 3
+    host = {"SC_PAGE_SIZE": lambda: 4096, "SC_PHYS_PAGES": lambda: 10**6 - dist.get_rank()}
+    with (
+        patch.object(device, "total_memory", lambda: 10**11 + dist.get_rank()),
+        patch.object(start.os, "sysconf", lambda name: host[name]()),
+    ):
+        assert run_threads(3, lambda rank: start.least_memory(CPU)) == [(10**11, 4096 * (10**6 - 2))] * 3

@@ -130,7 +130,7 @@ def test_a_step_launches_no_more_on_many_nodes(name: str, nodes: int, together: 
 
 @pytest.mark.parametrize("name", ["zero3", "zero++", "topo", "codes"])
 def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) -> None:
-    """As many as those of the trained ones, on 16 ranks and on 384, and the host waits for nothing."""
+    """No more than those of the trained ones, on 16 ranks and on 384, and the host waits for nothing."""
 
     def launched(nodes: int) -> list[int]:
         found = Launches()
@@ -147,7 +147,7 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
         return [found.phases[phase].launches for phase in ("trained", "frozen")]
 
     (few, frozen), (many, frozen_many) = launched(FEW), launched(MANY)
-    assert (frozen, frozen_many) == (few, many) and many <= GROWTH * few
+    assert frozen <= few and frozen_many <= many <= GROWTH * few
 
 
 @pytest.mark.parametrize(

@@ -152,13 +152,15 @@ class Walk:
             self.to_each("sync", plan.gradients, world, row)
             self.to_all("sync", plan.gradients if mode.reduce == "all_reduce" else plan.optimizer, world, row)
 
-    def gathers(self) -> None:
+    def gathers(self, frozen: bool = False) -> None:
         config, plan = self.config, self.plan
-        back = plan.weights, config.weights_spec
+        forth = back = plan.weights, config.weights_spec
         if plan.secondary is not None:
             back = plan.secondary, config.secondary_spec
+            if frozen and plan.secondary % plan.weights:  # a copy that is filled once, for both passes
+                forth = back
         for _ in range(self.work.micro_batches):
-            self.gather("gather_forward", plan.weights, config.weights_spec, kept=False)
+            self.gather("gather_forward", *forth, kept=False)
             self.gather("gather_backward", *back, kept=False)
         self.gather("gather_exact", plan.weights, None, kept=True)
 
@@ -166,7 +168,7 @@ class Walk:
         config, work = self.config, self.work
         if work.frozen is not None:
             frozen = Walk(config, work.frozen)
-            frozen.gathers()
+            frozen.gathers(frozen=True)
             self.sent = frozen.sent
         self.gathers()
         for _ in range(work.micro_batches):

@@ -50,6 +50,8 @@ def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
     assert machine.name == name and machine.sources["shape"]
     assert {f"links.{domain}" for domain in machine.links} <= set(machine.sources)
     assert ("memory_per_rank" in machine.sources) == (machine.memory_per_rank is not None)
+    assert ("host_memory_per_rank" in machine.sources) == (machine.host_memory_per_rank is not None)
+    assert ("rates.host_link" in machine.sources) == (machine.host_memory_per_rank is not None)
     assert "assumed" in machine.sources.get("latency", "assumed")
 
 

@@ -27,6 +27,7 @@ from zero_topo.cli.tables import (
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
+from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_experts, rank_plans, rank_tensor
@@ -287,7 +288,10 @@ def _draw(path: Path, ranking: Ranking) -> None:
     model, found = ranking.request.job.model, ranking.request.topology
     title = f"{format_count(model.params)} parameters on {found.world_size} ranks of {found.name}, predicted"
     plans = ranking.timed[:DRAWN_PLANS]
-    rows = [(drawn_name(plan), plan.seconds, plan.range, plan.memory) for plan in plans]
+    rows = []
+    for plan in plans:
+        on_device = {role: nbytes for role, nbytes in plan.memory.items() if role != HOST}
+        rows.append((drawn_name(plan), plan.seconds, plan.range, on_device))
     write_png(ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"), path, RANKING, dpi=200)
 
 

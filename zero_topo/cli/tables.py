@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
+from zero_topo.cost.memory import HOST, on_device
 from zero_topo.cost.pipeline import PipelinePrice
 from zero_topo.cost.planner import Price, Priced
 from zero_topo.observe.console import figures_table, wide_console
@@ -71,12 +72,12 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes per rank, and their share of its memory if that is known and fits the terminal."""
-    more = [role for role in ("frozen", "residual") if any(role in held for held in rows.values())]
+    more = [role for role in ("frozen", "residual", HOST) if any(role in held for held in rows.values())]
     shares = "frozen" not in more
     roles, title = [*ROLES, *more], f"Memory per rank{', and share of it' if shares else ''} (no activations)"
     table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
     for name, held in rows.items():
-        total = sum(held.values())
+        total = on_device(held)
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
         cells = [*(bytes_or_dash(held.get(role, 0)) for role in roles), format_bytes(total)]
         table.add_row(name, *cells, *([share] if shares else []))

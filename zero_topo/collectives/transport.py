@@ -197,8 +197,8 @@ class Group:
 
     def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
         """Sum entry ``index`` of the members' tables (``[size, ...]``, contiguous) into ``[1, ...]``, as uint8."""
-        send = table if self.in_order else table[_index(self.members, table.device)]
-        received = torch.empty_like(send[:1])
+        send = table if self.in_order else self._in_order(table, self.members)
+        received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
         reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         work = reduce(received, send, group=self.group, async_op=True)

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, ValidationError, model_validator
 
 from zero_topo.config.modes import SyncConfig
-from zero_topo.config.parts import ROOT, DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
+from zero_topo.config.parts import (
+    ROOT,
+    DegreeSetting,
+    FrozenConfig,
+    Place,
+    PublishConfig,
+    QuantizeConfig,
+    SecondarySetting,
+)
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype
 from zero_topo.strict import StrictModel, as_json, describe
@@ -56,6 +64,12 @@ class ZeroTopoConfig(StrictModel):
         description="Ranks that share one secondary copy of the weights, from which the backward pass gathers; null "
         'or "none" keeps no copy and gathers the weights again.',
     )
+    secondary_on: Place = Field(
+        "device",
+        description='Memory in which the secondary copy is stored: "host" keeps it in page-locked memory of the host, '
+        "from which the backward pass copies it to the device ahead of use.",
+    )
+    frozen: FrozenConfig = Field(FrozenConfig(), description="The secondary copy of frozen weights, if it differs.")
     gradients: DegreeSetting = Field(None, description="Ranks that share one gradient buffer; a multiple of weights.")
     optimizer: DegreeSetting = Field(
         None, description="Ranks that share one copy of the optimizer states; a multiple of gradients."

@@ -62,7 +62,13 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
 def _held(price: Price) -> str:
     limit = price.request.limit
     of = ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    return f"{format_bytes(price.held)}{of}"
+    return f"{format_bytes(price.held)}{of}{_host_words(price)}"
+
+
+def _host_words(price: Price) -> str:
+    limit = price.request.host_limit
+    of = "" if limit is None else f" of {format_bytes(limit)}"
+    return f" and {format_bytes(price.on_host)}{of} of host memory" if price.on_host else ""
 
 
 def _keys(plan: Priced) -> str:
@@ -225,7 +231,7 @@ def _memory_line(best: Priced) -> str:
         return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so {why}"
     return (
         f"it needs {format_bytes(best.held)} of the {format_bytes(request.limit)} on each rank "
-        f"({request.reserve:.0%} of the memory is kept in reserve)"
+        f"({request.reserve:.0%} of the memory is kept in reserve){_host_words(best)}"
     )
 
 
@@ -240,7 +246,7 @@ def _step_line(best: Priced) -> str:
 
 def _runner_up_line(best: Priced, second: Priced) -> str:
     mine, other = (plan.step.breakdown for plan in (best, second))
-    losses = {phase: other[phase] - mine[phase] for phase in mine}
+    losses = {phase: other.get(phase, 0.0) - mine.get(phase, 0.0) for phase in {**mine, **other}}
     phase, loss = max(losses.items(), key=lambda item: item[1])
     where = f": its {phase} takes {format_seconds(loss)} longer" if loss > 0 else ""
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
@@ -272,6 +278,13 @@ def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
         return replace(resolved, notes=(why, *resolved.notes))
     resolved = resolve_config(block, topology)
     memory, limit, price = request.topology.memory_per_rank, request.limit, request.price(resolved)
+    if request.host_limit is not None and price.on_host > request.host_limit:
+        raise ValueError(
+            f"{ROOT}: secondary copies take {format_bytes(price.on_host)} of each rank's "
+            f"{format_bytes(request.host_limit)} of host memory on {request.topology.name} ({request.reserve:.0%} is "
+            'kept in reserve); share them among more ranks ("secondary"), quantize them ("quantize": {"secondary": '
+            '"int8"}), or set "secondary" to null'
+        )
     if memory is None or limit is None or price.fits:
         return resolved
     name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"

@@ -53,6 +53,7 @@ ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store
 AGE_BYTES = 1  # per parameter: what AgedAdamW stores in addition to ADAM_BYTES
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
+HOST = "host"  # role of secondary copies in the host's memory
 LOGITS = 3.52  # peak of the usual loss, in FP32 logits; see Note [Activations]
 
 
@@ -68,23 +69,26 @@ def memory_bytes(
         optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
 
     Returns:
-        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one. An unquantized secondary
-        inside the weight shard is a view of it and costs nothing.
+        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one, "host" only if the
+        host's memory has secondary copies. An unquantized secondary inside the weight shard is a view of it and costs
+        nothing.
     """
     plan = config.plan
     shards = work.shards(plan)
     columns, n = sum(shards), plan.world_size
+    secondary, host = _secondary_bytes(config, work)
     held = {
         "weights": _weights_bytes(config, work),
-        "secondary": _secondary_bytes(config, shards, work.itemsize),
+        "secondary": secondary,
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
     held["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
-        still = replace(config, plan=replace(plan, optimizer=n))
-        copied = _secondary_bytes(still, work.frozen.shards(plan), work.itemsize)
-        held["frozen"] = _weights_bytes(still, work.frozen) + copied
+        copied, more = _secondary_bytes(config.of_frozen(), work.frozen)
+        held["frozen"] = _weights_bytes(config.of_frozen(), work.frozen) + copied
+        host += more
+    held |= {HOST: host} if host else {}
     residual = config.sync.memory(plan, columns, work.loss_scaled)[0]
     return {**held, "residual": residual} if residual else held
 
@@ -123,15 +127,25 @@ def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
     return (rows * plain + own) * work.itemsize + codes
 
 
-def _secondary_bytes(config: ResolvedConfig, shards: Sequence[int], itemsize: int) -> int:
+def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
+    """Return the bytes of the secondary copy on the device, and in the host's memory."""
     plan, spec = config.plan, config.secondary_spec
     if plan.secondary is None or plan.weights == 1:
-        return 0
-    rows = plan.world_size // plan.secondary
-    if spec is not None:
-        return sum(count * spec.nbytes(rows * width) for width, count in Counter(shards).items())
-    is_view = plan.secondary % plan.weights == 0
-    return 0 if is_view else rows * sum(shards) * itemsize
+        return 0, 0
+    rows, on_host = plan.world_size // plan.secondary, config.secondary_on == "host"
+    if not config.captured and (spec is None or on_host):  # rows of the primary
+        return 0, 0
+    copied, shards = 0, work.shards(plan)
+    for itemsize, part in work.by_itemsize(work.itemsize):
+        sizes = Counter(shards[slot] for slot in part)
+        stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
+        copied += sum(count * message_bytes(rows * width, spec, stored) for width, count in sizes.items())
+    return (0, copied) if on_host else (copied, 0)
+
+
+def on_device(held: Mapping[str, int]) -> int:
+    """Return the sum of a rank's bytes by role, without those in the host's memory."""
+    return sum(held.values()) - held.get(HOST, 0)
 
 
 def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
@@ -151,7 +165,10 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     held = memory_bytes(config, work, accumulated, states)
     columns = sum(work.shards(config.plan))
-    held |= {"optimizer": 0} if job.offload else {}
+    if job.offload:
+        if HOST in held:
+            held[HOST] += held["optimizer"]
+        held["optimizer"] = 0
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]
     beside = {"masks": masks, **most}

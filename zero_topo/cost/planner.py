@@ -2,7 +2,8 @@
 """Chooses the plan to train a model on a machine: the plans that fit into memory, ranked by predicted step time.
 
 1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more than these keys ask
-   for are chosen only if the block is ``lossy``; else the fastest of them is reported as a possible gain.
+   for are chosen only if the block is ``lossy``; else the fastest of them is reported as a possible gain. A plan that
+   does not fit, and whose secondary copy is not of its own weights, is also tried with this copy in host memory.
 2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its largest role.
 3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
    that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
@@ -27,7 +28,7 @@ from typing import TypeVar
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.experts import expert_sizes, shares, token_exchanges
-from zero_topo.cost.memory import memory_bytes, predict_memory
+from zero_topo.cost.memory import HOST, memory_bytes, on_device, predict_memory
 from zero_topo.cost.network import rates_of
 from zero_topo.cost.step import Job, Range, Step, predict_step, step_range
 from zero_topo.cost.tensor import all_reduces, tensor_sizes, tree_of
@@ -137,7 +138,14 @@ class Request:
     @property
     def limit(self) -> int | None:
         """Return the bytes that a plan may use on a rank; None if the machine's memory is not known."""
-        memory = self.topology.memory_per_rank
+        return self._usable(self.topology.memory_per_rank)
+
+    @property
+    def host_limit(self) -> int | None:
+        """Return the bytes of a rank's share of the host's memory that a plan may use; None if it is not known."""
+        return self._usable(self.topology.host_memory_per_rank)
+
+    def _usable(self, memory: int | None) -> int | None:
         return None if memory is None else max(0, int(memory * (1 - self.reserve)))
 
 
@@ -174,19 +182,26 @@ class Price:
 
     @cached_property
     def held(self) -> int:
-        """Return the total memory of a rank in bytes."""
-        return sum(self.memory.values())
+        """Return the total memory of a rank's device in bytes."""
+        return on_device(self.memory)
+
+    @property
+    def on_host(self) -> int:
+        """Return the bytes of host memory that a rank needs for secondary copies."""
+        return self.memory.get(HOST, 0)
 
     @property
     def most(self) -> str:
         """Return for which role most of the memory is, and its bytes, as the end of a sentence."""
-        role = max(self.memory, key=self.memory.__getitem__)
+        role = max(self.memory.keys() - {HOST}, key=self.memory.__getitem__)
         return f"most of it for {role} ({format_bytes(self.memory[role])})"
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan fits into a rank's memory; True if that memory is not known."""
-        return self.request.limit is None or self.held <= self.request.limit
+        """Return whether the plan fits into a rank's memory and its share of the host's; True where not known."""
+        request = self.request
+        on_host = request.host_limit is None or self.on_host <= request.host_limit
+        return on_host and (request.limit is None or self.held <= request.limit)
 
     @cached_property
     def sent(self) -> Mapping[Key, int]:
@@ -257,8 +272,11 @@ class Priced(Price):
 
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
+        name, host = self.candidate.name, self.request.host_limit
+        if host is not None and self.on_host > host:
+            return f"{name} does not fit: it needs {format_bytes(self.on_host)} of {format_bytes(host)} of host memory"
         needs = f"{format_bytes(self.held)} of {format_bytes(limit)}"
-        return f"{self.candidate.name} does not fit: it needs {needs}, {self.most}"
+        return f"{name} does not fit: it needs {needs}, {self.most}"
 
 
 @dataclass(frozen=True)
@@ -324,6 +342,7 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     plans = [
         first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices) for candidate in found
     ]
+    plans += _with_host_copies(asked, plans, request)
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(
@@ -333,6 +352,18 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.held)
     lossier = [plan for plan in plans if plan.fits and not plan.candidate.allowed_by(asked)]
     return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
+
+
+def _with_host_copies(asked: ZeroTopoConfig, plans: Sequence[Priced], request: Request) -> list[Priced]:
+    """Return the plans that do not fit with their secondary copies in host memory, if the user's keys allow that."""
+    if request.host_limit is None or "secondary_on" in asked.model_fields_set:
+        return []
+    found = []
+    for plan in plans:
+        if not plan.fits and plan.config.captured:
+            candidate = plan.candidate.on_host()
+            found.append(first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices))
+    return found
 
 
 def tensor_requests(request: Request, size: int) -> tuple[Request, Request]:

@@ -34,6 +34,11 @@ Note [Muon]
     ``n <= m`` takes products of ``2 n^2 m`` or ``2 n^3`` FLOPs. "standard" takes ten and five of them. "gram" iterates
     on the Gram matrix and starts it anew once: four, and fourteen; a square matrix as "standard".
 
+Note [Host copies]
+    A secondary copy in host memory (Note [Copies in host memory] in ``engine/copies.py``) crosses the host's link
+    (``Rates.host_link``) once in the first forward pass of a step and in each backward pass. These copies have a
+    stream of their own. A module's gather waits for its copy, so copies overlap as gathers do.
+
 Note [Range]
     A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default). The share of the
     communication that a device hides is unknown too, unless the user states it, and so are the FLOPs of some layers
@@ -57,11 +62,20 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.experts import shares, token_exchanges
-from zero_topo.cost.memory import VARIANCE_BYTES
+from zero_topo.cost.memory import HOST, VARIANCE_BYTES
 from zero_topo.cost.network import HopTime, Network
 from zero_topo.cost.tensor import all_reduces, part_of
 from zero_topo.cost.transformer import Model, Shape
-from zero_topo.cost.volume import Columns, Workload, count_moves, gather_spec, matrix_moves, phase_moves, sent_as
+from zero_topo.cost.volume import (
+    Columns,
+    Workload,
+    count_moves,
+    gather_spec,
+    matrix_moves,
+    message_bytes,
+    phase_moves,
+    sent_as,
+)
 from zero_topo.strict import must_be, read
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
@@ -228,7 +242,8 @@ class Packet:
 
     def busy(self, host_codec: bool) -> Iterable[tuple[str, float]]:
         """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on its stream."""
-        stream = "gathers" if self.phase.startswith("gather") else "scatters" if self.phase == "scatter" else "steps"
+        streams = {"scatter": "scatters", HOST: "copies"}
+        stream = "gathers" if self.phase.startswith("gather") else streams.get(self.phase, "steps")
         yield stream, self.seconds
         yield "compute", self.count * self.packing * host_codec
         for hop in self.hops:
@@ -365,7 +380,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
     for each in _passes(config, job, network, modules, packets, (forward, backward)):
         for phase, seconds in _exposed(*each, job.hidden, rates.host_codec).items():
-            found[phase] += seconds
+            found[phase] = found.get(phase, 0.0) + seconds
     rows = config.plan.world_size // config.plan.optimizer
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
@@ -410,6 +425,13 @@ def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Mo
     }
     for phase in ("sync", "publish"):
         packets[phase] = _run_packets(config, job, network, phase, modules)
+    packets[HOST] = []
+    if config.captured and config.secondary_on == "host":
+        rows = config.plan.world_size // (config.plan.secondary or 1)
+        for count, columns in modules:
+            sizes = [message_bytes(rows * width, config.secondary_spec, job.itemsize) for width in columns.all]
+            copied = HopTime(0.0, {HOST: sum(sizes) / network.rates.host_link})
+            packets[HOST].append(Packet(HOST, 0.0, (copied,), count))
     return modules, packets
 
 
@@ -434,6 +456,8 @@ def _passes(
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
     forward = [split(packets["gather_forward"], gathers)]
     backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
+    copied = split(packets[HOST], gathers, edge=False)
+    backward.append(copied)
     published, reduced = (
         split(packets["publish"], config.overlap),
         split(packets["sync"], config.overlap and not config.sync.whole),
@@ -441,6 +465,7 @@ def _passes(
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
+    published = [*published[0], *copied[0]], [*published[1], *copied[1]]
     for compute, always, once in ((seconds[0], forward, published), (seconds[1], backward, reduced)):
         for times, parts in ((1, [*always, once]), (job.micro_batches - 1, always)):
             beside, alone = ([packet for part in parts for packet in part[side]] for side in (0, 1))

@@ -203,11 +203,15 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
+        own = config.of_frozen() if of is work.frozen else config
+        # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
+        filled = of is work.frozen and own.captured and not stock
         for itemsize, part in of.by_itemsize(of.itemsize):
             sharded = Columns.of(parameters[slot][:2] for slot in part if not of.persistent[slot])
-            add("gather_forward", sharded, itemsize, of.micro_batches)
-            if of.trains:
-                add("gather_backward", sharded, itemsize, of.micro_batches)
+            for phase in ("gather_forward", "gather_backward") if of.trains else ("gather_forward",):
+                read = "gather_backward" if filled else phase
+                moves, _ = phase_moves(sent_as(own, read, stock), read, sharded, itemsize)
+                book(phase, moves, of.micro_batches)
         if of.trains:
             exact = Columns.of((width, stored) for width, stored, persistent in parameters if persistent)
             add("gather_exact", exact, of.itemsize)

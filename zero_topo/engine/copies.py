@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.queue import Handle, OrderedQueue, on_gpu
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
 from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
+from zero_topo.units import format_bytes
 
+T = TypeVar("T")
 FORMATS = {dtype: cast_to(dtype) for dtype in FLOATS}
-Capture = Callable[[int, Tensor], None]
+Capture = Callable[[Mapping[int, Tensor]], None]
 
 
 class Copy:
@@ -97,6 +101,7 @@ def gather(
     like: Tensor,
     phase: str,
     capture: Capture | None = None,
+    message: Tensor | None = None,
 ) -> Handle[list[Tensor]]:
     """Gather whole parameters by one collective.
 
@@ -108,7 +113,8 @@ def gather(
         layout: of all parameters.
         like: a tensor with the dtype and device of the result.
         phase: under which the bytes count.
-        capture: called with each parameter and its rows ``[N, width]``.
+        capture: called with the parameters, flat with padding: ``[N * width]`` each.
+        message: this rank's parts, packed, if they are; else the data of the copies are packed.
 
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per parameter.
@@ -130,7 +136,7 @@ def gather(
                 flats[slot] = copies[slot].whole()
         return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
 
-    if route.size == 1:  # every rank stores all rows: nothing is sent, and nothing is quantized
+    if route.size == 1 and message is None:  # every rank stores all rows: nothing is sent, and nothing is quantized
         return Handle(None, (), local)
     messages, sizes = _messages(copies, slots)
 
@@ -140,11 +146,12 @@ def gather(
         for message, part in zip(messages, parts, strict=True):
             decode(message, part)
         if capture is not None:
-            for slot, flat in flats.items():
-                capture(slot, flat.view(world_size, -1))
+            capture(flats)
         return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
 
-    return all_gather(route.metered(phase), pack(copies, messages, sizes)).then(finish)
+    if message is None:
+        message = pack(copies, messages, sizes)
+    return all_gather(route.metered(phase), message).then(finish)
 
 
 def _messages(copies: Sequence[Copy], slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
@@ -164,23 +171,36 @@ def _messages(copies: Sequence[Copy], slots: Sequence[int]) -> tuple[list[list[i
 
 
 class Secondary:
-    """The copies from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
+    """The copies of some parameters from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
 
-    There are three kinds. Unquantized copies with S a multiple of W are the primary or rows of it: always fresh.
-    Quantized ones are requantized from these rows after each change. With S < W, copies are captured from forward
-    gathers, which bring whole parameters.
+    There are three kinds. With S a multiple of W, unquantized copies are the primary or rows of it: always fresh.
+    Quantized ones are requantized from these rows after each change; "on the host" they are not stored, and each gather
+    quantizes the rows. With S < W, copies are captured from forward gathers, which bring whole parameters; copies of
+    frozen parameters are stored when these change.
+
+    Note [Copies in host memory]
+        A captured copy on the host is stored as gathers send it. The gathers' stream packs a forward gather's rows into
+        a staging buffer; the stream of ``copying`` then copies this to the host. Before a backward gather, that stream
+        copies the parts to the device. It runs its copies in order, so a load never overtakes the store before it. A
+        staging buffer is freed once the stream that packs the next one has waited for its copy; a loaded buffer, once
+        the reader has waited for its gather. Both are then reused in stream order: the host waits for nothing, and no
+        more than one gather's parts are staged.
 
     Args:
         layout: of all parameters.
         mesh: has the groups ``(1, S)``.
         shards: the primary, as forward gathers send it.
+        slots: the parameters, consecutive.
         degree: ``S``; None if the backward pass gathers from the primary.
         wires: by parameter, the format: one that quantizes for all, or floats.
+        copying: the queue of copies to and from the host; None stores the copies on the device.
 
     Attributes:
-        copies: by parameter.
-        tensors: storage of the copies in addition to the primary.
+        copies: by parameter; those of ``slots`` are the secondary ones.
+        tensors: storage of the copies on the device in addition to the primary.
         shared: those of ``tensors`` that are bit-identical on all ranks that replicate them.
+        host: storage of the copies on the host, uint8, page-locked on a GPU; None on the device.
+        captured: whether the copies are not of this rank's own primary.
     """
 
     def __init__(
@@ -188,37 +208,55 @@ class Secondary:
         layout: Layout,
         mesh: Mesh,
         shards: Sequence[Copy],
+        slots: range,
         degree: int | None,
         wires: Sequence[Format],
+        copying: OrderedQueue | None = None,
     ) -> None:
-        self.copies = shards
+        self.copies = list(shards)
         self.tensors = self.shared = tuple[Tensor, ...]()
+        self.host: Tensor | None = None
         self._layout = layout
         # By parameter: the number of changes of its primary, and that number when its copy was made. The host writes
         # both when it queues the change or the copy; the events of `Weights` order the streams.
         self._versions = [0] * len(layout.numels)
         self._stamps = [-1] * len(layout.numels)
         # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; empty if captured.
-        self._cut: list[Tensor] = []
-        if degree is None:
+        self._cut: dict[int, Tensor] = {}
+        self.captured = degree is not None and len(slots) > 0 and degree % layout.plan.weights != 0
+        # The last copy to the host: its handle keeps the staging buffer.
+        self._stored: Handle[None] | None = None
+        if degree is None or not slots:
             return
-        route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
-        like = shards[0].data
-        rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
-        spec = wires[0]
-        if isinstance(spec, Cast):
-            stored = like.new_zeros(layout.shape(degree)) if captured else like
-            rows = rows or [layout.slot(stored, slot) for slot in range(len(shards))]
-            self.copies = [Copy(route, part, wire) for part, wire in zip(rows, wires, strict=True)]
-        else:
-            height, _ = layout.shape(degree)
-            ends = list(accumulate((spec.nbytes(height * width) for width in layout.widths), initial=0))
-            stored = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
-            self.copies = [Copy(route, stored[begin:end], spec, packed=True) for begin, end in pairwise(ends)]
+        self._degree, self._copying, self._like = degree, copying, shards[slots[0]].data
+        route, lossy = mesh.route(1, degree), wires[slots[0]].lossy
+        packs = lossy or (self.captured and copying is not None)
+        if not self.captured:
+            rows = {slot: layout.subset(shards[slot].data, layout.plan.weights, degree) for slot in slots}
+            if not lossy or copying is not None:
+                for slot in slots:
+                    self.copies[slot] = Copy(route, rows[slot], wires[slot])
+                return
             self._cut = rows
-        if captured or spec.lossy:
-            self.tensors = (stored,)
-            self.shared = () if captured else self.tensors
+        height, _ = layout.shape(degree)
+        numels = [height * layout.widths[slot] for slot in slots]
+        plain = self._like.itemsize
+        sizes = [wires[slot].nbytes(n) if packs else n * plain for slot, n in zip(slots, numels, strict=True)]
+        nbytes, device = sum(sizes), self._like.device
+        stored = self._like.new_zeros(nbytes, dtype=torch.uint8) if copying is None else on_host(nbytes, device)
+        for slot, part in zip(slots, stored.split(sizes), strict=True):
+            data = part if packs else part.view(self._like.dtype).view(height, layout.widths[slot])
+            self.copies[slot] = Copy(route, data, wires[slot], packed=packs)
+        if copying is not None:
+            self.host = stored
+            return
+        self.tensors = (stored,)
+        self.shared = () if self.captured else self.tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies on the device."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def is_fresh(self, slot: int) -> bool:
         """Return whether a parameter's copy has the current version of the weights.
@@ -226,7 +264,7 @@ class Secondary:
         Raises:
             RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
         """
-        fresh = not self.tensors or self._stamps[slot] == self._versions[slot]
+        fresh = not (self.captured or self._cut) or self._stamps[slot] == self._versions[slot]
         if not fresh and self._cut:
             raise RuntimeError(f"the secondary shard of parameter {slot} was not refreshed after the last publish")
         return fresh
@@ -239,22 +277,95 @@ class Secondary:
     def refresh(self, slots: Sequence[int]) -> None:
         """Renew some parameters' copies from the primary, if that takes no collective."""
         if self._cut:
-            for slot in slots:
-                self._store(slot, self._cut[slot])
+            self._store({slot: self._cut[slot] for slot in slots})
 
     def capturing(self, slots: Sequence[int]) -> Capture | None:
-        """Return a callback that stores a forward gather's rows ``[N, width]``; None if nothing is captured."""
-        if not self.tensors or self._cut:
+        """Return a callback that stores what a forward gather brings; None if nothing is captured."""
+        if not self.captured:
             return None
         begun = {slot: self._versions[slot] for slot in slots if not self.is_fresh(slot)}
-        degree = self.copies[0].route.hi
 
-        def capture(slot: int, rows: Tensor) -> None:
-            if begun.get(slot) == self._versions[slot]:  # else the weights changed during the gather
-                self._store(slot, self._layout.subset(rows, 1, degree))
+        def capture(flats: Mapping[int, Tensor]) -> None:
+            # Without those whose weights changed during the gather.
+            due = [slot for slot in flats if begun.get(slot) == self._versions[slot]]
+            self.store_whole({slot: flats[slot].view(self._layout.plan.world_size, -1) for slot in due})
 
-        return capture
+        return capture if begun else None
 
-    def _store(self, slot: int, rows: Tensor) -> None:
-        self.copies[slot].store(rows)
-        self._stamps[slot] = self._versions[slot]
+    def store_whole(self, rows: Mapping[int, Tensor]) -> None:
+        """Store the copies of parameters, given as all their world shards ``[N, width]``."""
+        self._store({slot: self._layout.subset(whole, 1, self._degree) for slot, whole in rows.items()})
+
+    def settle(self) -> None:
+        """Make the current stream wait for the last copy to the host, and free its staging buffer."""
+        if self._stored is not None:
+            self._stored.wait()
+            self._stored = None
+
+    def store_now(self, slot: int, rows: Tensor) -> None:
+        """Store a copy from its rows ``[N / S, width]``; the current stream waits for it."""
+        self._store({slot: rows})
+        self.settle()
+
+    def load(self, slots: Sequence[int]) -> Handle[Tensor]:
+        """Begin to copy some parameters' parts from the host to one buffer on the device, in order."""
+        parts = [self.copies[slot].data for slot in slots]
+
+        def copied() -> Handle[Tensor]:
+            sizes = [part.numel() for part in parts]
+            loaded = torch.empty(sum(sizes), dtype=torch.uint8, device=self._like.device)
+            for part, place in zip(parts, loaded.split(sizes), strict=True):
+                place.copy_(part, non_blocking=True)
+            return Handle(None, (), lambda: loaded)
+
+        assert self._copying is not None
+        return self._copying.run(copied)
+
+    def _store(self, rows: Mapping[int, Tensor]) -> None:
+        for slot in rows:
+            self._stamps[slot] = self._versions[slot]
+        if self.host is None:
+            for slot, part in rows.items():
+                self.copies[slot].store(part)
+            return
+        self.settle()  # at most one staging buffer at a time
+        places = [self.copies[slot].data for slot in rows]
+        staged = [quantize(part, self.copies[slot].wire) for slot, part in rows.items()]
+
+        def copied() -> Handle[None]:
+            for place, part in zip(places, staged, strict=True):
+                place.copy_(part, non_blocking=True)
+            return Handle(None, (), lambda: None)
+
+        assert self._copying is not None
+        self._stored = self._copying.run(copied).then(partial(_keep, staged))
+
+
+def _keep(owned: object, result: T) -> T:
+    """Return the result of a handle that owns something until it is waited for."""
+    return result
+
+
+def kept_until(handle: Handle[T], owned: object) -> Handle[T]:
+    """Return a handle that owns something until its reader's stream has waited for it."""
+    return handle.then(partial(_keep, owned))
+
+
+def on_host(nbytes: int, device: torch.device) -> Tensor:
+    """Return zeros in the host's memory, uint8 ``[nbytes]``, page-locked if ``device`` is a GPU.
+
+    CUDA's driver page-locks memory of any size in place; ``pin_memory`` rounds the size up to a power of two.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
+    if device.type != "cuda" or not nbytes:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu(device))
+    buffer, runtime = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), cast(Any, torch.cuda.cudart())
+    if status := int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)):
+        raise RuntimeError(
+            f'zero_topo.secondary_on = "host": the driver cannot page-lock {format_bytes(nbytes)} of host memory '
+            f"(error {status}); raise the limit of locked memory (ulimit -l), or store the copy on the device"
+        )
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer

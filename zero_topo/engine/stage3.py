@@ -123,10 +123,12 @@ class Stage3:
         self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
         self._frozen = tuple(frozen)
         # A rank owns no more of a frozen parameter than its world shard.
-        still = [replace(config.plan, optimizer=config.plan.world_size)] if frozen else []
-        plans = [config.plan, *still]
+        still = config.of_frozen()
+        plans = [config.plan, still.plan] if frozen else [config.plan]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
+        if frozen and still.captured:
+            pairs.append((still.plan.secondary or 1, still.plan.weights))
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
         hops = [whole] if has_whole else []
@@ -238,7 +240,9 @@ class Stage3:
             self.weights.finish()  # else some runs would be compared before they have arrived
             check_replicas(self.mesh.plans, self.weights.copies())
             if self._frozen:
-                check_replicas(self.mesh.plans, [self.weights.frozen_primary])
+                secondary = self.config.of_frozen().plan.secondary
+                plans = {ranks: replace(plan, secondary=secondary) for ranks, plan in self.mesh.plans.items()}
+                check_replicas(plans, [self.weights.frozen_primary, *self.weights.frozen_secondary.shared])
         if self._counts_steps:
             self.meter.end_step()
 

@@ -58,6 +58,10 @@ Note [Frozen]
     buffers. Their world shards are DeepSpeed's own, so checkpoints and exact gathers have the exact values. They are
     published once, and again after a load. A rank owns no more of them than its world shard, at any optimizer degree. A
     gather has either trained or frozen parameters.
+
+    A secondary copy narrower than the weights (S < W) is filled once, from the exact values: each rank gathers its
+    ``N / S`` rows from the ranks that have them. All gathers of both passes then read it, so frozen weights cross nodes
+    once per run, and both passes compute with the same values.
 """
 
 from __future__ import annotations
@@ -71,10 +75,10 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, Queues
-from zero_topo.collectives.transport import all_gather, all_gather_rows, all_gather_views, members, rows_of
+from zero_topo.collectives.transport import Route, all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import Begun, CodeStore, Update
-from zero_topo.engine.copies import Copy, Secondary, gather
+from zero_topo.engine.copies import Copy, Secondary, gather, kept_until
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots, packed_runs
@@ -108,11 +112,13 @@ class Weights:
             the primary if no weights are INT8.
         own_row: ``[F]``, a view of ``own``: the rank's own world shard, DeepSpeed's flat parameter buffer.
         frozen_row: the rank's own world shard of frozen parameters.
-        secondary: the copies from which the backward pass gathers.
+        secondary: the copies of trained parameters from which the backward pass gathers.
+        frozen_secondary: those of frozen parameters; if captured, forward gathers read them too.
         needs_masters: whether :meth:`publish` needs the FP32 masters; it then updates the optimizer's rows itself.
     """
 
     _store: CodeStore | None = None
+    _fill_route: Route | None = None  # of the copies of frozen parameters, if they are filled
 
     def __init__(
         self,
@@ -168,11 +174,27 @@ class Weights:
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        degree = plan.secondary if int8 is None and plan.weights > 1 else None
-        wires = [config.secondary_spec or wire for wire in plain]
-        self.secondary = Secondary(self._rows, mesh, self._shards, degree, wires)
-        same = degree == plan.weights and config.secondary_spec == config.weights_spec
-        self._forward = self.secondary.copies if same else self._shards
+        self._forward = list(self._shards)
+        self.secondary = self._build_secondary(config, self.trained, plain, queues)
+        self.frozen_secondary = self._build_secondary(config.of_frozen(), self.frozen, plain, queues)
+        # By parameter, that of the two which has its copy.
+        self._secondary = [self.secondary] * count + [self.frozen_secondary] * len(self.frozen)
+        self._filled = [slot for slot in self.frozen if not parameters[slot].persistent]
+
+    def _build_secondary(
+        self, config: ResolvedConfig, slots: range, plain: Sequence[Format], queues: Queues
+    ) -> Secondary:
+        """Build secondary copies of trained or frozen parameters, and set what their forward gathers send."""
+        plan, spec = config.plan, config.secondary_spec
+        degree = plan.secondary if config.resident_spec is None and plan.weights > 1 else None
+        lane = queues.copies if config.secondary_on == "host" else None
+        wires = [spec or wire for wire in plain]
+        built = Secondary(self._rows, self._mesh, self._shards, slots, degree, wires, lane)
+        if degree == plan.weights and spec == config.weights_spec:
+            self._forward[slots.start : slots.stop] = built.copies[slots.start : slots.stop]
+        if built.captured and slots is self.frozen:
+            self._fill_route = self._mesh.route(degree or 1, plan.weights).metered("publish")
+        return built
 
     def _build_int8(self, block: int) -> None:
         """Build the INT8 weights, the exact rows, and the publish of both (Note [INT8 weights])."""
@@ -214,23 +236,41 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per parameter, in the model's dtype.
         """
-        return self._gathering.run(partial(self._begin, slots, phase))
+        secondary = self._secondary[slots[0]]
+        if secondary.host is None or phase == "gather_exact":
+            return self._gathering.run(partial(self._begin, slots, phase))
+        ahead: tuple[list[int], Handle[Tensor]] | None = None
+        if phase != "gather_forward" or slots[0] in self.frozen:
+            # A parameter whose publish is pending has a stale copy as soon as `_begin` has finished it.
+            done = [slot for slot in slots if self._published_times[slot] == self._updated_times[slot]]
+            fresh = [slot for slot in done if secondary.is_fresh(slot)]
+            # On a stream of its own: the gathers' stream may be busy with gathers that began before.
+            ahead = (fresh, secondary.load(fresh)) if fresh else None
+        begun = self._gathering.run(partial(self._begin, slots, phase, ahead))
+        return begun if ahead is None else kept_until(begun, ahead)
 
-    def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
+    def _begin(
+        self, slots: Sequence[int], phase: str, ahead: tuple[list[int], Handle[Tensor]] | None = None
+    ) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
-        if phase == "gather_forward":
-            capture = self.secondary.capturing(slots)
+        secondary = self._secondary[slots[0]]
+        if phase == "gather_forward" and not (secondary.captured and slots[0] in self.frozen):
+            capture = secondary.capturing(slots)
             return gather(self._forward, slots, self.layout, self.primary, phase, capture)
         # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward pass gathers parameters
         # that were not captured since their last change from the primary.
         exact, first, second = phase == "gather_exact", list[int](), list[int]()
         for slot in slots:
-            apart = self.coded[slot] if exact else self.secondary.is_fresh(slot)
+            apart = self.coded[slot] if exact else secondary.is_fresh(slot)
             (first if apart else second).append(slot)
-        copies = (self._exact, self._exact) if exact else (self.secondary.copies, self._forward)
+        copies = (self._exact, self._exact) if exact else (secondary.copies, self._forward)
+        message = None
+        if ahead is not None:
+            message = ahead[1].wait()  # this stream waits for the copy from the host
+            secondary.settle()  # which comes after all copies to it
         parts = [
-            (part, gather(of, part, self.layout, self.primary, phase))
-            for of, part in zip(copies, (first, second), strict=True)
+            (part, gather(of, part, self.layout, self.primary, phase, None, sent))
+            for of, part, sent in zip(copies, (first, second), (message, None), strict=True)
             if part
         ]
         if len(parts) == 1:
@@ -378,6 +418,17 @@ class Weights:
                 for _, handle in list(self._store.begin(route, {}, [(slots, values, columns.start)])):
                     handle.wait()
         self._renew(slots)
+        if self._fill_route is not None and slots and slots[0] in self.frozen:
+            self._fill_copies(self._fill_route, [slot for slot in self._filled if slot in slots])
+
+    def _fill_copies(self, route: Route, slots: Sequence[int]) -> None:
+        """Fill the secondary copies of frozen parameters from the ranks' primary shards (Note [Frozen])."""
+        height, _ = self.layout.shape(route.lo)
+        for slot in slots:
+            rows = self.primary.new_empty(height, self.layout.widths[slot])
+            members(rows, route.size)[route.index].copy_(self._primary_of(range(slot, slot + 1)))
+            all_gather_rows(route, rows, self._run_numel)
+            self.frozen_secondary.store_now(slot, rows)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
@@ -395,8 +446,11 @@ class Weights:
 
     def _renew(self, slots: Sequence[int]) -> None:
         """Expire and renew secondary copies of some parameters, after their primary shards changed."""
-        self.secondary.expire(slots)
-        self.secondary.refresh(slots)
+        for part in (self.secondary, self.frozen_secondary):
+            own = [slot for slot in slots if self._secondary[slot] is part]
+            if own:
+                part.expire(own)
+                part.refresh(own)
         self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
 
     def write_back(self, slot: int, full: Tensor) -> None:
@@ -418,6 +472,8 @@ class Weights:
         else:
             self._exact[slot].data.copy_(shard)
         self._renew([slot])
+        if self._fill_route is not None and slot in self._filled:
+            self.frozen_secondary.store_now(slot, self.layout.subset(rows, 1, self._fill_route.lo))
 
     def _differ(self, own: Copy, given: Tensor) -> bool:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host synchronization."""
@@ -460,22 +516,25 @@ class Weights:
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank; frozen parameters are counted separately.
 
-        A view of the primary counts as zero bytes.
+        A view of the primary counts as zero bytes. "host" is what copies take of the host's memory.
         """
         stored = [copy.data.nbytes for copy in self._shards]
-        copied = [copy.data.nbytes if self.secondary.tensors else 0 for copy in self.secondary.copies]
         exact = (0, 0) if self._store is None else (self.own.nbytes, self.frozen_row.nbytes)
         count = len(self.trained)
-        sizes = {"weights": sum(stored[:count]) + exact[0], "secondary": sum(copied[:count])}
-        return sizes | ({"frozen": sum(stored[count:] + copied[count:]) + exact[1]} if self.frozen else {})
+        sizes = {"weights": sum(stored[:count]) + exact[0], "secondary": self.secondary.nbytes}
+        if self.frozen:
+            sizes["frozen"] = sum(stored[count:]) + self.frozen_secondary.nbytes + exact[1]
+        hosts = [of.host.nbytes for of in (self.secondary, self.frozen_secondary) if of.host is not None]
+        return sizes | ({"host": sum(hosts)} if hosts else {})
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
         codes = [] if self._store is None else [self._store.codes.held, self.own, self.frozen_row]
-        return [self.primary, self.frozen_primary, *codes, *self.secondary.tensors]
+        copies = [*self.secondary.tensors, *self.frozen_secondary.tensors]
+        return [self.primary, self.frozen_primary, *codes, *copies]
 
     def copies(self) -> list[Tensor]:
-        """Return replicas to compare between ranks in debug checks: all but :attr:`frozen_primary`."""
+        """Return replicas of trained parameters, and all INT8 weights, to compare between ranks in debug checks."""
         if self._store is not None:
             return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]

@@ -36,6 +36,11 @@ class _Bits(Document):
     resident: str | None
 
 
+class _Frozen(Document):
+    secondary: int | None
+    on: str
+
+
 class Resolved(Document):
     """A block on a machine, as ``ResolvedConfig.to_json`` writes it."""
 
@@ -52,6 +57,8 @@ class Resolved(Document):
     report: NotRequired[str | None]  # older runs have none
     seed: int | None
     debug_checks: bool
+    secondary_on: NotRequired[str]  # older runs have none
+    frozen: NotRequired[_Frozen | None]
     notes: list[str]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from zero_topo.collectives.meter import Span
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
+from zero_topo.cost.memory import on_device
 from zero_topo.observe import plots
 from zero_topo.observe.files import RUN, write_png
 from zero_topo.observe.page import HTML, write_page
@@ -169,7 +170,7 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
         "peak": {
             **_spread(peaks),
             "on_device": stats.on_device,
-            "predicted": sum(stats.predicted_memory.values()),
+            "predicted": on_device(stats.predicted_memory),
         },
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_topo.cost.memory import HOST
 from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
@@ -108,7 +109,8 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
     keys = ("formula", "padding", "zero3")
-    total = {key: sum(row[key] or 0 for row in measured["memory"]) for key in ("min", "max", *keys)}
+    on_device = [row for row in measured["memory"] if row["role"] != HOST]
+    total = {key: sum(row[key] or 0 for row in on_device) for key in ("min", "max", *keys)}
     rows = (*measured["memory"], {"role": "all", **total})
     cells = [(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys)) for row in rows]
     heads = ("role", "measured", "formula", "of it padding", "ZeRO-3")

@@ -27,6 +27,7 @@ class Machine:
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.
         rates: how fast a rank computes and what its links reach, or None if unknown.
+        host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None if unknown.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Machine:
     links: Mapping[LinkedDomain, Link]
     sources: Mapping[str, str]
     rates: Rates | None = None
+    host_memory_per_rank: Bytes | None = None
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -46,7 +48,7 @@ class Machine:
 
     def origins(self, why: str = "") -> dict[str, str]:
         """Return the sources of the topology fields from this machine; ``why`` is the reason for its choice."""
-        optional = (key for key in ("links", "memory_per_rank") if getattr(self, key))
+        optional = (key for key in ("links", "memory_per_rank", "host_memory_per_rank") if getattr(self, key))
         return dict.fromkeys(("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}")
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
@@ -58,6 +60,7 @@ class Machine:
             ranks_per_gpu=self.ranks_per_gpu,
             links=self.links,
             memory_per_rank=self.memory_per_rank,
+            host_memory_per_rank=self.host_memory_per_rank,
         )
 
 
