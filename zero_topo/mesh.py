@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from zero_topo.collectives import transport
 from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.mpi import Mpi
 from zero_topo.collectives.transport import Group
 from zero_topo.collectives.transport import Route as Route
 from zero_topo.plan import Plan
@@ -127,7 +128,7 @@ class Mesh:
                 )
             ranks = [self.ranks[rank] for rank in self.plan.group(self.rank, hop.lo, hop.hi)]
             comm = world.Create_group(world.Get_group().Incl(ranks), hop.lo)
-            self._over_mpi[hop.lo, hop.hi] = transport.Mpi(hop, comm)
+            self._over_mpi[hop.lo, hop.hi] = Mpi(hop, comm)
         return self._over_mpi[hop.lo, hop.hi]
 
     def _create(self, lo: int, hi: int) -> Group:

@@ -287,47 +287,6 @@ class Gloo(Group):
         return Handle(wait, (parts, received), lambda: received)
 
 
-class Mpi(Group):
-    """Exchanges messages over MPI, copied through the host; the received bits equal those of the other transports.
-
-    It is meant for machines on which MPI is faster than torch's backends, and for jobs that ``mpirun`` or ``srun``
-    started.
-
-    Args:
-        like: the group to carry over MPI.
-        comm: MPI communicator with the members in tree order.
-    """
-
-    sums = False
-
-    def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter)
-        self._comm = comm
-
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
-        request = self._comm.Iallgather(_buffer(sent), _buffer(received))
-        return Handle(request.Wait, (sent,), lambda: received.to(message.device))
-
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        sent, received = table.cpu(), torch.empty_like(table, device="cpu")
-        request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
-        return Handle(request.Wait, (sent,), lambda: received.to(table.device))
-
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
-        lengths, due = (width * _on_host(counts).numpy() for counts in (sizes, expected))
-        self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
-        return Handle(None, (), lambda: received.to(rows.device))
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * _on_host(sizes).numpy()])
-        return Handle(None, (), lambda: received.to(rows.device))
-
-
 class Registered(Group):
     """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers of its own.
 
@@ -597,11 +556,6 @@ def as_bytes(x: Tensor) -> Tensor:
     """Return a tensor as uint8, 1-D and contiguous."""
     x = x.contiguous()
     return x if x.dtype == torch.uint8 and x.dim() == 1 else x.view(-1).view(torch.uint8)
-
-
-def _buffer(x: Tensor) -> Any:
-    """Return a tensor of any dtype as a buffer that mpi4py accepts."""
-    return x.view(torch.uint8).numpy()
 
 
 @lru_cache(maxsize=64)
