@@ -98,6 +98,19 @@ class Rules:
         dist.all_to_all_single(work.result, sent, expected, sizes, group=group)
         return work
 
+    def reduce_scatter_tensor(self, received: Tensor, sent: Tensor, group: Any, async_op: bool) -> _Work:
+        """See torch; added in the order of the group's ranks."""
+        assert async_op
+        if sent.numel() != received.numel() * dist.get_world_size(group):
+            raise RuleError(f"a reduce-scatter of {sent.numel()} elements into {received.numel()}")
+        work = self._begin("reduce-scatter", f"{sent.numel()}", sent, received, group)
+        parts = torch.empty_like(sent)
+        dist.all_to_all_single(parts, sent, group=group)
+        work.result.copy_(parts.view(-1, *received.shape[1:]).sum(0, keepdim=True))
+        return work
+
+    reduce_scatter_single = reduce_scatter_tensor
+
     def all_to_all(self, places: Sequence[Tensor], parts: Sequence[Tensor], group: Any, async_op: bool) -> _Work:
         """See torch; all parts are the same memory, and the places lie one behind the other in the order of members."""
         assert async_op and len({part.data_ptr() for part in parts}) == 1

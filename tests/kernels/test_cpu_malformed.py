@@ -190,7 +190,7 @@ def shapes(draw: st.DrawFn) -> list[View]:
     return pieces
 
 
-BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES))
+BLOCKED = st.builds(BlockSpec, st.sampled_from(["int8", "int4"]), st.sampled_from(BLOCK_SIZES))
 SPECS: st.SearchStrategy[golden.Spec] = BLOCKED | st.builds(Cast, st.sampled_from(list(DTYPES)))
 
 

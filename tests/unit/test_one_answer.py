@@ -43,7 +43,7 @@ def test_commands_agree(
     cost = printed(run, "check", named, *of, "--ranks", ranks, *activations)["cost"]
     pipeline = report["pipeline"]
     degrees = "/".join("-" if degree is None else str(degree) for degree in best["degrees"].values())
-    plan = stated if "two_hop" in block else degrees
+    plan = stated if {"two_hop", "sync"} & set(block) else degrees
     schemes = ("--schemes", f"zero3,{plan},{pipeline['name']}")
     point, chosen, row = printed(run, "simulate", *of, "--ranks", ranks, *batches, *schemes, *activations)["results"]
     assert cost == {"limit": report["memory_limit"], **{key: point[key] for key in cost if key != "limit"}}

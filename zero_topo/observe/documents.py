@@ -57,6 +57,7 @@ class Resolved(Document):
     report: NotRequired[str | None]  # older runs have none
     seed: int | None
     debug_checks: bool
+    registered_buffers: bool
     secondary_on: NotRequired[str]  # older runs have none
     frozen: NotRequired[_Frozen | None]
     notes: list[str]
