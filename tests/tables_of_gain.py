@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, best_pipeline, pipeline_step
-from zero_topo.cost.planner import Price, Request, rank_experts, rank_plans, rank_tensor
+from zero_topo.cost.planner import Price, Ranking, Request, rank_experts, rank_plans, rank_tensor
 from zero_topo.cost.step import Job, method_of, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology
@@ -61,11 +61,7 @@ def _divided(case: tuple[str, int, str, int]) -> list[str]:
     machine, ranks, model, count = case
     request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count), keeps_if_fits=True)
     cells = [machine, str(ranks), model, str(count)]
-    for lossy in (False, True):
-        asked = ZeroTopoConfig.parse({"lossy": lossy})
-        best = rank_tensor(asked, request)[0].best
-        cells += [f"{rank_plans(asked, request).best.seconds:.2f}"]
-        cells += [f"{best.seconds:.2f} (TP {best.request.job.tensor})"]
+    cells += _without_and_with(request, rank_tensor, lambda job: f"TP {job.tensor}")
     pipeline = best_pipeline(request)
     assert pipeline is not None
     return [*cells, f"{pipeline.seconds:.2f} ({pipeline.config.stages} x {pipeline.config.tensor})"]
@@ -83,11 +79,19 @@ def _spread(case: tuple[str, int, str, int]) -> list[str]:
     machine, ranks, model, count = case
     request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count))
     cells = [machine, str(ranks), model, str(count)]
+    return cells + _without_and_with(request, rank_experts, lambda job: f"EP {job.expert}")
+
+
+def _without_and_with(
+    request: Request, rank: Callable[[ZeroTopoConfig, Request], Sequence[Ranking]], divided: Callable[[Job], str]
+) -> list[str]:
+    """Seconds of the best plan without, then with ranks that divide the layers: without and with loss."""
+    cells = []
     for lossy in (False, True):
         asked = ZeroTopoConfig.parse({"lossy": lossy})
-        best = rank_experts(asked, request)[0].best
-        cells += [f"{rank_plans(asked, request).best.seconds:.2f}"]
-        cells += [f"{best.seconds:.2f} (EP {best.request.job.expert})"]
+        best = rank(asked, request)[0].best
+        cells.append(f"{rank_plans(asked, request).best.seconds:.2f}")
+        cells.append(f"{best.seconds:.2f} ({divided(best.request.job)})")
     return cells
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -113,6 +113,31 @@ def test_groups_share_registered_memory_from_their_first_exchange_on() -> None:
             assert (len(nccl.used), len(nccl.registered)) == (used, registered)
     assert len(nccl.made) == 1
     assert {id(pool) for pool in (*nccl.used, *nccl.registered)} == {id(nccl.made[0])}
+
+
+def test_any_first_exchange_registers_memory() -> None:
+    """Also a reduce-scatter, and one of rows of different numbers."""
+    table = torch.arange(8, dtype=torch.uint8).view(2, 4)
+
+    def exchange(received: Tensor, sent: Any, *sizes: Any, group: Any, async_op: bool) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    runs: list[Callable[[Group], object]] = [
+        lambda group: group.sum_later(table, torch.bfloat16),
+        lambda group: group.scatter_known(table, [1, 1], [1, 1]),
+    ]
+    for run in runs:
+        nccl = Pools()
+        process_group = SimpleNamespace(_get_backend=lambda device, nccl=nccl: nccl)
+        group = Registered([], 1, 2, 0, (0, 1), "node", process_group, Meter(True)).metered("sync")
+        names = ("reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single")
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(dist, name, exchange, create=True))
+            stack.enter_context(patch.object(torch.cuda, "MemPool", nccl.MemPool))
+            stack.enter_context(patch.object(torch.cuda, "use_mem_pool", nccl.use_mem_pool))
+            run(group)
+        assert len(nccl.registered) == 1
 
 
 def test_registered_memory_needs_nccl() -> None:

@@ -101,9 +101,10 @@ def test_dies_of_an_mi300x_are_one_device_each() -> None:
 def test_partitions_of_a_gpu_are_one_domain(name: str, shape: tuple[int, int]) -> None:
     """In DPX, TPX and CPX mode the devices of a GPU differ in the function of their PCI address alone.
 
-    The tables in TPX and CPX are built: nobody has published such ones (GitHub's issues, pages and files, November
-    2026). What is published, they agree with: in CPX, `amd-smi list` numbers GPU 1 of 64 as 0000:0c:00.1 (CHANGELOG.md
-    of ROCm/amdsmi); rocm-smi without options lists 3 devices of an MI300A in TPX, 64 in CPX (ROCm/ROCm#4750).
+    We wrote the tables for TPX and CPX in the documented form, because we found no published capture of one (searched
+    in November 2026). They agree with what is published: in CPX, `amd-smi list` numbers GPU 1 of 64 as 0000:0c:00.1
+    (CHANGELOG.md of ROCm/amdsmi); rocm-smi without options lists 3 devices of an MI300A in TPX, 64 in CPX
+    (ROCm/ROCm#4750).
     """
     tree = sample(name)
     assert tree.shape() == shape and not tree.warnings()

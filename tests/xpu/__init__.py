@@ -31,7 +31,7 @@ def library() -> Path:
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """Variables with which a Python has so many XPUs, and tests use them."""
+    """Return the variables that give a Python process this number of XPUs, and make tests run on them."""
     paths = os.pathsep.join(filter(None, [str(SOURCE.parent), os.environ.get("PYTHONPATH")]))
     return {
         "STAND_IN_XPU": str(library()),

@@ -135,7 +135,7 @@ def _sync(plan: Priced) -> str:
     config = plan.config
     if config.plan.gradients == config.plan.world_size:
         return "-"
-    spec = getattr(config.sync, "spec", None)
+    spec = config.sync.spec
     if config.sync.rings:
         return "ring"
     return config.sync.MODE if spec is None else str(spec.name)

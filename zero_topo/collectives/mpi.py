@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import Group
+from zero_topo.collectives.transport import Group, host_counts
 
 
 class Mpi(Group):
@@ -43,21 +43,17 @@ class Mpi(Group):
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
         received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
-        lengths, due = (width * _on_host(counts).numpy() for counts in (sizes, expected))
+        lengths, due = (width * host_counts(counts).numpy() for counts in (sizes, expected))
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
         received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * _on_host(sizes).numpy()])
+        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * host_counts(sizes).numpy()])
         return Handle(None, (), lambda: received.to(rows.device))
 
 
 def _buffer(x: Tensor) -> Any:
     """Return a tensor of any dtype as a buffer that mpi4py accepts."""
     return x.view(torch.uint8).numpy()
-
-
-def _on_host(counts: Sequence[int]) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int64, device="cpu")

@@ -200,8 +200,8 @@ class Group:
         send = table if self.in_order else self._in_order(table, self.members)
         received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
-        reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        work = reduce(received, send, group=self.group, async_op=True)
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        work = getattr(dist, name)(received, send, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: received.view(torch.uint8))
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
@@ -221,8 +221,8 @@ class Group:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
             return Handle(work.wait, (rows,), lambda: received)
         cpu = torch.device("cpu")
-        members, lengths = _index(self.members, cpu), _on_host(sizes)
-        due, send = _on_host(expected)[members], _regrouped(rows, lengths, members)
+        members, lengths = _index(self.members, cpu), host_counts(sizes)
+        due, send = host_counts(expected)[members], _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
@@ -305,15 +305,16 @@ class Registered(Group):
         with torch.cuda.use_mem_pool(self._pools[0]):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
+    def _begin(self, op: Any, nbytes: int, even: bool, begin: Any, *arguments: Any) -> Handle[Tensor]:
+        begun = super()._begin(op, nbytes, even, begin, *arguments)
         if not self._registered and self.group is not None:
-            # Memory is registered with a communicator, which the first exchange has just made.
-            backend: Any = self.group._get_backend(received.device)
+            # Memory is registered with a communicator, which this group's first exchange has just made.
+            backend: Any = self.group._get_backend(arguments[0].device)
             if not self._pools:
                 self._pools.append(torch.cuda.MemPool(backend.mem_allocator))
             backend.register_mem_pool(self._pools[0])  # what it has and whatever it allocates later
             self._registered.append(backend)
-        return super()._ended(work, sent, received)
+        return begun
 
 
 def transport(registered: bool = False) -> Callable[..., Group]:
@@ -564,7 +565,7 @@ def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order, dtype=torch.int64, device=device)
 
 
-def _on_host(counts: Sequence[int]) -> Tensor:
+def host_counts(counts: Sequence[int]) -> Tensor:
     """Return counts as an int64 tensor on the host."""
     return torch.tensor(counts, dtype=torch.int64, device="cpu")
 

@@ -62,7 +62,7 @@ class Candidate:
         inside = tuple(f"{spec.name} {what}" for what, spec in used.items() if spec is not None)
         between = [] if publish is None or publish.spec is None else [f"{publish.spec.name} publish"]
         if sync is not None and sync.MODE != DenseSync.MODE:
-            few_bits = getattr(sync, "spec", None)
+            few_bits = sync.spec
             between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
         return tuple(part for part in (inside, tuple(between)) if part)
 

@@ -193,7 +193,7 @@ class Price:
     @property
     def most(self) -> str:
         """Return for which role most of the memory is, and its bytes, as the end of a sentence."""
-        role = max(self.memory.keys() - {HOST}, key=self.memory.__getitem__)
+        role = max((role for role in self.memory if role != HOST), key=self.memory.__getitem__)
         return f"most of it for {role} ({format_bytes(self.memory[role])})"
 
     @property

@@ -445,12 +445,11 @@ class Weights:
         return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(slots))
 
     def _renew(self, slots: Sequence[int]) -> None:
-        """Expire and renew secondary copies of some parameters, after their primary shards changed."""
-        for part in (self.secondary, self.frozen_secondary):
-            own = [slot for slot in slots if self._secondary[slot] is part]
-            if own:
-                part.expire(own)
-                part.refresh(own)
+        """Expire and renew secondary copies of parameters, all trained or all frozen, whose primary shards changed."""
+        if slots:
+            secondary = self._secondary[slots[0]]
+            secondary.expire(slots)
+            secondary.refresh(slots)
         self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
 
     def write_back(self, slot: int, full: Tensor) -> None:

@@ -84,7 +84,7 @@ class Publisher:
         block = self.wire.block_size
         flats = [part.difference() if self.delta else part.master.detach() for part in run]
         own = [part.view(flat, block) for part, flat in zip(run, flats, strict=True)]
-        message = quantize(own, self.wire)
+        message = quantize(own, self.wire, allocate=self._route.hops[-1].allocate)
         stored = [part.stored(block) for part in run]
         # The owner decodes its own message too: it stores what the others store.
         return all_gather_views(self._route, stored, self.wire, message, self.delta, own=True)

@@ -57,8 +57,8 @@ class Resolved(Document):
     report: NotRequired[str | None]  # older runs have none
     seed: int | None
     debug_checks: bool
-    registered_buffers: bool
-    secondary_on: NotRequired[str]  # older runs have none
+    registered_buffers: NotRequired[bool]  # older runs have none of these
+    secondary_on: NotRequired[str]
     frozen: NotRequired[_Frozen | None]
     notes: list[str]
 

@@ -73,7 +73,7 @@ class Kind(NamedTuple):
         levels: the largest value ``L`` of a linear kind; the smallest is ``-L``.
         scale_bytes: of a block's scale.
         block_sizes: numbers of values that may share a scale.
-        number: tells kinds of equal bits apart, in the code that kernels take.
+        number: with the bits, identifies the kind in the code that kernels take.
     """
 
     bits: int
@@ -89,6 +89,8 @@ KINDS = {
     "nf4": Kind(4, 7, 1, (64,), 1),
 }
 """By the name that configs give. A new kind is served by the backends that list it; see ``select``."""
+
+_NAMES = {(kind.bits, kind.number): name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,7 @@ def format_of(code: Sequence[int]) -> Format:
     bits, block_size, number = code
     if block_size == 1:
         return Cast(FLOAT_NAMES[number])
-    name = next(name for name, kind in KINDS.items() if (kind.bits, kind.number) == (bits, number))
-    return BlockSpec(name, block_size)
+    return BlockSpec(_NAMES[bits, number], block_size)
 
 
 def padded(nbytes: int) -> int:
