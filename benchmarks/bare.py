@@ -119,8 +119,8 @@ class BareStep:
         }
 
     def _gather(self, phase: str) -> None:
-        for slot in range(len(self._grads)):
-            self.engine.weights.gather([slot], phase).wait()
+        for param_index in range(len(self._grads)):
+            self.engine.weights.gather([param_index], phase).wait()
 
     def _scatter(self) -> None:
         for bucket in self._buckets:

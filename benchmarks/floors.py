@@ -102,17 +102,17 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
 
 def _hop(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
     """The process group of a phase that spans the domain."""
-    fitting = [hop for hop in config.plan.route(*config.plan.hop(phase)) if config.topology.domain(hop[1]) == domain]
+    fitting = [group for group in config.plan.stages(*config.plan.pair_of(phase)) if config.topology.domain(group[1]) == domain]
     assert fitting, f"{phase} has no process group in the {domain}"
     return fitting[-1]
 
 
-def _outside(plan: Plan, hop: tuple[int, int], unit: int) -> float:
+def _outside(plan: Plan, group: tuple[int, int], unit: int) -> float:
     """How often what a rank sends in a group leaves a unit of ``unit`` ranks, times the ranks of the unit.
 
     Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of its group.
     """
-    lo, hi = hop
+    lo, hi = group
     others = hi // lo - 1
     leaving = 0
     for position in range(unit):

@@ -141,12 +141,12 @@ def train(
         rates.step()
         losses.append(loss_sum / len(data))
     with torch.no_grad(), as_gathered(params, of_weights):
-        held = [
+        stored = [
             float(model(*batch(corpus.evaluation, shape, EVALUATION_SEED, k, rank)))
             for k in range(EVALUATION_BATCHES)
             for rank in range(RANKS)
         ]
-    return {"losses": losses, "evaluation": sum(held) / len(held), "crossing_bytes": None}
+    return {"losses": losses, "evaluation": sum(stored) / len(stored), "crossing_bytes": None}
 
 
 def scatter(messages: Sequence[Tensor], total: Sequence[Tensor], spec: BlockSpec) -> None:

@@ -153,7 +153,7 @@ def _deepspeed(module: Any, x: Tensor) -> list[Op]:
             "dequantize_reduce": (partial(module.quantized_reduction, *sums), (q.nbytes + scales.nbytes) // SOURCES),
         }
         ops += [
-            Op(name, call, q.nbytes + scales.nbytes + beside, bits, block) for name, (call, beside) in calls.items()
+            Op(name, call, q.nbytes + scales.nbytes + alongside, bits, block) for name, (call, alongside) in calls.items()
         ]
     return ops
 
@@ -196,7 +196,7 @@ def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
     numel = out.numel()
     job = _Job(ctypes.addressof(pointers), SOURCES, numel, spec.block_size, spec.scales_offset(numel))
 
-    def call(held: object = (pointers, messages)) -> object:  # addresses keep nothing alive
+    def call(stored: object = (pointers, messages)) -> object:  # addresses keep nothing alive
         return function(job, ctypes.c_void_p(out.data_ptr()))
 
     call()

@@ -172,9 +172,9 @@ def memory() -> str:
     bars = []
     for name in SCHEMES:
         config = resolve_config(ZeroTopoConfig.parse({"scheme": name}), topology)
-        held = memory_bytes(config, work, accumulation_itemsize=2)
-        total = sum(held.values())
-        bars.append(Bar(name, [(held.get(role, 0), index) for index, role in enumerate(ROLES)], format_bytes(total)))
+        stored = memory_bytes(config, work, accumulation_itemsize=2)
+        total = sum(stored.values())
+        bars.append(Bar(name, [(stored.get(role, 0), index) for index, role in enumerate(ROLES)], format_bytes(total)))
     picture = Picture("Memory per rank by scheme, 20 billion parameters on 384 GCDs of Frontier")
     picture.heading("Memory of a rank", "20 billion parameters on 384 GCDs of Frontier, BF16 with Adam, no activations")
     picture.bars(bars)

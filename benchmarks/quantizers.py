@@ -155,7 +155,7 @@ def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
 def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     """INT8 weights whose masters have moved so little that no block is sent whole."""
     codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
-    part = Part(0, len(codes.slot_of), 1, 1)
+    part = Part(0, len(codes.param_index_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
     sizes = ChangeSpec(spec.block_size)
     ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks))

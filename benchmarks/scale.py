@@ -141,8 +141,8 @@ def measure(config: ResolvedConfig, wanted: ScaleBench) -> dict[str, Any]:
                 do()
                 if repeat >= WARM_UP:
                     seconds.setdefault(name, []).append(time.perf_counter() - began)
-        routes = [step.engine.mesh.route(*pair) for pair in config.plan.hops()]
-        communicators = {id(hop.group) for route in routes for hop in route.hops if hop.group is not None}
+        stages = [step.engine.mesh.hierarchy(*pair) for pair in config.plan.pairs()]
+        communicators = {id(group.group) for hierarchy in stages for group in hierarchy.groups if group.group is not None}
         sent: dict[str, int] = {}
         for (_, domain), nbytes in step.engine.meter.last_step.items():
             sent[domain] = sent.get(domain, 0) + nbytes

@@ -83,9 +83,9 @@ def run(wanted: Soak, tick: Tick) -> GrowingRecord:
     """
     settings, samples = wanted.settings(), list[dict[str, Any]]()
 
-    def hear(job: Mapping[str, Any], event: str, **held: Any) -> None:
+    def hear(job: Mapping[str, Any], event: str, **stored: Any) -> None:
         if event == "held":
-            samples.append(held)
+            samples.append(stored)
         tick(f"step {len(samples) * wanted.every}", int(event == "step"))
 
     nodes, gpus, dies = SHAPE

@@ -96,7 +96,7 @@ def save(engine: Any, folder: Path, step: int) -> None:
 def count(bench: Bench, step: int) -> None:
     """Send the benchmark the present counts of each rank."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, held(), bench.fence)
+    dist.all_gather_object(ranks, stored(), bench.fence)
     bench.control.send({"event": "held", "step": step, "ranks": ranks})
 
 
@@ -114,7 +114,7 @@ def in_use() -> int:
     return int(info.hblkhd + info.uordblks)
 
 
-def held() -> dict[str, int]:
+def stored() -> dict[str, int]:
     """The counts of this rank, by the names of ``soak.ALLOWED``."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]

@@ -31,7 +31,7 @@ from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 from zero_topo.sync import Moment, oktopk
 from zero_topo.sync.oktopk import OkTopk
-from zero_topo.sync.picks import Picked
+from zero_topo.sync.selection import Selected
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
@@ -197,7 +197,7 @@ class Mode:
 
     def flat(self, table: Tensor) -> Tensor:
         """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
-        spans = self.engine.layout.spans(range(len(self._shapes)))
+        spans = self.engine.layout.shard_ranges(range(len(self._shapes)))
         shards = zip(spans, self._shapes, strict=True)
         return torch.cat([table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards])
 
@@ -215,10 +215,10 @@ class Unbalanced(OkTopk):
     """Ok-Topk without its balancing, which its Figure 7 compares: regions are equally wide, and all chosen sums of a
     region are sent by its owner."""
 
-    def _balanced(self, picked: Picked) -> Tensor:
+    def _balanced(self, selected: Selected) -> Tensor:
         return self.fresh().bounds
 
-    def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+    def _spread(self, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
         return own, counts
 
 

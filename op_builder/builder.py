@@ -182,8 +182,8 @@ class TopoBuilder(OpBuilder):
                 verbose=verbose,
             )
         except Exception as error:  # whatever torch's builder runs into, there are other backends
-            told = str(error).splitlines() or [repr(error)]
-            lines = [line for line in told if "error: " in line or "cannot find" in line] or told
+            facts = str(error).splitlines() or [repr(error)]
+            lines = [line for line in facts if "error: " in line or "cannot find" in line] or facts
             raise jit.BuildError(f"{self.name} does not compile: {lines[0]}; its build is in {directory}") from error
 
     def with_cuda(self) -> bool:

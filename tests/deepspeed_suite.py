@@ -198,7 +198,7 @@ def main(arguments: Sequence[str]) -> int:
         names = [word for word in words if word in BLOCKS] or [name for name in BLOCKS if name != "stock"]
         places = [word for word in words if word not in BLOCKS]
         tests = of_places(known["tests"], places)
-        bad = [held(run(copy, name, tests), name, known, places) for name in names]
+        bad = [stored(run(copy, name, tests), name, known, places) for name in names]
     EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
     return 1 if any(bad) else 0
 
@@ -208,7 +208,7 @@ def of_places(tests: Sequence[str], places: Sequence[str]) -> list[str]:
     return [id for id in tests if not places or id.startswith(tuple(places))]
 
 
-def held(rows: Mapping[str, Mapping[str, Any]], name: str, known: dict[str, Any], places: Sequence[str] = ()) -> int:
+def stored(rows: Mapping[str, Mapping[str, Any]], name: str, known: dict[str, Any], places: Sequence[str] = ()) -> int:
     """Print and note how all tests of some places ended with a block; return how many did not pass without a reason."""
     ended = {id: judged(rows[id]) if id in rows else "not run" for id in of_places(known["tests"], places)}
     title = " ".join([name, *places])

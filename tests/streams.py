@@ -307,7 +307,7 @@ class Device(TorchDispatchMode):
     def _story(self, what: str, before: str, number: int) -> str:
         here = _trace(sys._getframe(1))
         return "\n".join(
-            [f"{what} is not ordered after {before}, which was:", *_told(self._traces[number]), "now:", *_told(here)]
+            [f"{what} is not ordered after {before}, which was:", *_settings(self._traces[number]), "now:", *_settings(here)]
         )
 
 
@@ -335,7 +335,7 @@ def _trace(frame: FrameType | None) -> Trace:
     return found
 
 
-def _told(trace: Trace) -> list[str]:
+def _settings(trace: Trace) -> list[str]:
     files = [(code.co_filename, line) for code, line in trace]
     return [
         f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {linecache.getline(file, line).strip()}" for file, line in files
@@ -398,7 +398,7 @@ def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     with _disable_current_modes():
         codes_at, scales_at = (places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member))
         where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
-    return codes.held.untyped_storage(), np.concatenate(where)
+    return codes.stored.untyped_storage(), np.concatenate(where)
 
 
 # -- kernels whose schemas say less than what they touch; sparse ones touch all of their arguments ---------------------
@@ -422,8 +422,8 @@ def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int,
 
 
 def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
-    held, made = rest[:4], rest[4:]
-    return [_all_of(masters), _of_codes(*operators._coded(*held), own[1])], [*map(_all_of, made)]
+    stored, made = rest[:4], rest[4:]
+    return [_all_of(masters), _of_codes(*operators._coded(*stored), own[1])], [*map(_all_of, made)]
 
 
 def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
@@ -432,9 +432,9 @@ def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
     return [*map(_all_of, (masters, *change)), codes], [codes, _all_of(message)]
 
 
-def _apply(table: Tensor, without: int, *held: Any) -> Accesses:
+def _apply(table: Tensor, without: int, *stored: Any) -> Accesses:
     messages = Messages(table, -1, without)
-    codes = [_of_codes(*operators._coded(*held), member) for member in messages.kept()]
+    codes = [_of_codes(*operators._coded(*stored), member) for member in messages.kept()]
     return [*_of_messages(messages), *codes], codes
 
 

@@ -32,7 +32,7 @@ from zero_topo.collectives import transport
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.mpi import Mpi
 from zero_topo.collectives.transport import Group
-from zero_topo.collectives.transport import Route as Route
+from zero_topo.collectives.transport import Hierarchy as Hierarchy
 from zero_topo.plan import Plan
 from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
@@ -59,7 +59,7 @@ class Mesh:
         topology: the tree of the plan's ranks, for the names of domains.
         meter: counts the exchanges of all groups.
         pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
-        hops: further ``(lo, hi)`` that are used as one group each.
+        more_pairs: further ``(lo, hi)`` that are used as one group each.
         groups: the groups of ranks that each use the plan; None for one group of all ranks.
         registered: whether NCCL registers the memory of messages.
     """
@@ -70,7 +70,7 @@ class Mesh:
         topology: Topology,
         meter: Meter,
         pairs: Iterable[tuple[int, int]],
-        hops: Iterable[tuple[int, int]] = (),
+        more_pairs: Iterable[tuple[int, int]] = (),
         groups: Groups | None = None,
         registered: bool = False,
     ) -> None:
@@ -90,35 +90,35 @@ class Mesh:
         self._transport = transport.transport(registered)
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
-        used = dict.fromkeys([*(hop for pair in pairs for hop in plan.route(*pair)), *hops])
-        self._hops = {hop: self._create(*hop) for hop in used}
+        used = dict.fromkeys([*(stage for pair in pairs for stage in plan.stages(*pair)), *more_pairs])
+        self._groups = {pair: self._create(*pair) for pair in used}
         self._over_mpi: dict[tuple[int, int], Group] = {}
 
-    def route(self, lo: int, hi: int) -> Route:
+    def hierarchy(self, lo: int, hi: int) -> Hierarchy:
         """Return the groups that a collective over ``(lo, hi)`` uses, innermost first.
 
         Raises:
             KeyError: if one of them was not requested at construction.
         """
-        return Route(tuple(self.hop(*pair) for pair in self.plan.route(lo, hi)))
+        return Hierarchy(tuple(self.group(*pair) for pair in self.plan.stages(lo, hi)))
 
-    def hop(self, lo: int, hi: int) -> Group:
+    def group(self, lo: int, hi: int) -> Group:
         """Return one process group, created at construction.
 
         Raises:
             KeyError: if it was not requested at construction: groups are never created during a step.
         """
-        return self._hops[lo, hi]
+        return self._groups[lo, hi]
 
-    def over_mpi(self, hop: Group) -> Group:
+    def over_mpi(self, group: Group) -> Group:
         """Return a group of this mesh whose messages are sent over MPI. The first call is collective for its members.
 
         Raises:
             ValueError: on every rank, if MPI's ranks of the job are not those of torch.
         """
-        if hop.group is None:
-            return hop
-        if (hop.lo, hop.hi) not in self._over_mpi:
+        if group.group is None:
+            return group
+        if (group.lo, group.hi) not in self._over_mpi:
             world: Any = importlib.import_module("mpi4py.MPI").COMM_WORLD
             if (world.Get_size(), world.Get_rank()) != (dist.get_world_size(), dist.get_rank()):
                 raise ValueError(
@@ -126,10 +126,10 @@ class Mesh:
                     f"{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or set "
                     '"transport": "torch"'
                 )
-            ranks = [self.ranks[rank] for rank in self.plan.group(self.rank, hop.lo, hop.hi)]
-            comm = world.Create_group(world.Get_group().Incl(ranks), hop.lo)
-            self._over_mpi[hop.lo, hop.hi] = Mpi(hop, comm)
-        return self._over_mpi[hop.lo, hop.hi]
+            ranks = [self.ranks[rank] for rank in self.plan.group(self.rank, group.lo, group.hi)]
+            comm = world.Create_group(world.Get_group().Incl(ranks), group.lo)
+            self._over_mpi[group.lo, group.hi] = Mpi(group, comm)
+        return self._over_mpi[group.lo, group.hi]
 
     def _create(self, lo: int, hi: int) -> Group:
         ranks = self.plan.group(self.rank, lo, hi)
@@ -170,28 +170,28 @@ class Mesh:
             return ""
         set_by_user = env.get("NCCL_BUFFSIZE", "")
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
-        held = buffer * sum(min(2, size - 1) for size in sizes)  # a rank has two neighbours in a ring
+        stored = buffer * sum(min(2, size - 1) for size in sizes)  # a rank has two neighbours in a ring
         return (
             f"process groups of this rank: the world's and {len(sizes)} of {sizes} ranks, created in {self.calls} "
-            f"collective calls; with NCCL their buffers take {format_bytes(held)} per channel "
+            f"collective calls; with NCCL their buffers take {format_bytes(stored)} per channel "
             f"(NCCL_BUFFSIZE = {format_bytes(buffer)} per neighbour)"
         )
 
     def destroy(self) -> None:
         """Destroy the groups this mesh created; every rank must call it, at one point of the program."""
-        for hop in self._hops.values():
-            hop.done.clear()
+        for kept in self._groups.values():
+            kept.done.clear()
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
-        self._hops.clear()
+        self._groups.clear()
 
 
 def _timeout() -> timedelta | None:
     """Return the timeout of the world's collectives; None if its backends do not report it."""
     world: Any = dist.group.WORLD
     options: Iterator[Any] = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
-    return max((told._timeout for told in options if hasattr(told, "_timeout")), default=None)
+    return max((option._timeout for option in options if hasattr(option, "_timeout")), default=None)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ Note [Nested shards]
     shard is never copied.
 
 Note [Process groups]
-    The process group ``(lo, hi)`` of a rank, in code a ``hop``, has the ranks with equal ``t % lo`` and equal
+    The process group ``(lo, hi)`` of a rank, in code a ``pair``, has the ranks with equal ``t % lo`` and equal
     ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it all-gathers degree-``hi`` shards into a
     degree-``lo`` shard; from ``lo`` to ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to
     member ``j % (hi / lo)`` and is row ``j // (hi / lo)`` there, so a collective of the group is a transpose of
@@ -21,7 +21,7 @@ Note [Process groups]
 
 Note [Hierarchical collectives]
     A group ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent in one collective,
-    each member's message would cross to every member on other nodes. A hierarchical collective (in code a ``route``)
+    each member's message would cross to every member on other nodes. A hierarchical collective (in code a ``hierarchy``)
     has the same result and uses two groups, ``(lo, L)`` inside the node and ``(L, hi)`` across nodes. A reduce-scatter
     sums inside the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
     inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
@@ -188,7 +188,7 @@ class Plan:
             for k in range(lo)
         ]
 
-    def hop(self, phase: str) -> tuple[int, int]:
+    def pair_of(self, phase: str) -> tuple[int, int]:
         """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction to one row a rank."""
         copy = self.weights if self.secondary is None or self.weights == 1 else self.secondary
         return {
@@ -201,17 +201,17 @@ class Plan:
             "publish": (self.weights, self.optimizer),
         }[phase]
 
-    def hops(self) -> list[tuple[int, int]]:
+    def pairs(self) -> list[tuple[int, int]]:
         """Return every ``(lo, hi)`` that an engine of this plan may use, in the order in which all ranks create groups.
 
         They are the groups of the phases; from one row per rank to the optimizer shard, for sync's gather and the FP32
         masters; and from the world shards to the weights, for the start.
         """
-        hop, world = self.hop, self.world_size
-        first = [hop("gather_forward"), hop("scatter"), hop("sync"), (self.optimizer, world), hop("publish")]
-        return list(dict.fromkeys([*first, (self.weights, world), hop("gather_backward")]))
+        pair, world = self.pair_of, self.world_size
+        first = [pair("gather_forward"), pair("scatter"), pair("sync"), (self.optimizer, world), pair("publish")]
+        return list(dict.fromkeys([*first, (self.weights, world), pair("gather_backward")]))
 
-    def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
+    def stages(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical collectives])."""
         middle = self.inner
         if middle is not None and hi <= middle:
@@ -236,7 +236,7 @@ def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
     return [*runs, range(first, len(sizes))] if sizes else []
 
 
-def coded_slots(
+def coded_params(
     plan: Plan, numels: Sequence[int], dims: Sequence[int], persistent: Sequence[bool], block: int
 ) -> tuple[bool, ...]:
     """Return for each parameter whether it is stored as INT8, in blocks of ``block`` values inside a world shard.

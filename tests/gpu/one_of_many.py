@@ -161,8 +161,8 @@ def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
         engine.reload_states()
         losses += [step(engine, tokens) for _ in range(STEPS)]
         formulas = zero_topo.stats(engine).memory
-    held = {"allocated": None, "peak": None, **memory, "left_by_offload_states": left, "formulas": formulas}
-    return {"losses": losses, "host_waits": waits, **held}
+    stored = {"allocated": None, "peak": None, **memory, "left_by_offload_states": left, "formulas": formulas}
+    return {"losses": losses, "host_waits": waits, **stored}
 
 
 def own_waits(work: Callable[[], object]) -> int:
@@ -263,15 +263,15 @@ def under(events: list[dict[str, Any]]) -> dict[str, Any]:
     for one in kernels:
         streams[one["args"]["stream"]].append((one["ts"], one["ts"] + one["dur"]))
     main = max(streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]), default=0)
-    total = beside = 0.0
+    total = alongside = 0.0
     for one in kernels:
         if "zt_" not in one["name"]:
             continue
         begin, end = one["ts"], one["ts"] + one["dur"]
         total += end - begin
         if one["args"]["stream"] != main:
-            beside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
-    return {"launches": len(kernels), "streams": len(streams), "ours_us": total, "ours_beside_the_model_us": beside}
+            alongside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
+    return {"launches": len(kernels), "streams": len(streams), "ours_us": total, "ours_beside_the_model_us": alongside}
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

@@ -377,8 +377,8 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
         found = int(reference.count_above(x, threshold))
         assert int(backend.count_above(x.to(device), threshold)) == found, f"count {n} {threshold}"
         for room in {found, found // 2, found + 3}:
-            wanted, picked = ((torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2))
-            actual = picked[0].to(device), picked[1].to(device)
+            wanted, selected = ((torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2))
+            actual = selected[0].to(device), selected[1].to(device)
             reference.compact_above(x, threshold, *wanted)
             total = backend.compact_above(x.to(device), threshold, *actual)
             assert int(total) == found
@@ -444,7 +444,7 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(n)
         mask = torch.rand(n, generator=generator) < density
         x = torch.randn(n, generator=generator) * mask
-        expected = torch.full((2, rows, reference.LANES), 3.0)
+        expected = torch.full((2, rows, reference.SKETCH_WIDTH), 3.0)
         sketch = torch.full_like(expected, 5.0).to(device)
         members = torch.stack([2 * x, x])
         reference.sketch_insert(members, 11, expected)

@@ -29,7 +29,7 @@ class Served:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(masters: Any, codes: Codes, *arguments: Any) -> Any:
-            with serving(self._backend, codes.held.device):
+            with serving(self._backend, codes.stored.device):
                 return getattr(ops, name)(masters, codes, *arguments)
 
         return call
@@ -87,18 +87,18 @@ FATES = ("none", "all", "mixed", "first", "last")
 
 def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
     """All three operations, on blocks of every kind, of which none, all, some, or one at an end are sent whole."""
-    case, members, messages, held = by_the_reference(layout, fate, device)
+    case, members, messages, stored = by_the_reference(layout, fate, device)
     for number, wanted in enumerate(members):
         masters, own = case.masters(number), case.copy()
         check_assessed(backend, masters, own, case, wanted.change)
-        assert_same(own.held, case.codes.held, "what is held and must not change yet")
+        assert_same(own.stored, case.codes.stored, "what is held and must not change yet")
         emitted = torch.full_like(wanted.emitted, FILLING)
         backend.codes_emit(masters, own, case.part, wanted.change, emitted)
         assert_same(emitted, wanted.emitted, "the message")
-        assert_same(own.held, wanted.held, "what is held after a message was made")
+        assert_same(own.stored, wanted.stored, "what is held after a message was made")
     own = case.copy()
     backend.codes_apply(messages, own, case.part)
-    assert_same(own.held, held, "what is held after messages came")
+    assert_same(own.stored, stored, "what is held after messages came")
 
 
 class Made(NamedTuple):
@@ -106,7 +106,7 @@ class Made(NamedTuple):
 
     change: Change
     emitted: Tensor
-    held: Tensor
+    stored: Tensor
     message: Tensor
 
 
@@ -122,7 +122,7 @@ def by_the_reference(layout: Layout, fate: str, device: str) -> tuple[Case, list
             table[divmod(number, layout.members[1])][: len(member.message)] = member.message
     messages, codes = Messages(table[None], without_member=layout.without), case.copy()
     reference.codes_apply(messages, codes, case.part)
-    return case, members, messages, codes.held
+    return case, members, messages, codes.stored
 
 
 def made(case: Case, member: int) -> Made:
@@ -132,16 +132,16 @@ def made(case: Case, member: int) -> Made:
     whole = change.counts[:, 0].cpu() == WHOLE
     assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
     size = message_bytes(codes, change) + 384
-    emitted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.held.device)
+    emitted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.stored.device)
     message = OPS.encode_changes(masters, case.copy(), case.part, change, size)
     reference.codes_emit(masters, codes, case.part, change, emitted)
-    return Made(change, emitted, codes.held, message)
+    return Made(change, emitted, codes.stored, message)
 
 
 def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     """Every byte of a list, every size of a mask; Inf where what a scale fits overflows."""
     case = Case(single(10, block), "none", device)
-    case.codes.held[int(case.codes.slots[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
+    case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
     masters, part = case.masters(0), case.part
     masters.table.fill_(-torch.inf)
     change = empty_change(case)
@@ -192,15 +192,15 @@ def check_edited(backend: Any, block: int, add: float, device: str) -> None:
     masters.table[:, ::3] += add
     message = ops.encode_changes(masters, owner, part, change, size)
     backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica, part)
-    assert_same(replica.held, owner.held, "the replica of masters that were edited")
+    assert_same(replica.stored, owner.stored, "the replica of masters that were edited")
     if math.isfinite(add):
         OPS.encode_changes(masters, expected, part, change, size)
-        assert_same(owner.held, expected.held, "codes of masters that were edited")
+        assert_same(owner.stored, expected.stored, "codes of masters that were edited")
 
 
 def empty_change(case: Case) -> Change:
     """Room for a change of the blocks of a case, filled with something."""
-    spec, n, device = ChangeSpec(case.codes.block), case.part.blocks, case.codes.held.device
+    spec, n, device = ChangeSpec(case.codes.block), case.part.blocks, case.codes.stored.device
     steps = torch.full((n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device)
     ends = torch.zeros(n, 2, dtype=torch.int64, device=device)
     return Change(torch.full((n,), 77.0, device=device), torch.full_like(steps[:, :, 0, 0], FILLING), steps, ends)
@@ -231,13 +231,13 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         far: makes zeros, so many of a dtype, that take memory only where they are touched.
     """
     case, apart, room = Case(ragged(64), "mixed", "cpu"), 2**32 + 128, 2**16
-    part, slots = case.part, case.codes.slots.clone()
-    slots[:, :2] += apart
-    codes = Codes(far(apart + case.codes.held.numel(), torch.uint8), slots, case.codes.slot_of, 64)
+    part, param_indices = case.part, case.codes.param_indices.clone()
+    param_indices[:, :2] += apart
+    codes = Codes(far(apart + case.codes.stored.numel(), torch.uint8), param_indices, case.codes.param_index_of, 64)
     table = far(3 * apart + 2 * room, torch.uint8).as_strided((1, 2, 3, room), (0, 2 * apart, apart // 2, 1))
     for member in range(part.members):
         near, masters = case.copy(), case.masters(member)
-        codes.held[apart:] = near.held
+        codes.stored[apart:] = near.stored
         rows = far(2 * apart // 4 + room, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
         own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess_changes(masters, near, part)
         check_assessed(backend, own, codes, case, change)
@@ -247,11 +247,11 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         reference.codes_emit(masters, near, part, change, wanted)
         backend.codes_emit(own, codes, part, change, made)
         assert_same(made, wanted, "the message")
-        assert_same(codes.held[apart:], near.held, "what is held after a message was made")
-    codes.held[apart:], near = case.codes.held, case.copy()
+        assert_same(codes.stored[apart:], near.stored, "what is held after a message was made")
+    codes.stored[apart:], near = case.codes.stored, case.copy()
     reference.codes_apply(Messages(table), near, part)
     backend.codes_apply(Messages(table), codes, part)
-    assert_same(codes.held[apart:], near.held, "what is held after messages came")
+    assert_same(codes.stored[apart:], near.stored, "what is held after messages came")
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
@@ -268,18 +268,18 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     change = OPS.assess_changes(masters, near, case.part)
     OPS.encode_changes(masters, near, case.part, change, message_bytes(near, change))
     codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
-    planes = tuple(zip((0, int(codes.slots[0, 1])), (0, int(near.slots[0, 1])), (64 * few, 4 * few), strict=True))
+    planes = tuple(zip((0, int(codes.param_indices[0, 1])), (0, int(near.param_indices[0, 1])), (64 * few, 4 * few), strict=True))
     for there, here, size in planes:
-        codes.held[there : there + times * size].view(times, size).copy_(case.codes.held[here : here + size])
-    others = replace(codes, held=codes.held.clone())
+        codes.stored[there : there + times * size].view(times, size).copy_(case.codes.stored[here : here + size])
+    others = replace(codes, stored=codes.stored.clone())
     own = Masters(masters.table.repeat(1, times), 0, 0)
     change = ops.assess_changes(own, codes, part)
     message = ops.encode_changes(own, codes, part, change, message_bytes(codes, change))
     backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others, part)
     for there, here, size in planes:
-        wanted = near.held[here : here + size]
-        assert bool((codes.held[there : there + times * size].view(times, size) == wanted).all())
-    assert torch.equal(codes.held, others.held)
+        wanted = near.stored[here : here + size]
+        assert bool((codes.stored[there : there + times * size].view(times, size) == wanted).all())
+    assert torch.equal(codes.stored, others.stored)
 
 
 def check_apply(backend: Any, case: Case, messages: Messages) -> None:
@@ -287,7 +287,7 @@ def check_apply(backend: Any, case: Case, messages: Messages) -> None:
     codes, own = case.copy(), case.copy()
     reference.codes_apply(messages, codes, case.part)
     backend.codes_apply(messages, own, case.part)
-    assert_same(own.held, codes.held, "what is held after messages came")
+    assert_same(own.stored, codes.stored, "what is held after messages came")
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -311,10 +311,10 @@ class Case:
         self.whole = sent_whole(shape, fate)
         before, self._now = moved(self.whole, layout)
         self.codes = Codes.build(layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device))
-        for at, scales_at, blocks, *_ in self.codes.slots.tolist():
-            self.codes.held[at:scales_at] = FILLING
+        for at, scales_at, blocks, *_ in self.codes.param_indices.tolist():
+            self.codes.stored[at:scales_at] = FILLING
             rows = self.part.rows * self.part.members
-            self.codes.held[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(TIE)
+            self.codes.stored[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(TIE)
         for member in range(self.part.members):
             own = self._masters(before, member)
             change = OPS.assess_changes(own, self.codes, self.part)
@@ -322,7 +322,7 @@ class Case:
 
     def copy(self) -> Codes:
         """The codes, to be changed."""
-        return replace(self.codes, held=self.codes.held.clone())
+        return replace(self.codes, stored=self.codes.stored.clone())
 
     def masters(self, member: int) -> Masters:
         """A member's masters now."""
@@ -330,14 +330,14 @@ class Case:
 
     def _masters(self, values: Tensor, member: int) -> Masters:
         """Only the columns of the part's slots, rows apart, at an odd address; NaN where no block lies."""
-        layout, slots = self.layout, self.codes.slots.tolist()
-        slot_of = self.codes.slot_of.tolist()
-        first, last = slots[slot_of[layout.begin]], slots[slot_of[layout.end - 1]]
+        layout, param_indices = self.layout, self.codes.param_indices.tolist()
+        param_index_of = self.codes.param_index_of.tolist()
+        first, last = param_indices[param_index_of[layout.begin]], param_indices[param_index_of[layout.end - 1]]
         width = last[4] + last[5] - first[4]
         flat = torch.full((3 + layout.rows * (width + 5) - 5,), torch.nan)
         table = flat.as_strided((layout.rows, width), (width + 5, 1), 3)
         for column in range(layout.begin, layout.end):
-            *_, before, begin, columns = slots[slot_of[column]]
+            *_, before, begin, columns = param_indices[param_index_of[column]]
             inside = (column - before) * layout.block
             size = min(layout.block, columns - inside)
             at = begin - first[4] + inside

@@ -29,7 +29,7 @@ class Ranks:
     def __init__(self, seed: int) -> None:
         self.masters = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.02
         self.codes = [Codes.build(COLUMNS, ROWS, BLOCK, CPU) for _ in range(MEMBERS)]
-        self.part = Part(0, len(self.codes[0].slot_of), ROWS // MEMBERS, MEMBERS)
+        self.part = Part(0, len(self.codes[0].param_index_of), ROWS // MEMBERS, MEMBERS)
         self.size = 0  # of the last messages
 
     def publish(self) -> list[int]:
@@ -50,9 +50,9 @@ class Ranks:
     def check(self) -> None:
         """All copies have the same bits, and every code is its master's."""
         for codes in self.codes[1:]:
-            assert torch.equal(codes.held, self.codes[0].held)
-        for slot, (first, width) in enumerate(COLUMNS):
-            found, scales = held(self.codes[0], slot)
+            assert torch.equal(codes.stored, self.codes[0].stored)
+        for param_index, (first, width) in enumerate(COLUMNS):
+            found, scales = stored(self.codes[0], param_index)
             x = torch.zeros(ROWS, found.shape[1] * BLOCK)
             x[:, :width] = self.masters[:, first : first + width]
             wanted = (x.view(found.shape) * (1 / scales)[..., None]).round().clamp(-127, 127)
@@ -60,11 +60,11 @@ class Ranks:
             assert torch.equal(found.float(), torch.where(usable, wanted, 0.0))
 
 
-def held(codes: Codes, slot: int) -> tuple[Tensor, Tensor]:
+def stored(codes: Codes, param_index: int) -> tuple[Tensor, Tensor]:
     """Codes ``[rows, blocks, block]`` and scales ``[rows, blocks]`` of a slot."""
-    at, scales_at, blocks, *_ = codes.slots[slot].tolist()
-    values = codes.held[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)
-    return values, codes.held[scales_at : scales_at + ROWS * blocks * 4].view(torch.float32).view(ROWS, blocks)
+    at, scales_at, blocks, *_ = codes.param_indices[param_index].tolist()
+    values = codes.stored[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)
+    return values, codes.stored[scales_at : scales_at + ROWS * blocks * 4].view(torch.float32).view(ROWS, blocks)
 
 
 def test_codes_follow_their_masters_in_every_copy() -> None:
@@ -90,13 +90,13 @@ def test_what_is_not_finite_is_seen_and_heals(bad: float) -> None:
     ranks.masters[2, 300:364] = 0.0
     assert ranks.publish() == [0, 1, 1]
     ranks.check()
-    scales = held(ranks.codes[2], 1)[1]
+    scales = stored(ranks.codes[2], 1)[1]
     assert scales[1, 0].isnan() and scales[2, 0] == 0
     assert ranks.publish() == [0, 0, 0], "what did not change is not sent again"
     ranks.masters[1:3, 300:364] = 0.01
     ranks.publish()
     ranks.check()
-    assert held(ranks.codes[0], 1)[1].isfinite().all()
+    assert stored(ranks.codes[0], 1)[1].isfinite().all()
 
 
 def test_scales_stay_while_blocks_fit() -> None:
@@ -105,10 +105,10 @@ def test_scales_stay_while_blocks_fit() -> None:
     ranks.publish()
     for factor, anew in ((1.06, False), (1 / 1.06, False), (1.07, True), (0.76, False), (0.9, True)):
         ranks.masters *= factor
-        before = held(ranks.codes[0], 0)[1].clone()
+        before = stored(ranks.codes[0], 0)[1].clone()
         ranks.publish()
         ranks.check()
-        assert torch.equal(before, held(ranks.codes[0], 0)[1]) != anew, factor
+        assert torch.equal(before, stored(ranks.codes[0], 0)[1]) != anew, factor
 
 
 def test_bytes_of_a_message() -> None:
@@ -140,7 +140,7 @@ def test_bits_of_steps_of_adam(rate: float, most: float, signs: bool) -> None:
         nbytes = message_bytes(owner, change)
         message = ops.encode_changes(own, owner, part, change, nbytes)
         ops.apply_changes(message[None, None], copy, part, without=-1)
-        assert torch.equal(copy.held, owner.held)
+        assert torch.equal(copy.stored, owner.stored)
         update = torch.randn(x.shape, generator=generator)
         x += 0.4 * rate * (update.sign() if signs else update)
     assert 8 * nbytes / x.numel() <= most
@@ -162,7 +162,7 @@ def test_changes_of_any_density_arrive(seed: int, share: float, block: int) -> N
         change = ops.assess_changes(own, owner, part)
         message = ops.encode_changes(own, owner, part, change, message_bytes(owner, change))
         ops.apply_changes(message[None, None], copy, part, without=-1)
-        assert torch.equal(copy.held, owner.held)
+        assert torch.equal(copy.stored, owner.stored)
     tile = min(block, 128)
     number, far = chosen.view(n, -1, tile).sum(2), far.view(n, -1, tile)[:, :, 0]
     whole = (number > tile * 7 // 8).any(1)

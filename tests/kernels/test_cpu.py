@@ -85,8 +85,8 @@ def test_millions(split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: 
     limit = rows * stride - (stride - columns) - columns // 2
     source = golden.calm(limit, dtype)
     message = golden.same_message(split, [View(source, rows, columns, stride)], spec)
-    held = View(torch.full_like(source, 3.25), rows, columns, stride)
-    golden.same_sums(split, torch.stack([message] * 2), spec, [held], (0.5, True))
+    stored = View(torch.full_like(source, 3.25), rows, columns, stride)
+    golden.same_sums(split, torch.stack([message] * 2), spec, [stored], (0.5, True))
 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)

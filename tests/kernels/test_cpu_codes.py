@@ -52,14 +52,14 @@ class Calls:
         self.table = message.expand(*layout.members, -1).contiguous()
         made = golden_codes.empty_change(case)
         assessed = made.scales, made.counts, made.steps, made.ends
-        self.memory = [codes.held, self.table, *assessed, message]
-        self.held, self.counts, self.ends = codes.held, change.counts, change.ends
-        self.slots, self.slot_of = codes.slots, codes.slot_of
-        own, held = ops._own_arguments(masters), ops._code_arguments(codes, part)
+        self.memory = [codes.stored, self.table, *assessed, message]
+        self.stored, self.counts, self.ends = codes.stored, change.counts, change.ends
+        self.param_indices, self.param_index_of = codes.param_indices, codes.param_index_of
+        own, stored = ops._own_arguments(masters), ops._code_arguments(codes, part)
         self.arguments: dict[str, list[Any]] = {
-            "codes_assess": [*own, *held, *assessed],
-            "codes_emit": [*own, *held, change.scales, change.counts, change.steps, change.ends, message],
-            "codes_apply": [self.table[None], -1, *held],
+            "codes_assess": [*own, *stored, *assessed],
+            "codes_emit": [*own, *stored, change.scales, change.counts, change.steps, change.ends, message],
+            "codes_apply": [self.table[None], -1, *stored],
         }
 
     def make(self, name: str) -> None:
@@ -95,7 +95,7 @@ def put(index: int, value: int) -> Callable[[list[int]], list[int]]:
 
 def wrong(name: str) -> Iterator[Damage]:
     """What is wrong whatever stands in the tables of slots."""
-    yield from ((2, lambda held: held[:1000]), (4, lambda slot_of: slot_of[:12]))
+    yield from ((2, lambda stored: stored[:1000]), (4, lambda param_index_of: param_index_of[:12]))
     yield from ((place, lambda x: x[:0].clone()) for place in (2, 3, 4))
     yield from ((5, put(index, value)) for index, values in enumerate(PART) for value in values)
     if name == "codes_apply":
@@ -109,7 +109,7 @@ def wrong(name: str) -> Iterator[Damage]:
 
 def wrong_by_the_tables(name: str) -> Iterator[Damage]:
     """What is wrong only because of where the slots lie."""
-    yield from ((3, lambda slots: slots[:3]), (5, put(4, 7)))
+    yield from ((3, lambda param_indices: param_indices[:3]), (5, put(4, 7)))
     if name == "codes_apply":
         yield 0, lambda table: table[..., :300]
         return
@@ -129,9 +129,9 @@ def test_one_wrong_argument_is_refused(whole: Operators, name: str) -> None:
 def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str) -> None:
     """No slot may end beyond what is held or, where masters are read, their columns; nor may changes."""
     damages: list[tuple[str, Any, list[int]]] = [("slot_of", 4, [-1, 6, 2**31 - 1])]
-    damages += [("slots", (1, column), [-1, 2**57, 2**63 - 1]) for column in range(6)]
-    damages += [("slots", (0, 0), [10_000]), ("slots", (0, 1), [100_000]), ("slots", (1, 3), [0, 12])]
-    damages += [("slots", (1, 4), [0, 5000])] if name != "codes_apply" else []
+    damages += [("param_indices", (1, column), [-1, 2**57, 2**63 - 1]) for column in range(6)]
+    damages += [("param_indices", (0, 0), [10_000]), ("param_indices", (0, 1), [100_000]), ("param_indices", (1, 3), [0, 12])]
+    damages += [("param_indices", (1, 4), [0, 5000])] if name != "codes_apply" else []
     ends = [-1, 37, 2**62]
     emitted: list[tuple[str, Any, list[int]]] = [("ends", (-1, 0), ends), ("ends", (-1, 1), [-1, 2**40, 2**62])]
     emitted += [("ends", (7, 0), ends), ("ends", (7, 1), [-1, 2**40, 2**62]), ("counts", (8, 0), [65, 254])]
@@ -176,12 +176,12 @@ def test_ends_that_disagree_with_counts_are_refused(whole: Operators) -> None:
     message = golden_codes.OPS.encode_changes(
         own, case.copy(), case.part, change, golden_codes.message_bytes(codes, change)
     )
-    before = codes.held.clone()
+    before = codes.stored.clone()
     for number in (4, 5):
         message.view(torch.int32)[number] += 1
         with pytest.raises(RuntimeError, match="a size is negative, or a message"):
             whole.codes_apply(Messages(message.view(1, 1, 1, -1)), codes, case.part)
-        assert torch.equal(codes.held, before)
+        assert torch.equal(codes.stored, before)
         message.view(torch.int32)[number] -= 1
 
 
@@ -194,7 +194,7 @@ def test_messages_of_any_bytes(module: ModuleType, seed: int, places: list[int],
     flat = calls.table.view(-1)
     for place in places:
         flat[place * 37 % flat.numel()] = (seed + place) % 256
-    before = calls.held[:64].clone()
+    before = calls.stored[:64].clone()
     with limited(module, min(LEVELS[level], module.best_level())), contextlib.suppress(RuntimeError):
         calls.make("codes_apply")
-    assert torch.equal(calls.held[:64], before), "a block column that the part leaves out"
+    assert torch.equal(calls.stored[:64], before), "a block column that the part leaves out"

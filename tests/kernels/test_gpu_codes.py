@@ -58,31 +58,31 @@ def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int
     """Whatever bytes came: nothing behind a message is read, and of what is held only the members' part is written."""
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
     n, spec = case.part.blocks, ChangeSpec(64)
-    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.held.numel()
+    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.stored.numel()
     table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
     table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
-    held = case.copy()
-    emulated().codes_apply(Messages(table, without_member=4), held, case.part)
+    stored = case.copy()
+    emulated().codes_apply(Messages(table, without_member=4), stored, case.part)
     wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
     wholes[..., spec.counts_offset(n) : spec.scales_offset(n)] = 255
-    may = replace(held, held=torch.full((size,), FILLING, dtype=torch.uint8))
+    may = replace(stored, stored=torch.full((size,), FILLING, dtype=torch.uint8))
     reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
-    wrong = (held.held != case.codes.held) & (may.held == FILLING)
+    wrong = (stored.stored != case.codes.stored) & (may.stored == FILLING)
     assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
 
 
 def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
     """One that is too small for its changes leaves codes and message as they were: sizes are known on the device."""
     case, backend = Case(single(40), "mixed", "cpu"), emulated()
-    held, masters = case.copy(), case.masters(0)
-    change = OPS.assess_changes(masters, held, case.part)
+    stored, masters = case.copy(), case.masters(0)
+    change = OPS.assess_changes(masters, stored, case.part)
     count, size = change.ends[-1].tolist()
     room = ChangeSpec(64).changes_offset(40, count) + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
-    backend.codes_emit(masters, held, case.part, change, message)
-    assert_same(held.held, case.codes.held, "what is held")
+    backend.codes_emit(masters, stored, case.part, change, message)
+    assert_same(stored.stored, case.codes.stored, "what is held")
     assert bool((message == FILLING).all())
 
 

@@ -81,9 +81,9 @@ def pieces_anywhere(draw: st.DrawFn) -> list[View]:
     members, made = draw(st.integers(1, 3)), []
     for _ in range(draw(st.integers(1, 4))):
         rows, width = draw(st.integers(1, 4)), draw(COLUMNS)
-        beside = draw(st.booleans())
-        stride = (members * width if beside else width) + draw(st.sampled_from([0, 1, 8, 100]))
-        step = width if beside else rows * stride + draw(st.integers(0, 9))
+        alongside = draw(st.booleans())
+        stride = (members * width if alongside else width) + draw(st.sampled_from([0, 1, 8, 100]))
+        step = width if alongside else rows * stride + draw(st.integers(0, 9))
         extent, offset = (members - 1) * step + (rows - 1) * stride + width, draw(st.integers(0, 8))
         flat = golden.values(
             offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])), draw(st.sampled_from(FLOATS))
@@ -98,8 +98,8 @@ def test_pieces_anywhere(emulated: Emulated, pieces: list[View], spec: golden.Sp
     """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
     backend = emulated(chosen)
     message = golden.same_message(backend, pieces, spec).view(pieces[0].members, -1)
-    held = [replace(p, flat=p.flat.nan_to_num(0.5)) for p in pieces]
-    golden.same_sums(backend, message.expand(3, -1, -1), spec, held, (0.3, True))
+    stored = [replace(p, flat=p.flat.nan_to_num(0.5)) for p in pieces]
+    golden.same_sums(backend, message.expand(3, -1, -1), spec, stored, (0.3, True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -88,8 +88,8 @@ def test_the_sparse_operations_give_the_references_values(native: Operators) -> 
     """Masks, picks and sketches."""
     golden.check_sparse(native, DEVICE.type)
     x = golden.values(300_001, torch.float32, 2).to(DEVICE)
-    indices, picked = (torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32))
-    found = int(native.compact_above(x, 0.5, indices, picked))
+    indices, selected = (torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32))
+    found = int(native.compact_above(x, 0.5, indices, selected))
     assert torch.equal(indices[:found], (x.abs() < 0.5).logical_not().nonzero()[:, 0])
 
 

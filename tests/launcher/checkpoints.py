@@ -168,8 +168,8 @@ def to_universal(saved: Path, universal: Path) -> None:
 
 def poison(flat: torch.Tensor, numel: int) -> None:
     """Fill what lies beyond a parameter's end in this rank's world shard ``[ceil(numel / N)]`` with NaN."""
-    held = max(0, min(flat.numel(), numel - dist.get_rank() * flat.numel()))
-    flat[held:] = torch.nan
+    stored = max(0, min(flat.numel(), numel - dist.get_rank() * flat.numel()))
+    flat[stored:] = torch.nan
 
 
 def common_directory(local: Path) -> Path:

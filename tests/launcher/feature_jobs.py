@@ -204,8 +204,8 @@ def see_states(engine: Any, step: int) -> list[Tensor]:
             local += [utils.safe_get_local_optimizer_state(param, "exp_avg_sq")]
             seen += [utils.safe_get_full_optimizer_state(param, "exp_avg")]
         width = local[0].numel()
-        held = max(0, param.ds_numel - dist.get_rank() * width)  # beyond it, stock leaves what was in memory
-        seen += [tensor[:held] for tensor in local]
+        stored = max(0, param.ds_numel - dist.get_rank() * width)  # beyond it, stock leaves what was in memory
+        seen += [tensor[:stored] for tensor in local]
     return [tensor.detach().float().clone() for tensor in seen]
 
 

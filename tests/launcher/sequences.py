@@ -79,7 +79,7 @@ class Run:
         self.trained = self._freeze()
         module = copy.deepcopy(self.plain)
         self.job = self._job(module)
-        self.beside: Any = self._beside(module) if self.draw.random() < 0.5 else None
+        self.alongside: Any = self._on_stream(module) if self.draw.random() < 0.5 else None
         with default_dtype(self.draw.choice(DTYPES)):
             self.engine = start(self.job)
         self.optimizer = sgd(self._plain_trained())
@@ -111,7 +111,7 @@ class Run:
         topo = self.draw.choice(BLOCKS)
         return Job(lambda: module, topo, micro_batches=micro_batches, optimizer=sgd, ds=ds)
 
-    def _beside(self, module: nn.Module) -> Any:
+    def _on_stream(self, module: nn.Module) -> Any:
         config = {key: value for key, value in ds_config(self.job).items() if key != "optimizer"}
         config.pop("zero_allow_untested_optimizer")
         return deepspeed.initialize(model=module, config=config)[0]
@@ -337,9 +337,9 @@ class Run:
 
     def end_the_other(self) -> None:
         """Of the engines of one module, that without an optimizer."""
-        if self.beside is not None:
-            close(self.beside)
-            self.beside = None
+        if self.alongside is not None:
+            close(self.alongside)
+            self.alongside = None
 
     def close(self) -> None:
         self.end_the_other()

@@ -43,8 +43,8 @@ def assert_bytes_equal(stats: Stats) -> None:
 
 
 def assert_memory_equals(stats: Stats) -> None:
-    held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
-    assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+    stored = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
+    assert stored == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
 
 
 @pytest.mark.eight_ranks
@@ -101,10 +101,10 @@ def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
     """DeepSpeed's own caches keep the optimizer; each group kept with it would cost a rank threads and sockets."""
     run = Job(zero_topo=block("topo"), steps=1)
     with running(run) as engine:
-        held = weakref.ref(engine.optimizer.topo)
+        stored = weakref.ref(engine.optimizer.topo)
         advance(run, engine, 0, 1)
     gc.collect()
-    assert held() is None
+    assert stored() is None
 
 
 def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:

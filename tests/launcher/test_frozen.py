@@ -37,7 +37,7 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
         engine.save_checkpoint(str(shared_path))
         assert engine.save_16bit_model(str(shared_path), "model.bin")
         saved, losses = weights(engine), advance(run, engine, 1, 3)
-        held = frozen_codes(engine)
+        stored = frozen_codes(engine)
     dist.barrier()
     (fragments,) = (torch.load(f, weights_only=False) for f in shared_path.glob(f"*/*rank_{rank}_*model_states.pt"))
     for fragment in fragments["frozen_param_fragments"].values():
@@ -52,7 +52,7 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
     for options in ({}, {"load_module_only": True}):
         with running(replace(run, model=lambda: spoilt(adapted()))) as engine:
             engine.load_checkpoint(str(shared_path), **options)
-            for mine, theirs in zip(frozen_codes(engine), held, strict=True):
+            for mine, theirs in zip(frozen_codes(engine), stored, strict=True):
                 assert torch.equal(mine, theirs)
             if not options:
                 assert advance(run, engine, 1, 3) == losses
@@ -61,7 +61,7 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
 def frozen_codes(engine: Any) -> list[Tensor]:
     """What a rank stores of each frozen parameter, copied."""
     weights = engine.optimizer.topo.weights
-    return [weights._shards[slot].data.clone() for slot in weights.frozen]
+    return [weights._shards[param_index].data.clone() for param_index in weights.frozen]
 
 
 def spoilt(model: nn.Module) -> nn.Module:

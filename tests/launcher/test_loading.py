@@ -81,7 +81,7 @@ def converted(path: Path) -> None:
     if dist.get_rank() == 0:
         checkpoints.to_universal(path / TAG, path / UNIVERSAL)
         (path / "latest_universal").write_text(UNIVERSAL)
-        torch.save({"owed": {}, "ages": {}}, path / UNIVERSAL / "zero_topo_owed.pt")
+        torch.save({"residuals": {}, "ages": {}}, path / UNIVERSAL / "zero_topo_residuals.pt")
     dist.barrier()
 
 
@@ -151,8 +151,8 @@ OF_THE_OPTIMIZER: dict[str, tuple[Harm, str]] = {
     "a parameter group missing": (put(None, INNER, INNER, "param_groups", 1), ODD),
     "our entry no dict": (ours([1]), f"{ODD}zero_topo"),
     "our entry missing": (ours(None), f"{ODD}zero_topo"),
-    "no owners": (ours(None, "owed", "owners"), f"{ODD}owed.owners absent"),
-    "held of one element": (ours(torch.zeros(1), "held"), rf"{ODD}held .torch.float32 \[1\]"),
+    "no owners": (ours(None, "residual_owners", "owners"), f"{ODD}residual_owners.owners absent"),
+    "weights of one element": (ours(torch.zeros(1), "stored"), rf"{ODD}stored .torch.float32 \[1\]"),
     "a residual of another size": (ours(torch.zeros(2, 3), "sync", "residual"), f"{ODD}residual"),
     "no degrees": (ours(None, "degrees"), f"{ODD}degrees"),
 }
@@ -170,13 +170,13 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
     "a universal parameter of another size": (UNIVERSAL, PARAMETER, OF_THREE, WRONG_SIZE),
     "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
     "a universal model cut": (UNIVERSAL, "zero_pp_rank_0_mp_rank_00_model_states.pt", cut, READ),
-    "what is carried emptied": (UNIVERSAL, "zero_topo_owed.pt", emptied, "refuses: .*zero_topo_owed.pt"),
+    "what is carried emptied": (UNIVERSAL, "zero_topo_residuals.pt", emptied, "refuses: .*zero_topo_residuals.pt"),
 }
 
 
 OFTEN = (
     *(f"{MODEL} cut", f"{OPTIM} missing", "no module", "another step", "masters of another size", "no masters"),
-    *("a moment of one element", "our entry missing", "held of one element", "a residual of another size"),
+    *("a moment of one element", "our entry missing", "weights of one element", "a residual of another size"),
     *("scales resized", "a universal parameter cut", "no universal state", "what is carried emptied"),
 )
 

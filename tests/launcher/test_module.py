@@ -119,7 +119,7 @@ def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
 # -- one module, several engines ---------------------------------------------------------------------------------------
 
 
-def beside(model: nn.Module, job: Job) -> Any:
+def alongside(model: nn.Module, job: Job) -> Any:
     """An engine without optimizer for a module that may have another engine."""
     config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
     return deepspeed.initialize(model=model, config=config)[0]
@@ -160,7 +160,7 @@ def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: 
         last = outputs(engine)
     torch.manual_seed(0)
     module = job.model()
-    first = beside(module, job)
+    first = alongside(module, job)
     if destroyed == "before training":
         outputs(first)  # otherwise not before the other engine begins: DeepSpeed's order of modules is that of one
     engine = start(replace(job, model=lambda: module))
@@ -189,7 +189,7 @@ def test_engines_without_optimizer_share_a_module(destroyed: str) -> None:
     job = Job(Net, TOPO, ds=NO_PREFETCH)
     torch.manual_seed(0)
     module = job.model()
-    pair = [beside(module, job), beside(module, job)]
+    pair = [alongside(module, job), alongside(module, job)]
     expected = outputs(pair[0])
     close(pair.pop(0 if destroyed == "first" else 1))
     assert on_plan(pair[0])
@@ -202,7 +202,7 @@ def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without
     job = Job(Net, TOPO, steps=2, ds=NO_PREFETCH)
     with running(job) as engine:
         module = engine.module
-        second = beside(module, job)
+        second = alongside(module, job)
         advance(job, engine, 0, job.steps)
         expected = outputs(engine)
     assert torch.equal(outputs(second), expected)

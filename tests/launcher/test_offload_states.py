@@ -66,8 +66,8 @@ def test_what_is_offloaded_is_freed(name: str) -> None:
     with running(job(name)) as engine:
         advance(job(name), engine, 0, 2)
         optimizer = engine.optimizer
-        held = [*optimizer.topo.weights.tensors(), *optimizer.topo.gradients.tensors(), *optimizer.optimizer_tensors()]
-        storages = [tensor.untyped_storage() for tensor in (*held, *optimizer.fp32_partitioned_groups_flat)]
+        stored = [*optimizer.topo.weights.tensors(), *optimizer.topo.gradients.tensors(), *optimizer.optimizer_tensors()]
+        storages = [tensor.untyped_storage() for tensor in (*stored, *optimizer.fp32_partitioned_groups_flat)]
         before = [storage.nbytes() for storage in storages]
         engine.offload_states()
         assert [storage.nbytes() for storage in storages if storage.nbytes()] == []

@@ -60,9 +60,9 @@ def zeroing_of_gradients(topo: Stage3) -> None:
     end_step = topo.gradients.end_step
 
     def kept(skipped: bool) -> None:
-        held = topo.gradients.buffer.clone()
+        stored = topo.gradients.buffer.clone()
         end_step(skipped)
-        topo.gradients.buffer.copy_(held)
+        topo.gradients.buffer.copy_(stored)
 
     topo.gradients.end_step = kept  # type: ignore[method-assign]
 

@@ -22,7 +22,7 @@ from tests.launcher.training import Job, Net, advance, block, largest_difference
 from tests.marks import often
 from tests.suite import LONG_VARIABLE
 from zero_topo.engine.weights import Weights
-from zero_topo.plan import coded_slots
+from zero_topo.plan import coded_params
 
 STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 5
 CODES: dict[str, Any] = {
@@ -46,7 +46,7 @@ def follow(engine: Any, step: int) -> None:
     for param in names:
         if not param.requires_grad:
             continue
-        index = engine.optimizer.slots[param.ds_id]
+        index = engine.optimizer.param_indices[param.ds_id]
         master = safe_get_full_fp32_param(param).view(-1)
         (gathered,) = topo.weights.gather([index], "gather_forward").wait()
         (exact,) = topo.weights.gather([index], "gather_exact").wait()
@@ -113,14 +113,14 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
     case = job(ds=zero(stage3_gather_16bit_weights_on_model_save=True))
     with running(case) as engine:
         advance(case, engine, 0, 2)
-        held: Weights = engine.optimizer.topo.weights
-        before, exact = held.copies()[0], weights(engine)
+        stored: Weights = engine.optimizer.topo.weights
+        before, exact = stored.copies()[0], weights(engine)
         assert engine.save_16bit_model(str(shared_path), "model.pt")
-        assert torch.equal(held.copies()[0], before)
+        assert torch.equal(stored.copies()[0], before)
         dist.barrier()
         saved = torch.load(shared_path / "model.pt", weights_only=True)
         assert all(torch.equal(saved[name].float(), value) for name, value in exact.items())
         topo = engine.optimizer.topo
         dims, persistent = ([getattr(p, name) for p in topo.parameters] for name in ("dims", "persistent"))
-        kept = coded_slots(topo.config.plan, topo.layout.numels, dims, persistent, 64)
+        kept = coded_params(topo.config.plan, topo.layout.numels, dims, persistent, 64)
         assert sum(kept) == 3

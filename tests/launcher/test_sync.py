@@ -61,5 +61,5 @@ def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
         assert largest_difference(losses, saved.losses) <= 0.02 * saved.losses[0]
     if rank == 0:
         masters = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
-        for name, held in saved.weights.items():
-            assert torch.allclose(masters[name].float(), held, rtol=1e-2, atol=1e-2), name
+        for name, stored in saved.weights.items():
+            assert torch.allclose(masters[name].float(), stored, rtol=1e-2, atol=1e-2), name

@@ -21,7 +21,7 @@ from tests.ranks.worlds import World
 from zero_topo.collectives import transport
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
-from zero_topo.sync import picks
+from zero_topo.sync import selection
 
 
 class Mirrored(Group):
@@ -56,7 +56,7 @@ def mirrored(size: int) -> Iterator[None]:
     with (
         fake_world(size),
         patch.object(transport, "transport", lambda registered: Mirrored),
-        patch.object(picks, "_on_cpu", lambda x: False),
+        patch.object(selection, "_on_cpu", lambda x: False),
     ):
         yield
 

@@ -29,7 +29,7 @@ from zero_topo.engine.agreement import agree, check_blocks
 from zero_topo.hook import start
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.model import Topology
-from zero_topo.topology.seats import Seat
+from zero_topo.topology.placements import Placement
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def told_alike(size: int, say: Any) -> str:
 
     def rank_main(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
-            agree(say(rank), CPU, seat=Seat(f"n{rank // 2}"))
+            agree(say(rank), CPU, placement=Placement(f"n{rank // 2}"))
         return str(caught.value)
 
     (said,) = set(run_threads(size, rank_main))
@@ -55,20 +55,20 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
         gathered.append(own.nbytes)
         gather(table, own)
 
-    def rank_main(rank: int) -> list[Seat]:
-        return agree({"order": list(range(100_000))}, CPU, seat=Seat(f"n{rank // 2}", package=rank if rank else None))
+    def rank_main(rank: int) -> list[Placement]:
+        return agree({"order": list(range(100_000))}, CPU, placement=Placement(f"n{rank // 2}", package=rank if rank else None))
 
     with (
         patch.object(dist, "all_gather_into_tensor", counted),
         patch.object(dist, "all_gather_object", side_effect=AssertionError),
         patch.object(dist, "broadcast_object_list", side_effect=AssertionError),
     ):
-        seats = run_threads(4, rank_main)
+        placements = run_threads(4, rank_main)
     assert gathered == [48] * 4
-    assert [seat.package for seat in seats[0]] == [None, 1, 2, 3]
-    hosts = [seat.host for seat in seats[0]]
+    assert [placement.package for placement in placements[0]] == [None, 1, 2, 3]
+    hosts = [placement.host for placement in placements[0]]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert all(found == seats[0] for found in seats)
+    assert all(found == placements[0] for found in placements)
 
 
 def test_one_rank_of_each_kind_tells_what_it_has() -> None:
@@ -104,7 +104,7 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
     """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on a CPU."""
     device = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
     tree = DeviceTree("rocm-smi", 1, packages=(3,), bus_ids=("0001:c1:00.0",))
-    seats = []
+    placements = []
     with (
         patch.object(torch.cuda, "get_device_properties", lambda _: device),
         patch.object(agreement, "ask_tools", lambda: (tree, ())),
@@ -116,8 +116,8 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
             ("cpu", 2, False),
         ]:
             machine = Topology("tree", 1, 2, ranks_per_gpu, emulated=emulates)
-            seats.append(agreement.own_seat(machine, torch.device(gpu)))
-    found = [(seat.bus_id, seat.package) for seat in seats]
+            placements.append(agreement.own_placement(machine, torch.device(gpu)))
+    found = [(placement.bus_id, placement.package) for placement in placements]
     assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
 
 
@@ -183,7 +183,7 @@ def seen_by(config: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     """What an engine of this config, and of a small model, tells the others."""
     zero = SimpleNamespace(model_dump=lambda: config["zero_optimization"])
     made = SimpleNamespace(_param_dict=config, zero_config=zero)
-    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps))
+    return start._settings(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps))
 
 
 def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
@@ -196,7 +196,7 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
         said = []
         for path in paths:
             try:
-                agree(seen_by(changed(config, path) if rank == 1 else config), CPU, seat=Seat("n"))
+                agree(seen_by(changed(config, path) if rank == 1 else config), CPU, placement=Placement("n"))
                 said.append("")
             except ValueError as error:
                 said.append(str(error))
@@ -227,7 +227,7 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
         layer = torch.nn.Module()
         for name in ("a", "b") if rank else ("b", "a"):
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
-        return found | start._told(engine) | start._model(layer)
+        return found | start._settings(engine) | start._model(layer)
 
     assert 'has model_order.0 "b" in place of "a", ' in told_alike(3, reordered)
 

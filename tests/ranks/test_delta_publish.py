@@ -109,12 +109,12 @@ def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> No
         assert late <= 1.25 * early if dtype == torch.bfloat16 else late <= 0.3 * early
 
 
-def publish_step(engine: Stage3, masters: Tensor, slots: range | None = None) -> None:
+def publish_step(engine: Stage3, masters: Tensor, param_indices: range | None = None) -> None:
     """What the optimizer does with new masters, by default of all parameters."""
-    slots = slots or range(len(engine.layout.numels))
+    param_indices = param_indices or range(len(engine.layout.numels))
     if not engine.weights.needs_masters:
-        engine.weights.own[:, engine.layout.columns_of(slots)].copy_(masters)
-    engine.weights.publish(slots, masters if engine.weights.needs_masters else None)
+        engine.weights.own[:, engine.layout.columns_of(param_indices)].copy_(masters)
+    engine.weights.publish(param_indices, masters if engine.weights.needs_masters else None)
 
 
 def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +136,10 @@ def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) 
         good = True
         for step in range(1, 4):
             publish_step(engine, masters_of(w, rank, 8, step, 1e-2))
-            for slots in [(3,), (0, 1, 2, 4)]:
-                for slot, whole in zip(slots, engine.weights.gather(slots, "gather_forward").wait(), strict=True):
-                    rows = engine.layout.slot(masters_of(w, rank, 1, step, 1e-2), slot)
-                    good &= torch.equal(whole, rows.reshape(-1)[: NUMELS[slot]])
+            for param_indices in [(3,), (0, 1, 2, 4)]:
+                for param_index, whole in zip(param_indices, engine.weights.gather(param_indices, "gather_forward").wait(), strict=True):
+                    rows = engine.layout.parameter(masters_of(w, rank, 1, step, 1e-2), param_index)
+                    good &= torch.equal(whole, rows.reshape(-1)[: NUMELS[param_index]])
         return good
 
     assert all(run_threads(w.size, rank_main))

@@ -29,7 +29,7 @@ NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100)
 DIMS = (2, 1, 2, 2, 2)
 KEPT = (False, True, False, False, False)
 SLOTS = tuple(range(len(NUMELS)))
-MOVING = tuple(slot for slot in SLOTS if not KEPT[slot])
+MOVING = tuple(param_index for param_index in SLOTS if not KEPT[param_index])
 MICRO_BATCHES = 2
 
 
@@ -47,9 +47,9 @@ BLOCKS = {
 }
 
 
-def values(slot: int) -> Tensor:
+def values(param_index: int) -> Tensor:
     """A frozen parameter, the same on every rank."""
-    return drawn(NUMELS, 11)[slot].bfloat16()
+    return drawn(NUMELS, 11)[param_index].bfloat16()
 
 
 FROZEN = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
@@ -59,23 +59,23 @@ def engine_of(w: World) -> Stage3:
     """This rank's engine with frozen parameters that are loaded and shared; without trained ones if there are none."""
     config = w.config if w.numels else w.config.without_training()
     engine = bare_engine(config, matrices(w.numels), torch.bfloat16, frozen=FROZEN)
-    for slot in SLOTS:
-        own_shard(engine, slot).copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
+    for param_index in SLOTS:
+        own_shard(engine, param_index).copy_(shards(w.config.plan, values(param_index))[engine.layout.rank])
     if w.numels:
         engine.restart()
     engine.restart_frozen()
     return engine
 
 
-def own_shard(engine: Stage3, slot: int) -> Tensor:
+def own_shard(engine: Stage3, param_index: int) -> Tensor:
     """The rank's own world shard of a frozen parameter."""
-    place = engine.weights.frozen[slot]
+    place = engine.weights.frozen[param_index]
     return engine.weights._world_shard(range(place, place + 1))
 
 
-def gathered(engine: Stage3, slots: Sequence[int], phase: str) -> list[Tensor]:
+def gathered(engine: Stage3, param_indices: Sequence[int], phase: str) -> list[Tensor]:
     """Frozen parameters, whole."""
-    return engine.weights.gather([engine.weights.frozen[slot] for slot in slots], phase).wait()
+    return engine.weights.gather([engine.weights.frozen[param_index] for param_index in param_indices], phase).wait()
 
 
 def micro_batch(engine: Stage3) -> None:
@@ -95,7 +95,7 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
         engine = engine_of(w)
         for _ in range(MICRO_BATCHES):
             micro_batch(engine)
-        gathered(engine, [slot for slot in SLOTS if KEPT[slot]], "gather_exact")
+        gathered(engine, [param_index for param_index in SLOTS if KEPT[param_index]], "gather_exact")
         engine.end_step(skipped=True)
         work = engine.workload(MICRO_BATCHES)
         formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
@@ -113,9 +113,9 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
 
     def rank_main(rank: int) -> None:
         policy, reference = bare_engine(w.config, FROZEN, torch.bfloat16), engine_of(w)
-        for slot in SLOTS:
-            own = policy.layout.slot(policy.weights.own_row[None], slot)[0]
-            own.copy_(shards(w.config.plan, values(slot))[rank])
+        for param_index in SLOTS:
+            own = policy.layout.parameter(policy.weights.own_row[None], param_index)[0]
+            own.copy_(shards(w.config.plan, values(param_index))[rank])
         policy.restart()
         expected = policy.weights.gather(MOVING, "gather_forward").wait()
         for mine, theirs in zip(gathered(reference, MOVING, "gather_forward"), expected, strict=True):
@@ -137,8 +137,8 @@ def test_gathers_bring_the_parameters(name: str) -> None:
     def rank_main(rank: int) -> int:
         engine = engine_of(w)
         for phase in ("gather_forward", "gather_backward", "gather_exact"):
-            for slot, found in zip(SLOTS, gathered(engine, SLOTS, phase), strict=True):
-                wanted = values(slot)
+            for param_index, found in zip(SLOTS, gathered(engine, SLOTS, phase), strict=True):
+                wanted = values(param_index)
                 if exact or phase == "gather_exact":
                     assert torch.equal(found, wanted)
                 limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
@@ -224,7 +224,7 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
     half, single = torch.bfloat16, torch.float32
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
     found = gathers(parameter(1, 8, single), parameter(2, 8, half, partial(print)), plain, empty)
-    assert [param.ds_id for param in found.frozen] == [3] and found.slots == {5: 0, 3: 1}
+    assert [param.ds_id for param in found.frozen] == [3] and found.param_indices == {5: 0, 3: 1}
     assert (found.note() or "").startswith("2 frozen parameters are not torch.bfloat16, or another engine")
     assert gathers(plain, empty).note() is None
 
@@ -237,9 +237,9 @@ def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
     def rank_main(rank: int) -> None:
         engine = engine_of(w)
         begun = []
-        for slot in (0, 1):
-            begun.append(engine.weights.gather((slot,), "gather_forward"))
-            begun.append(engine.weights.gather((engine.weights.frozen[slot + 2],), "gather_forward"))
+        for param_index in (0, 1):
+            begun.append(engine.weights.gather((param_index,), "gather_forward"))
+            begun.append(engine.weights.gather((engine.weights.frozen[param_index + 2],), "gather_forward"))
         for handle in begun if rank % 2 else reversed(begun):
             handle.wait()
         (found,) = begun[1].wait()

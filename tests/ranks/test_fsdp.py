@@ -413,7 +413,7 @@ def delivered(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> fl
     """The residual of a parameter that a loaded run has put into its own rows, summed over all ranks."""
     _, (_, optimizer) = loaded(rank, job, block, folder)
     part = next(part for part in optimizer.parts.values() if part.name == "head.weight")
-    own = optimizer.gradients.layout.slot(optimizer.gradients.own_row[None], part.slot).abs().sum()
+    own = optimizer.gradients.layout.parameter(optimizer.gradients.own_row[None], part.param_index).abs().sum()
     dist.all_reduce(own)
     return float(own)
 

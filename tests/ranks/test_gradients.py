@@ -37,8 +37,8 @@ def backward(
     engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]], last: bool = False
 ) -> None:
     grads = w.grads(rank, step)
-    for slots in buckets:
-        engine.gradients.scatter(slots, [grads[i] for i in slots], last)
+    for param_indices in buckets:
+        engine.gradients.scatter(param_indices, [grads[i] for i in param_indices], last)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "by GPU", "ring", "two groups, ring"])
@@ -135,8 +135,8 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
     def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         together, alone = w.engine().gradients, w.engine().gradients
         together.scatter(range(len(numels)), grads, last=False)
-        for slot, grad in enumerate(grads):
-            alone.scatter([slot], [grad], last=False)
+        for param_index, grad in enumerate(grads):
+            alone.scatter([param_index], [grad], last=False)
         return together.buffer, alone.buffer
 
     plan = w.config.plan

@@ -38,12 +38,12 @@ def test_groups_of_all_trees_are_made_at_once(machine: Topology) -> None:
     def rank_main(rank: int) -> dict[tuple[int, int], list[int]]:
         tree = groups.tree(rank)
         plan = Plan.build(tree, ("rank", None, "node", "world"))
-        mesh = Mesh(plan, tree, Meter(), plan.hops(), groups=groups)
+        mesh = Mesh(plan, tree, Meter(), plan.pairs(), groups=groups)
         seen = {}
         for pair in ((1, 2), (2, 4)):
-            hop = mesh.hop(*pair)
+            group = mesh.group(*pair)
             received = torch.empty(2, dtype=torch.int64)
-            dist.all_gather_into_tensor(received, torch.tensor([rank]), group=hop.group)
+            dist.all_gather_into_tensor(received, torch.tensor([rank]), group=group.group)
             seen[pair] = received.tolist()
         assert mesh.rank == EVERY_SECOND[rank % 2].index(rank)
         return seen
@@ -60,7 +60,7 @@ def test_a_mesh_of_several_trees_destroys_its_groups() -> None:
     plan = Plan.build(groups.trees[0], ("rank", None, "node", "world"))
     with fake_world(8, 3):
         before = len(dist.distributed_c10d._world.pg_map)
-        mesh = Mesh(plan, groups.trees[1], Meter(), plan.hops(), groups=groups)
+        mesh = Mesh(plan, groups.trees[1], Meter(), plan.pairs(), groups=groups)
         assert len(dist.distributed_c10d._world.pg_map) > before
         mesh.destroy()
         assert len(dist.distributed_c10d._world.pg_map) == before
@@ -93,14 +93,14 @@ def test_an_engine_of_experts_works_beside_that_of_all_ranks(name: str) -> None:
     def rank_main(rank: int) -> tuple[float, float, dict[tuple[str, str], int]]:
         of_dense, of_experts = configs(BLOCKS[name], rank)
         dense = bare_engine(of_dense, matrices(DENSE))
-        experts = dense.beside(of_experts, matrices(EXPERT), (), list)
+        experts = dense.alongside(of_experts, matrices(EXPERT), (), list)
         model = [(dense, drawn(DENSE, 7), range(8)), (experts, drawn(EXPERT, 50 + rank % 2), EVERY_SECOND[rank % 2])]
         weight_error = gradient_error = 0.0
         for stage, params, _ in model:
             fill(stage, params)
         for stage, params, _ in model:
-            for slot, param in enumerate(params):
-                found = stage.weights.gather([slot], "gather_forward").wait()[0]
+            for param_index, param in enumerate(params):
+                found = stage.weights.gather([param_index], "gather_forward").wait()[0]
                 weight_error = max(weight_error, float((found - param).abs().max()))
             stage.gradients.scatter(range(3), drawn(stage.layout.numels, 100 + rank), last=True)
         for stage, params, members in model:
@@ -118,8 +118,8 @@ def test_an_engine_of_experts_works_beside_that_of_all_ranks(name: str) -> None:
         for stage, _, _ in reversed(model):
             stage.end_step(skipped=False)
         for stage, params, _ in model:
-            for slot, param in enumerate(params):
-                found = stage.weights.gather([slot], "gather_forward").wait()[0]
+            for param_index, param in enumerate(params):
+                found = stage.weights.gather([param_index], "gather_forward").wait()[0]
                 weight_error = max(weight_error, float((found - param - 0.01).abs().max()))
         assert dense.meter is experts.meter
         assert dense.meter.steps == 1

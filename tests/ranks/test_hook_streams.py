@@ -57,14 +57,14 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
-    slots = {slot: slot for slot in range(len(deepspeed.model.numels))}
-    gathers: Any = SimpleNamespace(trained=[], slots=slots)
+    param_indices = {param_index: param_index for param_index in range(len(deepspeed.model.numels))}
+    gathers: Any = SimpleNamespace(trained=[], param_indices=param_indices)
     sub_groups = tuple(range(len(deepspeed.columns)))
     part = Part(deepspeed.engine, gathers, sub_groups, STATE_KEY)
     own.__dict__ |= {
         "_parts": Parts([part], deepspeed.columns),
         "topo": deepspeed.engine,
-        "slots": slots,
+        "param_indices": param_indices,
         "ipg_buckets": {},
         "_passes": BackwardPasses(),
         "offloaded_states": set(),
@@ -118,7 +118,7 @@ class Bucket:
         """``__reduce_and_partition_ipg_grads``."""
         with self.deepspeed.scatters:
             self.optimizer.topo.gradients.scatter(
-                [self.optimizer.slots[param.ds_id] for param in self.params],
+                [self.optimizer.param_indices[param.ds_id] for param in self.params],
                 [param.grad for param in self.params],
                 last,
             )
@@ -132,8 +132,8 @@ def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
     with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
         bucket, arrives = Bucket(deepspeed, optimizer, 576), optimizer.reduce_independent_p_g_buckets_and_remove_grads
         with patch.object(Stock, "reduce_independent_p_g_buckets_and_remove_grads", lambda _, param: bucket.add(param)):
-            for slot, numel in ((1, 64), (0, 512)):
-                param = SimpleNamespace(ds_id=slot, grad=torch.ones(numel).bfloat16())
+            for param_index, numel in ((1, 64), (0, 512)):
+                param = SimpleNamespace(ds_id=param_index, grad=torch.ones(numel).bfloat16())
                 arrives(param)
             param.grad += torch.ones(512).bfloat16()
             arrives(param)
@@ -204,8 +204,8 @@ def save(deepspeed: DeepSpeed, optimizer: Any) -> None:
 def load(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``load_checkpoint``: DeepSpeed fills masters and the flat parameter buffer first."""
     engine = deepspeed.engine
-    held = torch.zeros(engine.layout.columns, dtype=torch.bfloat16)
-    saved = {"zero_topo": {"degrees": engine.config.plan.degrees(), "sync": {}, "held": held}}
+    stored = torch.zeros(engine.layout.columns, dtype=torch.bfloat16)
+    saved = {"zero_topo": {"degrees": engine.config.plan.degrees(), "sync": {}, "stored": stored}}
     optimizer.checkpoint_event_prologue()
     for master in deepspeed.masters:
         master.mul_(0.5)
@@ -229,9 +229,9 @@ def get(deepspeed: DeepSpeed, optimizer: Any) -> None:
 
 def edit_weights(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``GatheredParameters``."""
-    for slot in (2, 5):
-        whole = deepspeed.fetch([slot], "gather_exact")[0]
-        deepspeed.engine.weights.write_back(slot, whole + 1)
+    for param_index in (2, 5):
+        whole = deepspeed.fetch([param_index], "gather_exact")[0]
+        deepspeed.engine.weights.write_back(param_index, whole + 1)
 
 
 def offload(deepspeed: DeepSpeed, optimizer: Any) -> None:

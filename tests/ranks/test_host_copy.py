@@ -54,8 +54,8 @@ def started(w: World, rank: int) -> Stage3:
     """This rank's engine with trained and frozen parameters, loaded."""
     engine = bare_engine(w.config, matrices(NUMELS), torch.bfloat16, frozen=matrices(FROZEN))
     weights, plan = engine.weights, w.config.plan
-    for slot, whole in enumerate([*drawn(NUMELS, 7), *drawn(FROZEN, 8)]):
-        own = weights._world_shard(range(slot, slot + 1))
+    for param_index, whole in enumerate([*drawn(NUMELS, 7), *drawn(FROZEN, 8)]):
+        own = weights._world_shard(range(param_index, param_index + 1))
         own.copy_(shards(plan, whole.bfloat16())[engine.layout.rank])
     engine.restart()
     engine.restart_frozen()
@@ -129,9 +129,9 @@ def evaluated(engine: Stage3, passes: Passes) -> None:
 def edited(engine: Stage3, passes: Passes) -> None:
     """Edits of trained and frozen parameters between the passes, after them, and loads."""
     weights = engine.weights
-    for slot in (2, FROZEN_SLOTS[2]):
+    for param_index in (2, FROZEN_SLOTS[2]):
         passes.forward()
-        weights.write_back(slot, torch.full((weights.layout.numels[slot],), 0.3, dtype=torch.bfloat16))
+        weights.write_back(param_index, torch.full((weights.layout.numels[param_index],), 0.3, dtype=torch.bfloat16))
         passes.backward()
         passes.forward()
         passes.backward()
@@ -271,10 +271,10 @@ def test_a_parameter_costs_two_launches_and_no_synchronization(name: str, nodes:
         with fake_world(8 * nodes):
             engine = bare_engine(resolve(emulated(nodes, 4, 2), **block), matrices(sizes), torch.bfloat16)
             engine.restart()
-            for slots in ([slot] for slot in range(len(sizes))):
+            for param_indices in ([param_index] for param_index in range(len(sizes))):
                 with found.phase("gathers"):
                     for phase in ("gather_forward", "gather_backward"):
-                        engine.weights.gather(slots, phase).wait()
+                        engine.weights.gather(param_indices, phase).wait()
         assert found.phases["gathers"].syncs == 0
         return found.phases["gathers"].launches
 

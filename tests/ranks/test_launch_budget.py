@@ -139,10 +139,10 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
             engine = bare_engine(on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters)
             engine.restart()
             engine.restart_frozen()
-            for slots, phase in ((engine.weights.trained, "trained"), (engine.weights.frozen, "frozen")):
+            for param_indices, phase in ((engine.weights.trained, "trained"), (engine.weights.frozen, "frozen")):
                 with found.phase(phase):
                     for gather in ("gather_forward", "gather_backward"):
-                        engine.weights.gather(slots, gather).wait()
+                        engine.weights.gather(param_indices, gather).wait()
         assert not any(counts.syncs for counts in found.phases.values())
         return [found.phases[phase].launches for phase in ("trained", "frozen")]
 

@@ -31,16 +31,16 @@ def doubled(owned: Sequence[int], found: Tensor) -> Tensor:
 
 def applied(w: World, rank: int, limit: int) -> tuple[dict[int, Tensor], list[int], dict[tuple[str, str], int]]:
     """The parts of a rank after one call, what it computed, and what it sent."""
-    parameters = [replace(p, whole=slot in SHAPES) for slot, p in enumerate(matrices(w.numels))]
+    parameters = [replace(p, whole=param_index in SHAPES) for param_index, p in enumerate(matrices(w.numels))]
     engine = bare_engine(w.config, parameters, torch.float32, limit)
     params, plan = w.params(), w.config.plan
     rows = plan.rows(rank, plan.optimizer)
-    parts = {slot: shards(plan, params[slot])[rows] for slot in SHAPES}
+    parts = {param_index: shards(plan, params[param_index])[rows] for param_index in SHAPES}
     computed: list[int] = []
 
     def update(owned: Sequence[int], found: Tensor) -> Tensor:
         computed.extend(owned)
-        assert {tuple(matrix.shape) for matrix in found} == {SHAPES[slot] for slot in owned}
+        assert {tuple(matrix.shape) for matrix in found} == {SHAPES[param_index] for param_index in owned}
         return doubled(owned, found)
 
     engine.matrices.apply(parts, SHAPES, update)
@@ -59,15 +59,15 @@ def test_every_rank_gets_its_part_of_the_result(machine: Topology, limit: int, o
     degrees: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": optimizer}
     w = world({**degrees, "quantize": PLAIN}, machine, NUMELS)
     plan, params = w.config.plan, w.params()
-    wanted = {slot: doubled([slot], params[slot].view(1, *shape)).flatten() for slot, shape in SHAPES.items()}
+    wanted = {param_index: doubled([param_index], params[param_index].view(1, *shape)).flatten() for param_index, shape in SHAPES.items()}
     found = run_threads(w.size, lambda rank: applied(w, rank, limit))
     for rank, (parts, _, _) in enumerate(found):
-        for slot, part in parts.items():
-            torch.testing.assert_close(part, shards(plan, wanted[slot])[plan.rows(rank, plan.optimizer)])
+        for param_index, part in parts.items():
+            torch.testing.assert_close(part, shards(plan, wanted[param_index])[plan.rows(rank, plan.optimizer)])
     copies = plan.world_size // plan.optimizer
-    assert Counter(slot for _, computed, _ in found for slot in computed) == dict.fromkeys(SHAPES, copies)
+    assert Counter(param_index for _, computed, _ in found for param_index in computed) == dict.fromkeys(SHAPES, copies)
     sent = sum(nbytes for *_, step in found for (phase, _), nbytes in step.items() if phase == "matrices")
-    padded = sum(plan.world_size * plan.shard_numel(NUMELS[slot]) for slot in SHAPES)
+    padded = sum(plan.world_size * plan.shard_numel(NUMELS[param_index]) for param_index in SHAPES)
     assert sent == 4 * 2 * padded * copies * (plan.optimizer - 1) // plan.optimizer
     assert all(len(computed) <= -(-len(SHAPES) // plan.optimizer) for _, computed, _ in found)
 
@@ -84,7 +84,7 @@ def test_equal_matrices_are_packed_together(optimizer: str) -> None:
             parameters = [replace(p, whole=True) for p in matrices([64 * nodes] * count)]
             engine = bare_engine(config, parameters, torch.float32)
             rows = torch.zeros(config.plan.world_size // config.plan.optimizer, 8 * count)
-            parts = {slot: engine.layout.slot(rows, slot) for slot in shapes}
+            parts = {param_index: engine.layout.parameter(rows, param_index) for param_index in shapes}
             with found.phase("matrices"):
                 engine.matrices.apply(parts, shapes, lambda owned, stack: stack * 2)
         return found.phases["matrices"].launches

@@ -44,7 +44,7 @@ def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
     for index, module in reversed(list(enumerate(MODULES))):
         whole = coming.wait()
         coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
-        ready |= {slot: torch.zeros(engine.layout.numels[slot], dtype=torch.bfloat16) for slot in module}
+        ready |= {param_index: torch.zeros(engine.layout.numels[param_index], dtype=torch.bfloat16) for param_index in module}
         filled = sum(gradient.numel() for gradient in ready.values())
         if not index or filled + LAYER > bucket or index == len(MODULES) - 1:
             engine.gradients.scatter([*ready], [*ready.values()], last=not index)
@@ -76,8 +76,8 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
 def predicted(config: ResolvedConfig, bucket: int) -> int:
     """The formula's sum for the smallest micro-batch there is, less its activations."""
     work = Workload.uniform(MODEL.numels())
-    held = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
-    return sum(held.values()) - held.get("activations", 0)
+    stored = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
+    return sum(stored.values()) - stored.get("activations", 0)
 
 
 STAGED: dict[str, dict[str, Any]] = {

@@ -29,11 +29,11 @@ def test_a_destroyed_mesh_lets_go_of_works() -> None:
     machine = emulated(2, 1, 2)
     plan = Plan.build(machine, ("world", None, "world", "world"))
     with fake_world(machine.world_size, 0):
-        mesh = Mesh(plan, machine, Meter(), plan.hops())
-        hop = mesh.route(1, 4).hops[-1]
-        hop.done.append(dist.barrier(async_op=True))
+        mesh = Mesh(plan, machine, Meter(), plan.pairs())
+        made = mesh.hierarchy(1, 4).groups[-1]
+        made.done.append(dist.barrier(async_op=True))
         mesh.destroy()
-        assert not hop.done
+        assert not made.done
 
 
 def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours() -> None:
@@ -44,9 +44,9 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
     def rank_main(rank: int) -> list[int]:
         dist.new_group([0, 1, 5])
         dist.new_group([2, 5])
-        hop = Mesh(plan, machine, Meter(), plan.hops()).hop(1, 2)
+        made = Mesh(plan, machine, Meter(), plan.pairs()).group(1, 2)
         seen = torch.empty(2, dtype=torch.int64)
-        dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
+        dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=made.group)
         return seen.tolist()
 
     seen = run_threads(8, rank_main)
@@ -56,7 +56,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
 def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
-        Mesh(Plan(4, 2, None, 4, 4), machine, Meter(), [(1, 2)]).hop(2, 4)
+        Mesh(Plan(4, 2, None, 4, 4), machine, Meter(), [(1, 2)]).group(2, 4)
 
 
 @pytest.mark.skipif(not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one")
@@ -67,9 +67,9 @@ def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
     with bound_world(machine.world_size, rank) as world, patch.object(dist, "new_group", side_effect=AssertionError):
-        mesh = Mesh(plan, machine, Meter(), plan.hops())
-        hops = [mesh.hop(*pair) for whole in plan.hops() for pair in plan.route(*whole)]
-        travelled = {(hop.lo, hop.hi): hop.group for hop in hops if hop.group not in (None, world)}
+        mesh = Mesh(plan, machine, Meter(), plan.pairs())
+        all_groups = [mesh.group(*pair) for whole in plan.pairs() for pair in plan.stages(*whole)]
+        travelled = {(made.lo, made.hi): made.group for made in all_groups if made.group not in (None, world)}
         assert mesh.calls == len(world.splits) == len(travelled) == 4
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
@@ -96,10 +96,10 @@ def test_ranks_that_know_unequally_many_groups_do_not_split(
         return SplittingGroup(0, len(ranks)) if 3 in ranks else None
 
     with bound_world(8, 3, unequal=unequal) as world, patch.object(dist, "new_group", new_group):
-        mesh = Mesh(plan, machine, Meter(), plan.hops())
+        mesh = Mesh(plan, machine, Meter(), plan.pairs())
         assert world.bound_device_id == torch.device("cpu", 0)
         assert world.splits == [] and mesh.calls == len(made) == sum(
-            len(plan.groups(*pair)) for pair in mesh._hops if 1 < pair[1] // pair[0] < 8
+            len(plan.groups(*pair)) for pair in mesh._groups if 1 < pair[1] // pair[0] < 8
         )
 
 
@@ -117,7 +117,7 @@ def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(SplittingGroup, "options", SimpleNamespace(_timeout=wanted))
     monkeypatch.setattr(dist, "split_group" if bound else "new_group", make)
     with bound_world(8, 3):
-        calls = Mesh(plan, machine, Meter(), plan.hops()).calls
+        calls = Mesh(plan, machine, Meter(), plan.pairs()).calls
     assert given == [wanted] * calls and calls > 1
 
 

@@ -32,8 +32,8 @@ def hooked(w: World) -> Any:
     parameters = [replace(p, whole=len(shape) > 1) for p, shape in zip(matrices(NUMELS), SHAPES, strict=True)]
     own = object.__new__(optimizer.TopoStage3)
     own.topo = bare_engine(w.config, parameters)
-    own.slots = {slot: slot for slot in range(len(SHAPES))}
-    params = [SimpleNamespace(ds_id=slot, ds_shape=shape) for slot, shape in enumerate(SHAPES)]
+    own.param_indices = {param_index: param_index for param_index in range(len(SHAPES))}
+    params = [SimpleNamespace(ds_id=param_index, ds_shape=shape) for param_index, shape in enumerate(SHAPES)]
     rows = own.topo.gradients.optimizer_rows()
     widths = [sum(own.topo.layout.widths[:2]), own.topo.layout.widths[2]]
     own.fp16_groups = [params[:2], params[2:]]
@@ -43,7 +43,7 @@ def hooked(w: World) -> Any:
     own.optimizer = SimpleNamespace(state=defaultdict(dict), param_groups=settings)
     own.sub_group_to_group_id = {0: 0, 1: 1}
     columns = [(0, widths[0]), (widths[0], sum(widths))]
-    gathers: Any = SimpleNamespace(trained=[], slots=own.slots)
+    gathers: Any = SimpleNamespace(trained=[], param_indices=own.param_indices)
     own._parts = Parts([Part(own.topo, gathers, (0, 1), STATE_KEY)], columns)
     own.__dict__ |= {"use_muon": True, "sub_groups_lacking_loss_scale": set(), "offload_optimizer": False}
     return own
@@ -66,7 +66,7 @@ def stepped(w: World, rank: int, bad: tuple[int, int, float] | None) -> list[Ten
             continue
         rows.fill_(1.0 + step)
         if step == 1 and bad is not None and bad[0] == rank:
-            own.topo.layout.slot(rows, bad[1])[0, 0] = bad[2]
+            own.topo.layout.parameter(rows, bad[1])[0, 0] = bad[2]
         own._apply_muon_to_accumulated_grads()
         found += [own._momentum(0).clone(), rows[:, : own.fp16_partitioned_groups_flat_numel[0]].clone()]
     return found

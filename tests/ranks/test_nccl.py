@@ -37,9 +37,9 @@ def lanes_of_a_gpu() -> Iterator[None]:
 
 def gathered(trainer: Trainer, phase: str, order: Sequence[int]) -> None:
     """Starts a gather for each parameter, as a prefetch does, and waits for them in some order."""
-    handles = [trainer.engine.weights.gather([slot], phase) for slot in range(len(NUMELS))]
-    for slot in order:
-        assert handles[slot].wait()[0].isfinite().all()
+    handles = [trainer.engine.weights.gather([param_index], phase) for param_index in range(len(NUMELS))]
+    for param_index in order:
+        assert handles[param_index].wait()[0].isfinite().all()
 
 
 def trained(w: World, mixed: bool) -> list[Tensor]:
@@ -64,7 +64,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             if not weights.needs_masters:
                 weights.own.copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
-                begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
+                begin, end = engine.layout.shard_ranges(part)[0][0], engine.layout.shard_ranges(part)[-1][1]
                 weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
             assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())
             engine.end_step(skipped=False)

@@ -19,7 +19,7 @@ from tests.ranks.worlds import World, synced
 from zero_topo.config.sparse_config import share
 from zero_topo.examples.gpt import GPT
 from zero_topo.sync import oktopk
-from zero_topo.sync.picks import Picked, above
+from zero_topo.sync.selection import Selected, above
 
 CONTEXT = 32
 gpt = partial(GPT, layers=1, width=32, context=CONTEXT)
@@ -30,7 +30,7 @@ DENSITY, REUSE = 0.02, 10
 class Seen(NamedTuple):
     """Of one step of one rank: picks and sums chosen, of k; how often thresholds were exact; bytes; and |result|^2."""
 
-    picked: float
+    selected: float
     chosen: float
     exact: float
     sent: int
@@ -81,7 +81,7 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     steps, k = 3 * REUSE, share(DENSITY, NUMEL)
     found = trained(world_of("oktopk", tau_prime=REUSE), steps)
     for step, ranks in enumerate(zip(*found, strict=True)):
-        assert all(0.79 <= of <= 1.26 for seen in ranks for of in (seen.picked, seen.chosen)), step
+        assert all(0.79 <= of <= 1.26 for seen in ranks for of in (seen.selected, seen.chosen)), step
     reused = [step for step in range(REUSE, steps) if step % REUSE]
     words = [sum(ranks[step].sent for ranks in found) / 4 / 4 for step in reused]
     assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags beside the picks"
@@ -116,7 +116,7 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds all as picks."""
     taken: list[int] = []
 
-    def counted(x: Tensor, at: float, count: int) -> Picked:
+    def counted(x: Tensor, at: float, count: int) -> Selected:
         taken.append(count)
         return above(x, at, count)
 
@@ -181,7 +181,7 @@ def test_sums_that_crowd_on_one_rank_are_told_by_all(monkeypatch: pytest.MonkeyP
     parts: list[tuple[list[int], list[int]]] = []
     spread = oktopk.OkTopk._spread
 
-    def seen(mode: oktopk.OkTopk, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+    def seen(mode: oktopk.OkTopk, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
         part, sizes = spread(mode, own, counts)
         parts.append((counts, sizes))
         return part, sizes

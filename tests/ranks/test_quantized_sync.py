@@ -34,8 +34,8 @@ def mode(engine: Stage3) -> Quantized:
 
 def residual(engine: Stage3) -> Tensor:
     """The residual of the rank between steps, ``[other peers, F]``, a copy."""
-    held, own = mode(engine).state_dict()["residual"].float(), mode(engine).peers.index
-    return held.clone() if mode(engine).residual is not None else torch.cat([held[:own], held[own + 1 :]])
+    stored, own = mode(engine).state_dict()["residual"].float(), mode(engine).peers.index
+    return stored.clone() if mode(engine).residual is not None else torch.cat([stored[:own], stored[own + 1 :]])
 
 
 def train(
@@ -132,8 +132,8 @@ def test_overlap_changes_no_bit(setting: str) -> None:
         engine = w.engine(chunk=600)
         for step in range(3):
             grads = w.grads(rank, step)
-            for slots in [(4,), (3, 2), (1, 0)]:
-                engine.gradients.scatter(slots, [grads[i] for i in slots], last=True)
+            for param_indices in [(4,), (3, 2), (1, 0)]:
+                engine.gradients.scatter(param_indices, [grads[i] for i in param_indices], last=True)
             engine.gradients.sync()
             rows = engine.gradients.optimizer_rows().clone()
             engine.end_step(skipped=False)
@@ -166,10 +166,10 @@ def test_memory_and_bytes_are_the_formulas(dtype: torch.dtype) -> None:
         work = engine.workload(1)
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] in ("sync", "scatter")}
         assert {k: n for k, n in engine.meter.last_step.items() if k[0] in ("sync", "scatter")} == expected
-        held = memory_bytes(w.config, work, 2)
-        assert engine.memory().get("residual", 0) == held.get("residual", 0)
-        assert engine.memory()["gradients"] == held["gradients"]
-        return held
+        stored = memory_bytes(w.config, work, 2)
+        assert engine.memory().get("residual", 0) == stored.get("residual", 0)
+        assert engine.memory()["gradients"] == stored["gradients"]
+        return stored
 
-    held = run_threads(w.size, rank_main)[0]
-    assert ("residual" in held) == (dtype == torch.float16)
+    stored = run_threads(w.size, rank_main)[0]
+    assert ("residual" in stored) == (dtype == torch.float16)

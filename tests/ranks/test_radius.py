@@ -122,7 +122,7 @@ def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
     w, results = trained(setting)
     plan = w.config.plan
     vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
-    lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
+    lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
     for rank, steps in enumerate(results):
         group = plan.group(rank, lo, hi)
         for step, seen in enumerate(steps):

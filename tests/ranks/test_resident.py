@@ -62,7 +62,7 @@ def walked(w: World, engine: Stage3, steps: range, rate: float = 1e-3) -> None:
 def assert_near(found: list[Tensor], masters: Tensor, engine: Stage3) -> None:
     """Gathered parameters are the masters, each rounded to a code of its block; ``masters`` is ``[N, F]``, in order."""
     for index, whole in enumerate(found):
-        rows = engine.layout.slot(masters, index)
+        rows = engine.layout.parameter(masters, index)
         wanted = engine.layout.flat_of(rows.flatten(), index)
         limit = rows.abs().max() * (0.5 / 119 + 2**-8)
         assert whole.dtype == torch.bfloat16
@@ -98,8 +98,8 @@ def gathered(w: World, chunk: int) -> list[list[Tensor]]:
             cut = engine.layout.begins[3]
             publish_step(engine, masters[:, :cut], range(3))
             publish_step(engine, masters[:, cut:], range(3, 6))
-            for slots in [(0, 1), (4, 2), (3,)]:
-                seen += engine.weights.gather(slots, "gather_forward").wait()
+            for param_indices in [(0, 1), (4, 2), (3,)]:
+                seen += engine.weights.gather(param_indices, "gather_forward").wait()
             seen += engine.weights.gather(SLOTS, "gather_backward").wait()
             seen += engine.weights.gather((5, 4), "gather_exact").wait()
         return seen
@@ -131,14 +131,14 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
         walked(w, engine, range(1, 3))
         engine.weights.finish()
         before = engine.weights.copies()[0]
-        for slot, whole in zip(SLOTS, engine.weights.gather(SLOTS, "gather_exact").wait(), strict=True):
-            engine.weights.write_back(slot, whole)
+        for param_index, whole in zip(SLOTS, engine.weights.gather(SLOTS, "gather_exact").wait(), strict=True):
+            engine.weights.write_back(param_index, whole)
         assert torch.equal(engine.weights.copies()[0], before)
-        for slot in (2, 4):
-            (whole,) = engine.weights.gather((slot,), "gather_exact").wait()
+        for param_index in (2, 4):
+            (whole,) = engine.weights.gather((param_index,), "gather_exact").wait()
             whole[3] = 7.0
-            engine.weights.write_back(slot, whole)
-            (now,) = engine.weights.gather((slot,), "gather_forward").wait()
+            engine.weights.write_back(param_index, whole)
+            (now,) = engine.weights.gather((param_index,), "gather_forward").wait()
             assert abs(float(now[3]) - 7.0) < 0.05
         assert not torch.equal(engine.weights.copies()[0], before)
         walked(w, engine, range(3, 4))
@@ -168,8 +168,8 @@ def test_codes_go_on_bit_for_bit_from_a_checkpoint() -> None:
             other.load_state_dict(saved)
             other.restart(masters)
             fresh.append(other.weights.copies()[0])
-        held = engine.weights.copies()[0]
-        return torch.equal(fresh[0], held), torch.equal(fresh[1], held)
+        stored = engine.weights.copies()[0]
+        return torch.equal(fresh[0], stored), torch.equal(fresh[1], stored)
 
     assert set(run_threads(w.size, rank_main)) == {(True, False)}
 

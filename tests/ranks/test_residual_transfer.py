@@ -63,9 +63,9 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
         if save is not None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}}, save / name)
-        owed = mode_of(engine).residual_owners()
-        assert owed is not None
-        return list(zip(owed.owners, mode_of(engine).residual_table(), strict=True))
+        unsent = mode_of(engine).residual_owners()
+        assert unsent is not None
+        return list(zip(unsent.owners, mode_of(engine).residual_table(), strict=True))
 
     total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
     for residuals in run_threads(w.size, rank_main):
@@ -96,7 +96,7 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
 def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: Path) -> None:
     """On other ranks, where no mask of the old run fits: what waited off it arrives with the first step's gradients."""
     before = owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
-    assert any(owed.any() for owed in before.values())
+    assert any(unsent.any() for unsent in before.values())
     carry(tmp_path, tmp_path)
     w = sparse("data parallel", emulated(3, 1, 1), "radius")
 
@@ -192,10 +192,10 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert carried(tmp_path) == carried(None) == ({}, {})
 
 
-def saved(folder: Path, rank: int, ranks: int, beside: Mapping[str, Any] = NOTHING, **more: Any) -> Path:
+def saved(folder: Path, rank: int, ranks: int, alongside: Mapping[str, Any] = NOTHING, **more: Any) -> Path:
     """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects beside it."""
-    owed = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
-    state = {"sync": {"residual": torch.ones(3)}, "owed": owed, **beside}
+    unsent = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
+    state = {"sync": {"residual": torch.ones(3)}, "residual_owners": unsent, **alongside}
     own = {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(1.0), "partition_count": ranks}
     path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {**own, STATE_KEY: state, **more}}, path)
@@ -239,7 +239,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     saved(tmp_path, 0, 2)
     saved(tmp_path, 1, 2, stranger=touch)
     assert carry(tmp_path, tmp_path)[0]["p"].tolist() == [1] * 6
-    torch.save({"owed": {"p": touch}, "ages": {}}, tmp_path / FILE)
+    torch.save({"residuals": {"p": touch}, "ages": {}}, tmp_path / FILE)
     with pytest.raises(ValueError, match="run that again"):
         carried(tmp_path)
     assert not (tmp_path / "was_run").exists()
@@ -284,15 +284,15 @@ def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("sync", "what", "name", "message"),
     [
-        ({}, "owed", "p1", r"delete zero_topo_owed\.pt"),
-        ({"mode": "topk_a"}, "owed", "p4", r"7 elements for p4, which has 1280"),
+        ({}, "residuals", "p1", r"delete zero_topo_residuals\.pt"),
+        ({"mode": "topk_a"}, "residuals", "p4", r"7 elements for p4, which has 1280"),
         ({"mode": "topk_a"}, "ages", "p4", r"7 elements for p4, which has 1280"),
     ],
     ids=["another mode has no place for it, the file may be deleted", "a parameter of another size", "and its ages"],
 )
 def test_what_does_not_fit_is_refused(sync: dict[str, Any], what: str, name: str, message: str, tmp_path: Path) -> None:
     """Nothing is dropped silently."""
-    torch.save({"owed": {}, "ages": {}, what: {name: torch.zeros(7)}}, tmp_path / FILE)
+    torch.save({"residuals": {}, "ages": {}, what: {name: torch.zeros(7)}}, tmp_path / FILE)
     w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})
 
     def rank_main(rank: int) -> None:

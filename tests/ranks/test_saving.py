@@ -15,25 +15,25 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 
 from tests.harness import run_threads
-from zero_topo.hook.saving import LATEST, PART, Beside
+from zero_topo.hook.saving import LATEST, PART, AtomicSaves
 
 RANKS, BROKEN = 4, 2
 
 
 def save(folder: Path, tag: str, rank: int, value: Any) -> str:
     """What DeepSpeed does to save a file of each rank; what went wrong, or nothing."""
-    beside = Beside(TorchCheckpointEngine(), torch.device("cpu"), rank == 0)
+    alongside = AtomicSaves(TorchCheckpointEngine(), torch.device("cpu"), rank == 0)
     info = CheckpointCommitInfo(tag=tag, save_dir=str(folder), save_latest=False)
     try:
-        beside.create(info)
-        beside.makedirs(f"{folder}/{tag}", exist_ok=True)
-        beside.save(value, f"{folder}/{tag}/{rank}.pt")
-        beside.commit(info)
+        alongside.create(info)
+        alongside.makedirs(f"{folder}/{tag}", exist_ok=True)
+        alongside.save(value, f"{folder}/{tag}/{rank}.pt")
+        alongside.commit(info)
         return ""
     except OSError as error:
         return str(error)
     finally:
-        beside.close()
+        alongside.close()
 
 
 def whole(folder: Path) -> dict[str, bytes]:
@@ -106,9 +106,9 @@ def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
                 raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
 
     def rank_main(rank: int) -> None:
-        beside = Beside(Full(), torch.device("cpu"), False)
-        beside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
-        beside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
+        alongside = AtomicSaves(Full(), torch.device("cpu"), False)
+        alongside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
+        alongside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
 
     wanted = r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete older checkpoints, raise"
     with pytest.raises(OSError, match=wanted):

@@ -66,7 +66,7 @@ class Reference:
     def __init__(self, w: World, mode: ScapeSync, clip: float) -> None:
         plan = w.config.plan
         self.w, self.mode, self.clip = w, mode, clip
-        inner = plan.route(plan.gradients, plan.world_size)
+        inner = plan.stages(plan.gradients, plan.world_size)
         self.width = inner[-1][0]  # ranks of one peer
         self.peers = plan.world_size // self.width
         vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
@@ -202,7 +202,7 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
         assert isinstance(mode, Scape)
         for step in range(4):
             seen = trainer.step(step)
-            lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
+            lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
             own = seen.momentum[trainer.engine.layout.row(plan.optimizer)]
             found.append((own, list(zip(plan.group(rank, lo, hi), mode.residual_table(), strict=True))))
         return found

@@ -66,7 +66,7 @@ def observed(engine: Stage3) -> Step:
     mode, plan = mode_of(engine), engine.layout.plan
     rows, own = engine.gradients.optimizer_rows().clone(), owned(engine)
     engine.end_step(skipped=False)
-    lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
+    lo, hi = plan.stages(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
     residuals = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
     return Step(own, rows, residuals, sent, mode.report())
@@ -237,7 +237,7 @@ def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
 def test_sharded_oktopk_sends_a_third() -> None:
     """Sums that stay with their owners: about 2 k (P - 1) / P words, on the steps that reuse thresholds.
 
-    Where they are found, magnitudes beside: four times its share of k from each owner, not all it has. What is said of
+    Where they are found, magnitudes alongside: four times its share of k from each owner, not all it has. What is said of
     picks is what was asked for, of the others' rows.
     """
     settings: dict[str, Any] = {"density": 0.01, "tau_prime": 2}

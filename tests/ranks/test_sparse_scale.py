@@ -121,12 +121,12 @@ def test_a_step_holds_what_the_formula_says(
     In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a row.
     """
     w = pretended(name, peers, sharded, runs, **sync)
-    expected, peak = w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0], held(w)
+    expected, peak = w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0], stored(w)
     assert 0.85 * expected <= peak <= 1.05 * expected
     assert runs == 1 or peak <= 1.5 * peers * w.columns
 
 
-def held(w: World) -> int:
+def stored(w: World) -> int:
     """The most bytes that one of four steps holds, after which none are left but a new mask."""
     found: list[Allocations] = []
 

@@ -36,8 +36,8 @@ class Model:
     @property
     def order(self) -> tuple[int, ...]:
         """Of each parameter, its place in the order in which modules have them."""
-        slots = [slot for module in self.modules for slot in module]
-        return tuple(map(slots.index, range(len(slots))))
+        param_indices = [param_index for module in self.modules for param_index in module]
+        return tuple(map(param_indices.index, range(len(param_indices))))
 
 
 MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)), persistent=(1, 5))
@@ -77,14 +77,14 @@ class DeepSpeed:
             if copies.host is not None:
                 device.host(copies.host)
         engine.weights.publish_world()
-        spans = [engine.layout.spans(slots) for slots in model.groups]
+        spans = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
         self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
 
-    def fetch(self, slots: Sequence[int], phase: str) -> list[Tensor]:
+    def fetch(self, param_indices: Sequence[int], phase: str) -> list[Tensor]:
         """As its coordinator does for one module."""
         with self.gathers:
-            handle = self.engine.weights.gather(slots, phase)
+            handle = self.engine.weights.gather(param_indices, phase)
         with self.gathers:
             whole = handle.wait()
         self.main.wait_stream(self.gathers)
@@ -97,8 +97,8 @@ class DeepSpeed:
 
     def forward(self) -> None:
         """A forward pass, which is all of an evaluation."""
-        for slots in self.model.modules:
-            whole = self.fetch(slots, "gather_forward")
+        for param_indices in self.model.modules:
+            whole = self.fetch(param_indices, "gather_forward")
             assert torch.stack([tensor.float().sum() for tensor in whole]).isfinite().all()
             self.release(whole)
 
@@ -111,12 +111,12 @@ class DeepSpeed:
     def backward(self, last: bool) -> None:
         """Gradients wait in a bucket for those of the next module; the first of a module arrives in two parts."""
         bucket: dict[int, Tensor] = {}
-        for number, slots in enumerate(reversed(self.model.modules)):
-            whole = self.fetch(slots, "gather_backward")
-            for slot, weight in zip(slots, whole, strict=True):
-                bucket[slot] = weight * 0.01
+        for number, param_indices in enumerate(reversed(self.model.modules)):
+            whole = self.fetch(param_indices, "gather_backward")
+            for param_index, weight in zip(param_indices, whole, strict=True):
+                bucket[param_index] = weight * 0.01
                 self.scatters.wait_stream(self.main)
-            bucket[slots[0]] += whole[0] * 0.02
+            bucket[param_indices[0]] += whole[0] * 0.02
             self.scatters.wait_stream(self.main)
             self.release(whole)
             del whole, weight
@@ -135,10 +135,10 @@ class DeepSpeed:
 
     def orthogonalize(self) -> None:
         """Muon's exchange of matrices, with a function that takes memory."""
-        slots, (begin, end) = self.model.muon, self.columns[0]
+        param_indices, (begin, end) = self.model.muon, self.columns[0]
         rows = self.engine.gradients.optimizer_rows()[:, begin:end]
-        parts = {slot: self.engine.layout.slot(rows, slot) for slot in slots}
-        shapes = {slot: (8, self.model.numels[slot] // 8) for slot in slots}
+        parts = {param_index: self.engine.layout.parameter(rows, param_index) for param_index in param_indices}
+        shapes = {param_index: (8, self.model.numels[param_index] // 8) for param_index in param_indices}
         self.engine.matrices.apply(parts, shapes, lambda owned, found: found / found.norm(dim=(1, 2), keepdim=True))
 
     def step(self, skipped: bool = False) -> None:
@@ -274,7 +274,7 @@ def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
         weights = deepspeed.engine.weights
         weights.finish()
         deepspeed.device.log.clear()
-        first = [weights.gather([slot], "gather_forward") for slot in (0, 2)]
+        first = [weights.gather([param_index], "gather_forward") for param_index in (0, 2)]
         begun = [stream for stream, name, _ in deepspeed.device.log if name == "exchange"]
         for handle in reversed(first):
             handle.wait()

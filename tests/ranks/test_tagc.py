@@ -124,7 +124,7 @@ def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
     w = tagc((2 * ROW,), 2)
     hot = torch.arange(2 * ROW) % 1024 < 40
     results = run(w, 1, lambda rank, step: [w.grads(rank, step)[0] * hot])
-    assert all(found[0].report["beside"] > 1000 and found[0].report["ratio"] == 4 for found in results)
+    assert all(found[0].report["repeated"] > 1000 and found[0].report["ratio"] == 4 for found in results)
     assert all(found[0].report["estimated"] == 0 for found in results)
     for rank, found in enumerate(results):
         residual = sum(
@@ -195,9 +195,9 @@ def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(pe
     blocks = LEAST_BLOCKS
     assert formula == (peers - 1) * (ROW // 8 + 4096 * -(-blocks // ratio))
     results = run(w, 2)
-    beside = [int(found[1].report["beside"]) for found in results]
-    for found, own in zip(results, beside, strict=True):
-        extra = 4 * own * (peers - 1) + 4 * (sum(beside) - own)
+    alongside = [int(found[1].report["repeated"]) for found in results]
+    for found, own in zip(results, alongside, strict=True):
+        extra = 4 * own * (peers - 1) + 4 * (sum(alongside) - own)
         assert found[1].sent == formula + counts(peers, True) + extra
 
 

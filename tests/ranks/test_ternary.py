@@ -16,12 +16,12 @@ SHARDED = {**DATA_PARALLEL, "optimizer": "world"}
 PLANS = {"sharded": SHARDED, "everywhere": DATA_PARALLEL}
 
 
-def ternary(row: Tensor, picks: int) -> Tensor:
+def ternary(row: Tensor, selections: int) -> Tensor:
     """Of ``[C]``: in each block the largest that are not zero, as signs of their mean in BF16; in plain steps."""
     sent = torch.zeros_like(row)
     for begin in range(0, len(row), BLOCK):
         block = row[begin : begin + BLOCK]
-        chosen = [i for i in block.abs().argsort(descending=True).tolist()[:picks] if block[i] != 0]
+        chosen = [i for i in block.abs().argsort(descending=True).tolist()[:selections] if block[i] != 0]
         if chosen:
             scale = block[chosen].abs().mean().bfloat16().float()
             sent[begin : begin + BLOCK][chosen] = block[chosen].sign() * scale
@@ -35,7 +35,7 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, dens
     the others moves, nor where a row fills no block."""
     peers, numel = 3, 3 * 9000
     w = sparse_world(PLANS[plan], peers, "ternary", (numel,), density=density)
-    picks = TernarySync(density=density).picks
+    selections = TernarySync(density=density).selections
     grads = []
     for rank in range(peers):
         generator = torch.Generator().manual_seed(rank)
@@ -43,7 +43,7 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, dens
         grads.append(torch.randn(numel, generator=generator) * kept)
     rows = torch.stack(grads).view(peers, peers, -1) / peers  # by rank and owner
     sent = [
-        [row if rank == owner else ternary(row, picks) for rank, row in enumerate(rows[:, owner])]
+        [row if rank == owner else ternary(row, selections) for rank, row in enumerate(rows[:, owner])]
         for owner in range(peers)
     ]
     sums = [torch.stack(one).sum(dim=0) for one in sent]
@@ -55,7 +55,7 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, dens
             found.rows if everywhere else [found.own], sums if everywhere else [sums[rank]], strict=True
         ):
             # what two peers send alone may be equal: which of those goes is open
-            torch.testing.assert_close(told.abs().sort().values, ternary(row, picks).abs().sort().values)
+            torch.testing.assert_close(told.abs().sort().values, ternary(row, selections).abs().sort().values)
             assert not (told * row < 0).any() and not told[row == 0].any()
 
 

@@ -94,11 +94,11 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
         backward = quantized_model(w, source, plan.secondary, w.config.secondary_spec)
         ok = []
         for buckets in ([SLOTS], [(0, 3), (1,), (4, 2)]):
-            for (phase, wanted), slots in product(
+            for (phase, wanted), param_indices in product(
                 [("gather_forward", forward), ("gather_backward", backward)], buckets
             ):
-                found = engine.weights.gather(slots, phase).wait()
-                ok += [torch.equal(a, wanted[i]) for i, a in zip(slots, found, strict=True)]
+                found = engine.weights.gather(param_indices, phase).wait()
+                ok += [torch.equal(a, wanted[i]) for i, a in zip(param_indices, found, strict=True)]
         return all(ok)
 
     assert all(run_threads(w.size, rank_main))
@@ -141,7 +141,7 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
 
 
 def unrefreshed(weights: Weights) -> None:
-    weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+    weights.secondary.refresh = lambda param_indices: None  # type: ignore[method-assign]
     weights.publish()
 
 
@@ -187,7 +187,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
             engine.weights.finish()
         if rank == 5:
             store = engine.weights._store
-            copy: torch.Tensor = engine.weights.primary if store is None else store.codes.held
+            copy: torch.Tensor = engine.weights.primary if store is None else store.codes.stored
             copy.view(-1).view(torch.uint8)[3] ^= 1
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)

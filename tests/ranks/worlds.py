@@ -95,8 +95,8 @@ class World:
     ) -> Stage3:
         """This rank's engine, weights still zero; some slots are persistent, some are updated as whole matrices."""
         parameters = [
-            replace(p, persistent=slot in persistent, place=order[slot] if order else slot, whole=slot in whole)
-            for slot, p in enumerate(matrices(self.numels))
+            replace(p, persistent=param_index in persistent, place=order[param_index] if order else param_index, whole=param_index in whole)
+            for param_index, p in enumerate(matrices(self.numels))
         ]
         return bare_engine(self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE)
 
@@ -171,7 +171,7 @@ def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int | None = Non
     plan, rank = w.config.plan, engine.layout.rank
     row = engine.weights.own_row
     for index, param in enumerate(params):
-        engine.layout.slot(row[None], index)[0].copy_(shards(plan, param)[rank])
+        engine.layout.parameter(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
     return engine, params
 

@@ -55,13 +55,13 @@ def test_stock_moves_all_but_one_shard_over_every_link() -> None:
 def test_floors_add_hops_or_overlap_them() -> None:
     """Serial: each hop's slowest link in turn. Overlapped: the link that has most to do."""
     mbit = 1_000_000 / 8
-    hops = [
+    groups = [
         Load("gather_forward", "gpu", {"gcd": 160 * mbit, "gpu": 0, "node": 0}),
         Load("sync", "world", {"gcd": 80 * mbit, "gpu": 60 * mbit, "node": 40 * mbit}),
         Load("sync", "node", {"gcd": 0, "gpu": 120 * mbit, "node": 0}),
     ]
-    assert floors(hops, TINY) == {"serial": 2 + 1 + 2, "overlapped": 3}
-    assert phases(hops, TINY)["sync"] == {
+    assert floors(groups, TINY) == {"serial": 2 + 1 + 2, "overlapped": 3}
+    assert phases(groups, TINY)["sync"] == {
         "floor_s": 3,
         "level_bytes": {"gcd": 80 * mbit, "gpu": 180 * mbit, "node": 40 * mbit},
     }

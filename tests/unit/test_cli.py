@@ -33,8 +33,8 @@ def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) 
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
     assert {line[0] for line in lines if line} >= set(SCHEMES)
-    held = next(line for line in lines if line[:3] == ["paper", "20.00", "GB"])
-    assert held[5:9] == ["5.00", "GB", "625.00", "MB"]
+    stored = next(line for line in lines if line[:3] == ["paper", "20.00", "GB"])
+    assert stored[5:9] == ["5.00", "GB", "625.00", "MB"]
     whole = run("plan", "--params", "1T", "--topology", "frontier", "--world-size", "75264", "--micro-batches", "16")[1]
     assert "75264 ranks" in whole and "world int8" in whole and "rank 1 int8 stored" in whole
     for text in (out, whole):

@@ -70,18 +70,18 @@ def test_hops_on_frontier_take_what_was_measured(ranks: int, megabytes: int, ms:
     assert runs()["frontier all_gather, eager off"][str(ranks)][str(nbytes)] == pytest.approx(ms, rel=0.01)
     network = Network(load_preset("frontier", ranks), rates_of("frontier"))
     sent = nbytes * (ranks - 1) / ranks
-    assert network.hop(1, ranks, sent, "ring").seconds == pytest.approx(ms / 1e3, rel=0.33)
+    assert network.stage_time(1, ranks, sent, "ring").seconds == pytest.approx(ms / 1e3, rel=0.33)
 
 
 def test_rings_beside_each_other_share_what_one_ring_has() -> None:
     """Eight rings across nodes, one for each GCD, get an eighth of the bandwidth each, and pay a step for each node."""
     network, ring = Network(load_preset("frontier", 384), rates_of("frontier")), rates_of("frontier").rings["gather"]
-    found = network.hop(8, 384, 47e6, "ring")
+    found = network.stage_time(8, 384, 47e6, "ring")
     assert found.latency == pytest.approx(47 * ring["world"].step)
     assert found.busy == pytest.approx({"world": 47e6 * 8 / ring["world"].bandwidth})
-    pairs = network.hop(2, 8, 3e6, "ring")
+    pairs = network.stage_time(2, 8, 3e6, "ring")
     assert pairs.busy == pytest.approx({"node": 3e6 * 2 / ring["node"].bandwidth})
-    few = network.hop(1, 384, 383 * 1000.0, "ring")
+    few = network.stage_time(1, 384, 383 * 1000.0, "ring")
     assert few.latency == pytest.approx(383 * (ring["world"].small_step or 0.0))
 
 

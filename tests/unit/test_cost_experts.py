@@ -57,8 +57,8 @@ def test_tokens_are_sent_to_their_experts_and_back(recomputed: bool) -> None:
     once = 3 * 16 * K * H * 2 * 3 // 4
     times = 2 * 2 * (6 if recomputed else 4)
     assert price.sent["tokens", "node"] == times * once
-    hop = Network(MACHINE, rates_on(MACHINE)).hop(1, 4, once, "direct")
-    assert price.step.breakdown["tokens"] == pytest.approx(times * hop.seconds)
+    group = Network(MACHINE, rates_on(MACHINE)).stage_time(1, 4, once, "direct")
+    assert price.step.breakdown["tokens"] == pytest.approx(times * group.seconds)
 
 
 def test_experts_are_gathered_and_reduced_over_the_ranks_that_have_them() -> None:
@@ -116,7 +116,7 @@ def test_commands_agree_on_a_price(run: Run, tmp_path: Path) -> None:
     autoep = {"enabled": True, "autoep_size": 8}
     path = config_file(tmp_path, {"scheme": "zero3"}, expert_parallel=autoep)
     cost = printed(run, "check", path, *of)["cost"]
-    assert (cost["seconds"], cost["held"]) == (point["seconds"], point["held"])
+    assert (cost["seconds"], cost["stored"]) == (point["seconds"], point["stored"])
     assert point["breakdown"]["tokens"] > 0 and point["sent_by_domain"]["experts_world"] > 0
 
 

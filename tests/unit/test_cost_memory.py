@@ -28,9 +28,9 @@ def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
     """Without padding and scales: what a model holds that every degree and block divides, in proportion."""
     block, spec = 2**15, config.secondary_spec
     whole = config.plan.world_size * block
-    held = {role: Fraction(n) for role, n in memory_bytes(config, Workload.uniform([whole]), 2).items()}
-    held["secondary"] *= 1 if spec is None else Fraction(block * spec.bits, 8 * spec.nbytes(block))
-    return {role: nbytes * parameters / whole for role, nbytes in held.items()}
+    stored = {role: Fraction(n) for role, n in memory_bytes(config, Workload.uniform([whole]), 2).items()}
+    stored["secondary"] *= 1 if spec is None else Fraction(block * spec.bits, 8 * spec.nbytes(block))
+    return {role: nbytes * parameters / whole for role, nbytes in stored.items()}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_what_a_rank_holds_of_codes_by_hand() -> None:
     config = resolve(weights="gpu", gradients="node", optimizer="world", quantize=CODES)
     work = Workload.uniform([8 * 250, 80], dims=(2, 1))
     codes, own, vector = 4 * 256 + 128, (250 + 10) * 2, 4 * 10 * 2
-    held, padding = memory_bytes(config, work, 2), padding_bytes(config, work, 2)
-    assert (held["weights"], held["secondary"]) == (codes + own + vector, 0)
+    stored, padding = memory_bytes(config, work, 2), padding_bytes(config, work, 2)
+    assert (stored["weights"], stored["secondary"]) == (codes + own + vector, 0)
     assert padding["weights"] == codes - 1000
 
 
@@ -67,10 +67,10 @@ def test_what_a_rank_holds_of_codes_by_hand() -> None:
 def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, numels: list[int], nodes: int) -> None:
     config = resolve(Topology("t", nodes, 2, 2), scheme=scheme, quantize={"resident": None})
     work = Workload.uniform(numels)
-    held = memory_bytes(config, work, accumulation_itemsize=2)
+    stored = memory_bytes(config, work, accumulation_itemsize=2)
     padding = padding_bytes(config, work, accumulation_itemsize=2)
     ideal = ideal_bytes(config, sum(numels))
-    for role, nbytes in held.items():
+    for role, nbytes in stored.items():
         assert 0 <= nbytes - padding[role] <= ideal[role] < nbytes - padding[role] + 1, role
 
 
@@ -79,7 +79,7 @@ def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
     job = Job(load_model("gpt2"), 1, 1, **deepspeed_settings({"fp16": {"enabled": True}}))
     request = Request(FRONTIER, job)
-    held = request.price(config).memory
-    assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
+    stored = request.price(config).memory
+    assert stored["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
     plain = replace(request, job=replace(job, **deepspeed_settings({"bf16": {"enabled": True}})))
-    assert plain.price(config).memory == {k: v for k, v in held.items() if k != "residual"}
+    assert plain.price(config).memory == {k: v for k, v in stored.items() if k != "residual"}

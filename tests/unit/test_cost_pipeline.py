@@ -27,9 +27,9 @@ MESSAGE = 32 * 64 * 2  # bytes of a layer's output
 def test_two_stages_wait_once_and_send_each_micro_batch_both_ways() -> None:
     """Six micro-batches of the replica take seven slots."""
     found = pipeline_step(Pipeline(PAIR, 2, 1), JOB, RATES)
-    slot = 3 * sum(MODEL.module_flops(32)) / 2 / 1e9 + 2 * (0.25 + MESSAGE / 1e6)
-    assert found.seconds == pytest.approx(7 * slot, rel=1e-6)
-    assert found.breakdown["bubble"] == pytest.approx(slot)
+    param_index = 3 * sum(MODEL.module_flops(32)) / 2 / 1e9 + 2 * (0.25 + MESSAGE / 1e6)
+    assert found.seconds == pytest.approx(7 * param_index, rel=1e-6)
+    assert found.breakdown["bubble"] == pytest.approx(param_index)
     hidden = pipeline_step(Pipeline(PAIR, 2, 1), replace(JOB, overlap=1.0), RATES)
     assert hidden.seconds == pytest.approx(7 * 3 * sum(MODEL.module_flops(32)) / 2 / 1e9, rel=1e-6)
 

@@ -166,13 +166,13 @@ def test_commands_take_the_number_of_tensor_parallel_ranks_and_agree(run: Run, t
     of = ("--machine", "dgx-h100", "--model", "llama-2-7b")
     report = printed(run, "plan", *of, "--nodes", "2", "--micro-batches", "2", "--recommend")
     best = report["tensor"][0]
-    held = sum(best["memory"].values())
+    stored = sum(best["memory"].values())
     batch = ("--micro-batch", str(best["micro_batch"]), "--micro-batches", str(best["micro_batches"]))
     size = ("--tensor-parallel", str(best["tensor"]))
     degrees = "/".join("-" if degree is None else str(degree) for degree in best["degrees"].values())
     two_hop = best["block"].get("two_hop", True)
     (point,) = printed(run, "simulate", *of, "--ranks", "16", *batch, *size, "--schemes", degrees)["results"]
-    assert two_hop is True and (point["seconds"], point["held"]) == (best["seconds"], held)
+    assert two_hop is True and (point["seconds"], point["stored"]) == (best["seconds"], stored)
     assert point["checkpointing"] == best["checkpointing"] and point["sent_by_domain"] == best["sent_by_domain"]
     block = {key: value for key, value in best["block"].items() if key != "topology"}
     config = {
@@ -186,7 +186,7 @@ def test_commands_take_the_number_of_tensor_parallel_ranks_and_agree(run: Run, t
     path.write_text(json.dumps(config))
     activations = ("--set", f"checkpointing={best['checkpointing']}")
     found = printed(run, "check", str(path), *of, "--ranks", "16", *size, *activations)
-    assert (found["cost"]["seconds"], found["cost"]["held"]) == (best["seconds"], held)
+    assert (found["cost"]["seconds"], found["cost"]["stored"]) == (best["seconds"], stored)
     assert found["world_size"] == 16 // best["tensor"]
     assert any("tensor parallelism: the plan is that of a data-parallel group" in note for note in found["notes"])
 

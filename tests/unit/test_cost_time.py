@@ -23,7 +23,7 @@ TREE = Topology("tree", 3, 2, 2, links={"gpu": GPU, "node": NODE, "world": WORLD
 
 
 def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -> float:
-    return Network(TREE, rates).hop(lo, hi, sent, pattern).seconds
+    return Network(TREE, rates).stage_time(lo, hi, sent, pattern).seconds
 
 
 # What of a rank's message keeps which links busy for how long, and the latency. A ring of twelve ranks leaves a node
@@ -39,17 +39,17 @@ HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
 }
 
 
-@pytest.mark.parametrize(("hop", "busy", "latency"), HOPS.values(), ids=HOPS)
+@pytest.mark.parametrize(("group", "busy", "latency"), HOPS.values(), ids=HOPS)
 def test_hops_take_the_links_of_their_domains(
-    hop: tuple[int, int, float, str], busy: dict[str, float], latency: float
+    group: tuple[int, int, float, str], busy: dict[str, float], latency: float
 ) -> None:
-    found = Network(TREE, RATES).hop(*hop)
+    found = Network(TREE, RATES).stage_time(*group)
     assert found.busy == pytest.approx(busy) and found.latency == pytest.approx(latency)
     assert found.seconds == pytest.approx(latency + max(busy.values()))
 
 
 def test_links_between_gpus_belong_to_each_rank_unless_they_are_pooled() -> None:
-    pooled = Network(TREE, replace(RATES, shared=("node", "world"))).hop(1, 12, 1200.0, "ring")
+    pooled = Network(TREE, replace(RATES, shared=("node", "world"))).stage_time(1, 12, 1200.0, "ring")
     assert pooled.busy == pytest.approx({"gpu": 1.2, "node": 1200 / (2 * 100), "world": 1200 / 40})
 
 
@@ -85,7 +85,7 @@ def test_measured_rings_count_only_over_the_links_they_were_measured_on() -> Non
     faster = replace(frontier, links={**frontier.links, "world": Link(50e9, 1e-6)})
     assert set(rates_on(frontier).rings["gather"]) == {"node", "world"}
     assert set(rates_on(faster).rings["gather"]) == {"node"}
-    times = [Network(machine, rates_on(machine)).hop(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
+    times = [Network(machine, rates_on(machine)).stage_time(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
     assert times[1] == pytest.approx(1e9 / (50e9 * 0.8) + 1e-6) and times[1] < times[0]
     own = replace(faster, name="mine")
     job = Job(load_model("gpt2"), 1, 1)

@@ -58,7 +58,7 @@ class Walk:
             for peer in group:
                 sent[phase, widest(self.config.topology, group)] += message if peer != rank else 0
 
-    def hops(self, lo: int, hi: int) -> list[tuple[int, int]]:
+    def groups(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes two hops of it."""
         node, gpu = map(self.config.topology.degree, ("node", "gpu"))
         by_gpu = self.plan.gpu and lo == 1 < self.plan.gradients  # what begins at rank level inside a node, but sync
@@ -68,12 +68,12 @@ class Walk:
 
     def to_all(self, phase: str, lo: int, hi: int, message: int) -> None:
         """Every member of (lo, hi) gets every member's message; across nodes one rank of each takes it in."""
-        for low, high in reversed(self.hops(lo, hi)):
+        for low, high in reversed(self.groups(lo, hi)):
             self.exchange(phase, low, high, hi // high * message)
 
     def to_each(self, phase: str, lo: int, hi: int, message: int) -> None:
         """Every member sends a message to each; those for ranks elsewhere are summed inside the node first."""
-        for low, high in self.hops(lo, hi):
+        for low, high in self.groups(lo, hi):
             self.exchange(phase, low, high, hi // high * message)
 
     def coded(self, index: int) -> bool:
@@ -142,7 +142,7 @@ class Walk:
         plan, mode, world = self.plan, self.config.sync, self.plan.world_size
         row = sum(widths) * self.work.sync_itemsize
         if isinstance(mode, QuantizedSync):
-            *inside, across = self.hops(plan.gradients, world)
+            *inside, across = self.groups(plan.gradients, world)
             for low, high in inside:
                 self.exchange("sync", low, high, world // high * row)
             self.exchange("sync", *across, self.filled(1, widths, mode.spec, 0))
@@ -309,7 +309,7 @@ def test_our_plans_are_the_rows_of_table_vii(row: str, block: dict[str, Any]) ->
     table = paper_volume_table(nodes=48, ranks_per_node=8)[row]
     ours = {key: volume for key, volume in table_units(config).items() if key[0] in phases}
     assert ours == {(term.phase, term.domain): term.volume for term in table}
-    assert [config.plan.hop(phase)[1] for phase in phases] == [term.degree for term in table]
+    assert [config.plan.pair_of(phase)[1] for phase in phases] == [term.degree for term in table]
 
 
 def test_stock_hpz_moves_16_bits_where_the_papers_table_counts_8() -> None:

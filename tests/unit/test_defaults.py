@@ -148,7 +148,7 @@ def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     wanted = on(replace(load_preset("dgx-h100", 32), memory_per_rank=64 * GB), 70)
     wanted = replace(wanted, reserve=0.0)
     lossy = timed(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
-    limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
+    limit = min(plan.stored for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
     short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
     with pytest.raises(ValueError, match=r'would fit, but is lossier \("lossy": true\)'):
         planned(parse(), short)
@@ -175,9 +175,9 @@ def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, w
     ranking = timed(parse(scheme="auto"), on(DGX, 7), clock)
     fastest = ranking.fastest
     assert fastest.seconds == 1.0 and (ranking.best.config.plan.weights == 8) == wins
-    assert (ranking.best.held < 0.9 * fastest.held) == wins
+    assert (ranking.best.stored < 0.9 * fastest.stored) == wins
     reason = (
-        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but needs {fastest.held / GB:.2f} GB"
+        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but needs {fastest.stored / GB:.2f} GB"
     )
     assert (reason in explain(ranking)[0]) == wins
 

@@ -64,7 +64,7 @@ def test_the_trainers_config_leaves_the_block_alone() -> None:
 
     whole = {"fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False}
     arguments = Mock(world_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=1, **whole)
-    held = HfTrainerDeepSpeedConfig(config())
-    held.trainer_config_process(arguments)
-    assert held.config["train_batch_size"] == 32 and held.config["bf16"]["enabled"] is True
-    assert held.config["zero_topo"] == BLOCK
+    stored = HfTrainerDeepSpeedConfig(config())
+    stored.trainer_config_process(arguments)
+    assert stored.config["train_batch_size"] == 32 and stored.config["bf16"]["enabled"] is True
+    assert stored.config["zero_topo"] == BLOCK

@@ -37,8 +37,8 @@ def test_the_largest_model_fits_and_a_larger_one_does_not(
     assert found is not None and wanted.limit is not None
     for params in (found, int(found * 1.005), int(found * 1.02), int(found * 1.05)):
         model = scaled(max(params, 1000))
-        held = predict_memory(config, Workload.uniform(model.numels()), replace(wanted.job, model=model))
-        assert (sum(held.values()) <= wanted.limit) == (params == found > 0)
+        stored = predict_memory(config, Workload.uniform(model.numels()), replace(wanted.job, model=model))
+        assert (sum(stored.values()) <= wanted.limit) == (params == found > 0)
 
 
 def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:

@@ -51,7 +51,7 @@ def test_a_second_belongs_to_the_innermost_phase(wait: Wait, enabled: bool) -> N
     meter.end_step()
     assert meter.last_seconds == ({"sync": 42.0, "publish": 4.0} if enabled else {})
     spans = [("sync", 1.0, 3.0), ("publish", 3.0, 7.0), ("sync", 7.0, 15.0), ("sync", 31.0, 63.0)]
-    assert list(meter.last_spans) == (spans if enabled else [])
+    assert list(meter.last_intervals) == (spans if enabled else [])
 
 
 def test_seconds_belong_to_their_step(wait: Wait) -> None:
@@ -66,15 +66,15 @@ def test_seconds_belong_to_their_step(wait: Wait) -> None:
     meter.reset_step()
     assert meter.last_seconds == {"scatter": 1.0}
     meter.end_step()
-    assert meter.last_seconds == {} and not meter.last_spans
-    for _ in range(module.MOST_SPANS + 1):
+    assert meter.last_seconds == {} and not meter.last_intervals
+    for _ in range(module.MOST_INTERVALS + 1):
         with meter.timing("gather_forward"):
             pass
     wait(1)
     with meter.timing("gather_forward"):
         wait(1)
     meter.end_step()
-    assert len(meter.last_spans) == module.MOST_SPANS and [*meter.last_spans][-1][1:] == (1.0, 2.0)
+    assert len(meter.last_intervals) == module.MOST_INTERVALS and [*meter.last_intervals][-1][1:] == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

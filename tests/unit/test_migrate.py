@@ -199,8 +199,8 @@ def test_what_stock_zeropp_holds_and_sends_is_what_the_paper_says() -> None:
     numel = 2**25
     request = Request(DGX, Job(load_model("gpt2"), 1, 1, stock=True), (numel,), states_only=True)
     price = request.price(stock_config(ZEROPP, DGX))
-    held = price.memory
-    assert (held["weights"], held["secondary"]) == (numel // 16, numel // 4)
+    stored = price.memory
+    assert (stored["weights"], stored["secondary"]) == (numel // 16, numel // 4)
     sent, scales = price.sent, 1 + 4 / 256
     assert sent["gather_forward", "world"] == pytest.approx(numel * 31 / 32 * scales)
     assert sent["gather_backward", "node"] == pytest.approx(numel * 7 / 8 * scales)

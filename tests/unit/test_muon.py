@@ -77,7 +77,7 @@ def price(muon: str | None, stock: bool = False, **block: Any) -> Any:
 def test_memory_bytes_and_seconds_of_a_plan(scheme: str, owners: int) -> None:
     """A rank stores 4 bytes less of each element of its shard, sends its part of the matrices, computes one."""
     muon, adam = price("gram", scheme=scheme), price(None, scheme=scheme)
-    assert adam.held - muon.held == 4 * ELEMENTS // owners
+    assert adam.stored - muon.stored == 4 * ELEMENTS // owners
     (key,) = muon.sent.keys() - adam.sent.keys()
     assert key == ("matrices", "world" if owners == 16 else "node")
     sent = SENT // owners * (owners - 1) // owners
@@ -140,10 +140,10 @@ def test_every_command_counts_muon(command: str, run: Run, tmp_path: Path) -> No
 def _costs(command: str, content: Any) -> tuple[int, dict[str, int]]:
     """Bytes on a rank, and bytes that it sends, by domain."""
     if command == "check":
-        return content["cost"]["held"], content["cost"]["sent_by_domain"]
+        return content["cost"]["stored"], content["cost"]["sent_by_domain"]
     if command == "simulate":
         (point,) = content["results"]
-        return point["held"], point["sent_by_domain"]
+        return point["stored"], point["sent_by_domain"]
     if command == "plan":
         (scheme,) = [of for of in content["schemes"] if of["scheme"] == "hsdp"]
         return sum(scheme["memory"].values()), scheme["sent_by_domain"]

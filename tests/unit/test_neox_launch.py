@@ -129,8 +129,8 @@ def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPat
         assert [environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == ["11", "3", "n0"]
 
 
-@pytest.mark.parametrize(("devices", "seat", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
-def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices: int, seat: int, told: int) -> None:
+@pytest.mark.parametrize(("devices", "placement", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
+def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices: int, placement: int, told: int) -> None:
     """With `--gpus-per-task=1` NeoX and DeepSpeed are told 0, and only the node's first task compiles helpers."""
     import torch
 
@@ -139,13 +139,13 @@ def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices
     helpers.compile_helper = lambda: compiled.append(1)
     monkeypatch.setitem(sys.modules, "megatron.data.data_utils", helpers)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setenv("LOCAL_RANK", str(seat))
-    args = SimpleNamespace(local_rank=seat)
+    monkeypatch.setenv("LOCAL_RANK", str(placement))
+    args = SimpleNamespace(local_rank=placement)
     line = use_the_only_device(args)
     assert (args.local_rank, os.environ["LOCAL_RANK"]) == (told, str(told))
-    assert (line is not None) == (told != seat)
+    assert (line is not None) == (told != placement)
     helpers.compile_helper()
-    assert bool(compiled) == (told == seat)
+    assert bool(compiled) == (told == placement)
 
 
 @pytest.mark.parametrize("name", ["AdamS", "AgedAdamW"])

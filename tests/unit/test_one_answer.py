@@ -38,7 +38,7 @@ def test_commands_agree(
     stated = config_file(tmp_path, block, gradient_accumulation_steps=count)
     cost = printed(run, "check", stated, *of, "--ranks", ranks, *activations)["cost"]
     assert cost["seconds"] == best["seconds"] and cost["sent_by_domain"] == best["sent_by_domain"]
-    assert (cost["held"], cost["limit"]) == (sum(best["memory"].values()), report["memory_limit"])
+    assert (cost["stored"], cost["limit"]) == (sum(best["memory"].values()), report["memory_limit"])
     named = config_file(tmp_path, {"scheme": "zero3"}, "named.json", gradient_accumulation_steps=count)
     cost = printed(run, "check", named, *of, "--ranks", ranks, *activations)["cost"]
     pipeline = report["pipeline"]
@@ -47,15 +47,15 @@ def test_commands_agree(
     schemes = ("--schemes", f"zero3,{plan},{pipeline['name']}")
     point, chosen, row = printed(run, "simulate", *of, "--ranks", ranks, *batches, *schemes, *activations)["results"]
     assert cost == {"limit": report["memory_limit"], **{key: point[key] for key in cost if key != "limit"}}
-    assert (chosen["seconds"], chosen["held"]) == (best["seconds"], sum(best["memory"].values()))
+    assert (chosen["seconds"], chosen["stored"]) == (best["seconds"], sum(best["memory"].values()))
     assert row["seconds"] == pipeline["seconds"] and row["sent_by_domain"] == pipeline["sent_by_domain"]
-    assert row["held"] == sum(pipeline["memory"].values()) and row["range"] == pipeline["range"]
+    assert row["stored"] == sum(pipeline["memory"].values()) and row["range"] == pipeline["range"]
     (plain,) = printed(run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--set", "scheme=zero3")["schemes"]
     assert plain["sent_by_domain"] == cost["sent_by_domain"]
     found = [plan for plan in report["plans"] if plan["name"] == "zero3"]
     assert [(p["seconds"], p["sent_by_domain"], sum(p["memory"].values())) for p in found] in (
         [],
-        [(cost["seconds"], cost["sent_by_domain"], cost["held"])],
+        [(cost["seconds"], cost["sent_by_domain"], cost["stored"])],
     )
 
 

@@ -77,11 +77,11 @@ def test_pictures_show_what_the_log_holds(folder: Path) -> None:
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     usual, log = pictures(Page(folder / "report.html")), (folder / "metrics.jsonl").read_text()
     more = {key: 2 * nbytes for key, nbytes in SENT.items()}
-    held = {role: 2 * nbytes for role, nbytes in HELD.items()}
+    stored = {role: 2 * nbytes for role, nbytes in HELD.items()}
     cases = {
         0: (log.replace('"loss": 4.0', '"loss": 4.5'), EXACT),
         1: (log, (more, HELD, 0)),
-        2: (log, (SENT, held, 0)),
+        2: (log, (SENT, stored, 0)),
         4: (log.replace("0.375", "0.3"), EXACT),
     }
     for place, (lines, rank) in cases.items():

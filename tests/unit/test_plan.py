@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.plan import PHASES, Plan, coded_slots, divisors, packed_runs
+from zero_topo.plan import PHASES, Plan, coded_params, divisors, packed_runs
 from zero_topo.topology.model import Topology
 
 
@@ -80,22 +80,22 @@ def test_two_hops_go_through_the_node() -> None:
     """Unless they are turned off, what spans nodes goes through the node, if its members nest in it."""
     machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
     plan = Plan.build(machine, ("world", "node", "world", "world"))
-    assert [plan.route(lo, 16) for lo in (1, 2, 4, 8)] == [[(1, 4), (4, 16)], [(2, 4), (4, 16)], [(4, 16)], [(8, 16)]]
-    assert Plan.build(machine, ("gpu", "node", "node", "world")).route(1, 4) == [(1, 4)]
-    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).route(1, 16) == [(1, 16)]
+    assert [plan.stages(lo, 16) for lo in (1, 2, 4, 8)] == [[(1, 4), (4, 16)], [(2, 4), (4, 16)], [(4, 16)], [(8, 16)]]
+    assert Plan.build(machine, ("gpu", "node", "node", "world")).stages(1, 4) == [(1, 4)]
+    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).stages(1, 16) == [(1, 16)]
     by_gpu = Plan.build(machine, ("gpu", "node", "node", "world"), two_hop="gpu")
-    routes = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
-    assert [by_gpu.route(*hop) for hop in ((1, 4), (1, 16), (2, 4), (4, 16))] == routes
-    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").route(1, 4) == [(1, 4)]  # of a sync
+    expected = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
+    assert [by_gpu.stages(*pair) for pair in ((1, 4), (1, 16), (2, 4), (4, 16))] == expected
+    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").stages(1, 4) == [(1, 4)]  # of a sync
     through = Plan(24, 1, None, 1, 24, inner=6)
-    assert [through.route(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
+    assert [through.stages(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
 
 
 @pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
 def test_each_phase_takes_its_hop(weights: int, secondary: int | None, copy: int) -> None:
     """Backward gathers from the secondary copy, if there is one of weights that are cut at all."""
-    hops = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (1, 16), (weights, 16)]
-    assert [Plan(32, weights, secondary, 8, 16).hop(phase) for phase in PHASES] == hops
+    groups = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (1, 16), (weights, 16)]
+    assert [Plan(32, weights, secondary, 8, 16).pair_of(phase) for phase in PHASES] == groups
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.none() | st.integers(1, 12))
@@ -123,7 +123,7 @@ def test_codes_are_held_of_large_matrices_alone() -> None:
         0: False,
     }
     numels, flags = tuple(rows), (False,) * len(rows)
-    assert coded_slots(plan, numels, (2,) * len(rows), flags, block) == tuple(rows.values())
-    assert coded_slots(plan, numels, (3,) * len(rows), flags, block) == tuple(rows.values())
-    assert not any(coded_slots(plan, numels, (1,) * len(rows), flags, block))
-    assert not any(coded_slots(plan, numels, (3,) * len(rows), (True,) * len(rows), block))
+    assert coded_params(plan, numels, (2,) * len(rows), flags, block) == tuple(rows.values())
+    assert coded_params(plan, numels, (3,) * len(rows), flags, block) == tuple(rows.values())
+    assert not any(coded_params(plan, numels, (1,) * len(rows), flags, block))
+    assert not any(coded_params(plan, numels, (3,) * len(rows), (True,) * len(rows), block))

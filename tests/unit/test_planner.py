@@ -71,18 +71,18 @@ def by_weights(config: ResolvedConfig, job: Job) -> float:
 
 def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
     config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
-    held = predict_memory(config, work, Job(NEOX, 1, 1))
+    stored = predict_memory(config, work, Job(NEOX, 1, 1))
     shards = memory_bytes(config, work, accumulation_itemsize=2)
-    assert {role: held[role] for role in shards} == shards
-    assert set(held) - set(shards) == {"gathered", "bucket", "messages", "activations"}
+    assert {role: stored[role] for role in shards} == shards
+    assert set(stored) - set(shards) == {"gathered", "bucket", "messages", "activations"}
 
 
 def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
     config, work = resolve(scheme="zero3"), Workload.uniform([8192], itemsize=4)
     job = Job(load_model("gpt2"), 1, 1, itemsize=4)
-    held = predict_memory(config, work, job)
+    stored = predict_memory(config, work, job)
     shards = {"weights": 4 * 1024, "secondary": 0, "gradients": 4 * 1024, "optimizer": 8 * 1024}
-    assert {role: held[role] for role in shards} == shards and not moments(config, work, job)[3]["step"]
+    assert {role: stored[role] for role in shards} == shards and not moments(config, work, job)[3]["step"]
     assert moments(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))[3]["step"] == 4 * 1024
 
 
@@ -133,10 +133,10 @@ def test_deepspeeds_own_settings_count() -> None:
 
     small = job(reduce_bucket_size=5e7, stage3_max_live_parameters=0, sub_group_size=1000)
     assert small == Job(NEOX, 1, 1, live=0, bucket=50_000_000, sub_group=1000)
-    held, usual = (predict_memory(config, work, which) for which in (small, Job(NEOX, 1, 1)))
+    stored, usual = (predict_memory(config, work, which) for which in (small, Job(NEOX, 1, 1)))
     embedding = 2 * max(NEOX.numels())  # larger than the small bucket
-    assert (held["bucket"], usual["bucket"]) == (embedding, 1_000_000_000)
-    assert moments(config, work, small)[3]["step"] == 4000 and held["gathered"] < usual["gathered"]
+    assert (stored["bucket"], usual["bucket"]) == (embedding, 1_000_000_000)
+    assert moments(config, work, small)[3]["step"] == 4000 and stored["gathered"] < usual["gathered"]
     offload = job(offload_optimizer={"device": "cpu"})
     assert predict_memory(config, work, offload) == usual | {"optimizer": 0}
     assert not moments(config, work, offload)[3]["step"]
@@ -150,9 +150,9 @@ def test_deepspeeds_own_settings_count() -> None:
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
     config = resolve(scheme="topo", sync={"mode": "radius"})
     work = Workload.uniform([8192])
-    held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1))
-    assert held["masks"] == 2 * 1024 // 8  # P = 2 nodes, C = 8192 / 8
-    assert held["residual"] == 4 * 2 * 1024
+    stored = predict_memory(config, work, Job(load_model("gpt2"), 1, 1))
+    assert stored["masks"] == 2 * 1024 // 8  # P = 2 nodes, C = 8192 / 8
+    assert stored["residual"] == 4 * 2 * 1024
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -230,18 +230,18 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
     ranking = timed(ASKED, request(), by_weights)
     assert ranking.best.config.plan.weights == 1
     assert ranking == timed(ASKED, request(), by_weights)
-    assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
+    assert all(plan.stored > (request().limit or 0) for plan in ranking.refused)
 
 
 def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
     """Times that differ by 0.4 percent count as equal."""
     ranking = timed(ASKED, request(), lambda config, job: 1.0 + 0.004 * (config.plan.weights > 1))
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
-    leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
+    leanest = {n: min(plan.stored for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
     order = []
     for plan in ranking.timed:
         n = len(plan.candidate.losses)
-        order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named))
+        order.append((n, (plan.stored / leanest[n] - 1) // 0.05, not plan.candidate.named))
     assert order == sorted(order) and order[0][:2] == (0, 0) and order[-1][0] == 2
 
 

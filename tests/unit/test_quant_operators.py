@@ -184,7 +184,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     pieces, code, floats = ([torch.zeros(200)], [1, 200, 200, 200, 0]), list(spec.code), torch.randn(2, 64)
     mask, bits = torch.arange(16) % 3 == 0, torch.zeros(2, dtype=torch.uint8)
     built = Codes.build([(0, 64)], 2, 64, CPU)
-    held = built.held, built.slots, built.slot_of, [64, 0, 1, 2, 1]
+    stored = built.stored, built.param_indices, built.param_index_of, [64, 0, 1, 2, 1]
     assessed = torch.zeros(2), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(2, 1, 2, 8, dtype=torch.uint8)
     sizes = torch.zeros(2, 2, dtype=torch.int64)
     return {
@@ -207,16 +207,16 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "sketch_insert": (floats, 5, torch.zeros(2, 3, 1024)),
         "sketch_peel": (torch.zeros(3, 1024), bits, 5, torch.zeros(16)),
         "aged_adamw": (*(torch.randn(16) for _ in range(4)), mask.byte(), torch.rand(4, 257), [0.9, 0.8, 1e-8, -0.1]),
-        "codes_assess": (floats, [0, 0], *held, *assessed, sizes),
+        "codes_assess": (floats, [0, 0], *stored, *assessed, sizes),
         "codes_emit": (
             floats,
             [0, 0],
-            *held,
+            *stored,
             *assessed,
             sizes,
             torch.zeros(1024, dtype=torch.uint8),
         ),
-        "codes_apply": (torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), -1, *held),
+        "codes_apply": (torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), -1, *stored),
     }
 
 

@@ -208,12 +208,12 @@ def test_pieces_are_one_message(numels: list[int], spec: BlockSpec) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_reduction_sums_in_order_then_scales_then_accumulates_then_rounds(spec: BlockSpec) -> None:
     """Parts in the order given; then three roundings: factor, accumulation, dtype of the output."""
-    held = torch.randn(300, generator=torch.Generator().manual_seed(9)).bfloat16()
+    stored = torch.randn(300, generator=torch.Generator().manual_seed(9)).bfloat16()
     parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
     messages = torch.stack([ops.quantize(p, spec) for p in parts])
     total = ops.dequantize_reduce(messages, spec, torch.empty(300))
     assert torch.equal(total, sum((roundtrip(part, spec) for part in parts), torch.zeros(300)))
-    out = ops.dequantize_reduce(messages, spec, held.clone(), 1 / 3, accumulate=True)
-    assert torch.equal(out, (held.float() + total * torch.tensor(1 / 3)).bfloat16())
+    out = ops.dequantize_reduce(messages, spec, stored.clone(), 1 / 3, accumulate=True)
+    assert torch.equal(out, (stored.float() + total * torch.tensor(1 / 3)).bfloat16())
     again = ops.requantize(messages, spec, torch.empty_like(messages[0]), 300)
     assert torch.equal(again, ops.quantize(total, spec))

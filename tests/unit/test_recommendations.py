@@ -41,23 +41,23 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     """Bytes of a rank, on the back of an envelope: states by their degrees, DeepSpeed's defaults, one layer's
     activations by the parts of a layer and every layer's input, the loss. A gather's message is there, or those of
     a bucket: what is scattered and comes, and what is synced."""
-    model, params, held = report["model"], report["params"], plan["degrees"]
+    model, params, stored = report["model"], report["params"], plan["degrees"]
     h, f, s = model["hidden"], model["intermediate"], model["sequence"]
     keys = h * model["kv_heads"] // model["heads"]
-    states = 2 * params / held["weights"] + 2 * params / held["gradients"] + 12 * params / held["optimizer"]
+    states = 2 * params / stored["weights"] + 2 * params / stored["gradients"] + 12 * params / stored["optimizer"]
     if plan["quantize"]["resident"]:  # a byte and a scale for 256, and the rank's own weights
-        states += (1 + 4 / 256 - 2) * params / held["weights"] + 2 * params / held["optimizer"]
-    copies = params * 1.02 / held["secondary"] if held["secondary"] and "int8 secondary" in plan["losses"] else 0.0
-    if held["secondary"] and not copies and held["secondary"] < held["weights"]:
-        copies = 2 * params / held["secondary"]
+        states += (1 + 4 / 256 - 2) * params / stored["weights"] + 2 * params / stored["optimizer"]
+    copies = params * 1.02 / stored["secondary"] if stored["secondary"] and "int8 secondary" in plan["losses"] else 0.0
+    if stored["secondary"] and not copies and stored["secondary"] < stored["weights"]:
+        copies = 2 * params / stored["secondary"]
     layer = params / model["layers"]
     whole = min(params, max(1e9, 2 * layer))
-    message = 0 if held["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
+    message = 0 if stored["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
     bits = 0.52 if "int4 gradients" in plan["losses"] else 2
     largest = max(5e8, h * model["vocab"])  # a gradient that exceeds the bucket is one
-    bucket = largest * (4 if held["gradients"] == 1 else 2 * bits)
-    if held["gradients"] < held["optimizer"]:
-        bucket += 2 * 5e8 * (0.52 if "int4 sync" in plan["losses"] else 2) / held["gradients"]
+    bucket = largest * (4 if stored["gradients"] == 1 else 2 * bits)
+    if stored["gradients"] < stored["optimizer"]:
+        bucket += 2 * 5e8 * (0.52 if "int4 sync" in plan["losses"] else 2) / stored["gradients"]
     flight = 2 * whole + 2 * largest + max(message, bucket)
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
     kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
@@ -81,9 +81,9 @@ def test_a_plan_fits_and_loses_nothing_for_less_than_two_percent(case: str, run:
         words += ["--model", model_file(tmp_path, case)]
     report = printed(run, "plan", *words)
     best = report["recommended"]
-    held = sum(best["memory"].values())
-    assert held <= report["memory_limit"] == int(report["topology"]["memory_per_rank"] * 0.9)
-    assert held == pytest.approx(by_hand(report, best), rel=0.05)
+    stored = sum(best["memory"].values())
+    assert stored <= report["memory_limit"] == int(report["topology"]["memory_per_rank"] * 0.9)
+    assert stored == pytest.approx(by_hand(report, best), rel=0.05)
     assert best["range"]["low_s"] < best["seconds"] < best["range"]["high_s"]
     exact = [plan["seconds"] for plan in report["plans"] if not plan["losses"]]
     if best["losses"] and exact:
@@ -107,7 +107,7 @@ def test_attention_and_sequence_decide_what_activations_take(run: Run, tmp_path:
     """Eager attention at the model's whole length is what once made a plan impossible."""
     machine = ("--machine", "frontier", "--nodes", "1")
     words = ("plan", "--model", model_file(tmp_path, "mistral"), *machine, "--recommend", "--set", "fused-loss=true")
-    held = [
+    stored = [
         printed(run, *words, *more)["recommended"]["memory"]["activations"]
         for more in (
             ("--set", "checkpointing=true"),
@@ -116,10 +116,10 @@ def test_attention_and_sequence_decide_what_activations_take(run: Run, tmp_path:
             ("--set", "checkpointing=false"),
         )
     ]
-    assert held[1] == pytest.approx(2 * held[0], rel=0.01) and held[2] - held[0] == pytest.approx(
+    assert stored[1] == pytest.approx(2 * stored[0], rel=0.01) and stored[2] - stored[0] == pytest.approx(
         5 * 32 * 4096**2, rel=0.01
     )
-    assert held[3] > 8 * held[0]
+    assert stored[3] > 8 * stored[0]
     status, _, error = run(*words, "--seq", "32768", "--set", "attention=eager", "--set", "checkpointing=false")
     assert status == 2 and "recompute activations" in error and "use flash attention" in error
     assert run(*words, "--set", "attention=flesh")[2].count("did you mean 'flash'") == 1

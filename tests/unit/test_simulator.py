@@ -220,11 +220,11 @@ def test_the_papers_ratios_come_out_within_15_percent_at_the_defaults() -> None:
 def test_what_is_left_out_of_stock_would_take_zero_plus_plus_its_gain() -> None:
     """DeepSpeed's ZeRO++ reduces each bias and norm by itself, in a ring of all: 1.26 times ZeRO-3, says the README."""
     frontier = load_preset("frontier", 384)
-    hop = Network(frontier, rates_on(frontier)).hop(1, 384, 2.0 * NEOX.hidden, "reduce ring")
+    group = Network(frontier, rates_on(frontier)).stage_time(1, 384, 2.0 * NEOX.hidden, "reduce ring")
     vectors = sum(numel < 10**5 for numel in NEOX.numels())
     plus = in_the_papers_setting("zero++", 384)
     flops = Job(NEOX, 1, 6).flops / 1e12
-    slower = flops / (flops / plus + 6 * vectors * hop.seconds)
+    slower = flops / (flops / plus + 6 * vectors * group.seconds)
     assert slower / in_the_papers_setting("zero3", 384) == pytest.approx(1.26, abs=0.005)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops, reference
-from zero_topo.sync import picks
-from zero_topo.sync.picks import (
+from zero_topo.sync import selection
+from zero_topo.sync.selection import (
     TINY,
-    Picked,
+    Selected,
     Records,
     above,
     added,
@@ -46,19 +46,19 @@ PEERS: Any = SimpleNamespace(allocate=torch.empty)
 """A group, of which only the memory for messages is used."""
 
 
-def non_zero(x: Tensor) -> Picked:
+def non_zero(x: Tensor) -> Selected:
     """All elements but zeros."""
-    return Picked(torch.arange(x.numel()), x).non_zero(int(x.count_nonzero()))
+    return Selected(torch.arange(x.numel()), x).non_zero(int(x.count_nonzero()))
 
 
 @given(VECTORS, DTYPES)
 def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None:
     """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without padding."""
-    picked, records = non_zero(x), Records(dtype, x.numel())
-    message = records.encode(picked, PEERS)
-    assert message.nbytes == len(picked) * records.nbytes == len(picked) * (4 + dtype.itemsize)
-    came, rounded = records.decode(message), picked.rounded(dtype)
-    assert torch.equal(came.indices, picked.indices) and torch.equal(came.values, rounded.values)
+    selected, records = non_zero(x), Records(dtype, x.numel())
+    message = records.encode(selected, PEERS)
+    assert message.nbytes == len(selected) * records.nbytes == len(selected) * (4 + dtype.itemsize)
+    came, rounded = records.decode(message), selected.rounded(dtype)
+    assert torch.equal(came.indices, selected.indices) and torch.equal(came.values, rounded.values)
 
 
 @given(NUMELS, DTYPES)
@@ -67,8 +67,8 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
     records = Records(dtype, numel)
     indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, numel - 1])
     indices = indices[indices < numel]
-    picked = Picked(indices, torch.ones(len(indices)))
-    assert torch.equal(records.decode(records.encode(picked, PEERS)).indices, indices)
+    selected = Selected(indices, torch.ones(len(indices)))
+    assert torch.equal(records.decode(records.encode(selected, PEERS)).indices, indices)
     assert records.nbytes == (4 if numel <= 2**32 else 8) + dtype.itemsize
 
 
@@ -76,8 +76,8 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
 def test_every_pick_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
     """Counts of neighbouring regions add up to all picks; equal bounds hold none."""
     bounds = [0, *sorted(min(cut, x.numel()) for cut in cuts), x.numel()]
-    picked = non_zero(x)
-    counts = picked.counts(torch.tensor(bounds)).tolist()
+    selected = non_zero(x)
+    counts = selected.counts(torch.tensor(bounds)).tolist()
     assert counts == [int(x[a:b].count_nonzero()) for a, b in pairwise(bounds)]
 
 
@@ -89,7 +89,7 @@ def test_sums_have_the_bits_of_a_loop_over_the_peers(vectors: list[Tensor]) -> N
     expected = torch.zeros(numel)
     for part in parts:
         expected[part.indices] += part.values
-    came = Picked(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+    came = Selected(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
     runs = in_runs(came)
     assert torch.equal(added(came, partial(torch.zeros, numel)), expected) or expected.isnan().any()
     assert len(runs) == len(came) and (runs.indices.diff() >= 0).all()
@@ -117,7 +117,7 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     bound = kth_largest(x, k)
     count = int(count_reaching(x, bound))
     best = largest(x, k)
-    with patch.object(picks, "_on_cpu", lambda _: False):
+    with patch.object(selection, "_on_cpu", lambda _: False):
         assert count == int(count_reaching(x, bound)) and bound == kth_largest(x, k)
         assert torch.equal(best.values.abs().sort().values, largest(x, k).values.abs().sort().values)
     passed = above(x, float(bound), count)
@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
     """NaN is above every threshold, and makes the one that the largest give infinite; then one of them is enough."""
     x = NORMAL.clone()
     x[[7, 50, 9_000]] = bad
-    with patch.object(picks, "_on_cpu", lambda _: on_cpu):
+    with patch.object(selection, "_on_cpu", lambda _: on_cpu):
         assert not largest(x, 5).values.isfinite().all()
         assert int(count_reaching(x, torch.tensor(2.0))) == len(x) - int((x.abs() < 2).sum())
         assert not above(x, 2.0, 999).values.isfinite().all()
@@ -154,7 +154,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(x))
         return topk(x, *rest, **more)
 
-    monkeypatch.setattr(picks, "_on_cpu", lambda _: False)
+    monkeypatch.setattr(selection, "_on_cpu", lambda _: False)
     monkeypatch.setattr(torch, "topk", counted)
     return found
 
@@ -164,7 +164,7 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
     whole, bound = largest(x, 120), kth_largest(x, 120)
-    monkeypatch.setattr(picks, "LONGEST", 200)
+    monkeypatch.setattr(selection, "LONGEST", 200)
     lengths.clear()
     few = largest(x, 20)
     assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
@@ -244,9 +244,9 @@ def test_the_largest_of_each_part_are_those_of_a_sort(vectors: list[Tensor], dat
     counts = [data.draw(st.integers(0, len(x))) for x in vectors]
     x = torch.cat(vectors).round()
     mask = largest_of_each(x, torch.tensor([len(part) for part in vectors]), torch.tensor(counts))
-    for part, held, count in zip(vectors, mask.split([len(part) for part in vectors]), counts, strict=True):
+    for part, stored, count in zip(vectors, mask.split([len(part) for part in vectors]), counts, strict=True):
         sizes = part.round().abs().tolist()
-        assert held.nonzero()[:, 0].tolist() == sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count])
+        assert stored.nonzero()[:, 0].tolist() == sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count])
 
 
 def test_rows_are_of_a_table() -> None:

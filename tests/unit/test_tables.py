@@ -68,9 +68,9 @@ def scheme_cells(name: str) -> list[str]:
     """A row of the table of schemes, from the formulas."""
     config = resolve(load_preset("frontier", RANKS), **ROWS[name])
     work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
-    held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
+    stored = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
     sent = by_domain(step_bytes(config, work))
-    numbers = [held, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
+    numbers = [stored, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
     return [name, *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
 
 
@@ -101,7 +101,7 @@ def host_rows() -> list[str]:
         price = request.price(resolve(frontier, scheme="zero3", **block))
         gathers = {key: nbytes for key, nbytes in price.sent.items() if key[0].startswith("gather")}
         host = format_bytes(price.on_host) if price.on_host else "-"
-        sizes = [format_bytes(price.held), host, format_bytes(by_domain(gathers)["world"])]
+        sizes = [format_bytes(price.stored), host, format_bytes(by_domain(gathers)["world"])]
         found.append(row([name, f"{price.seconds:.2f} s", *sizes]))
     return found
 

@@ -59,8 +59,8 @@ def test_groups_of_the_plan_hold_exactly_the_ranks_that_share_a_unit(
     more = {"SLURM_GPU_BIND": f"map_gpu:{','.join(map(str, bound))}", "SLURM_ARBITRARY_NODELIST": named(tasks)}
     topology = discover(step(nodes, 8, distribution, **more), says(tree()))
     assert shape(topology) == (nodes, 4, 2)
-    seats = [(node, bound[tasks[:rank].count(node)] // 2) for rank, node in enumerate(tasks)]
-    on_gpu = {frozenset(rank for rank, seat in enumerate(seats) if seat == gpu) for gpu in seats}
+    placements = [(node, bound[tasks[:rank].count(node)] // 2) for rank, node in enumerate(tasks)]
+    on_gpu = {frozenset(rank for rank, placement in enumerate(placements) if placement == gpu) for gpu in placements}
     on_node = {frozenset(rank for rank, on in enumerate(tasks) if on == node) for node in range(nodes)}
     plan = Plan.build(topology, ("gpu", None, "node", "world"))
     assert set(map(frozenset, plan.groups(1, topology.degree("gpu")))) == on_gpu

@@ -19,6 +19,6 @@ def carry(
     from zero_topo.engine.residual_transfer import FILE
     from zero_topo.engine.residual_transfer import carry as write
 
-    owed, ages = write(saved, universal)
-    beside = ", with their ages" if ages else ""
-    print(f"{universal / FILE}: {len(owed)} parameters, {sum(x.numel() for x in owed.values()):,} elements{beside}")
+    residuals, ages = write(saved, universal)
+    with_ages = ", with their ages" if ages else ""
+    print(f"{universal / FILE}: {len(residuals)} parameters, {sum(x.numel() for x in residuals.values()):,} elements{with_ages}")

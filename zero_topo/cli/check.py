@@ -54,7 +54,7 @@ class Cost(Document):
 
     seconds: float
     sent_by_domain: dict[str, int]
-    held: int
+    stored: int
     limit: int | None
 
 
@@ -214,7 +214,7 @@ def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
             continue
         best, faster = ranking.best, ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
-        cells = degrees(best.config), format_seconds(best.seconds), format_bytes(best.held), gain
+        cells = degrees(best.config), format_seconds(best.seconds), format_bytes(best.stored), gain
         table.add_row(format_count(params), *cells)
     return table
 

@@ -51,8 +51,8 @@ def doctor(
         findings = list(examine(seen))
     states = [finding.state for finding in findings]
     if as_json:
-        told = [asdict(finding) for finding in findings]
-        print_json({"machine": seen.machine_name(), "findings": told, "failed": states.count(FAIL)})
+        rows = [asdict(finding) for finding in findings]
+        print_json({"machine": seen.machine_name(), "findings": rows, "failed": states.count(FAIL)})
     else:
         for finding in findings:
             state = (f"{finding.state:<4}", COLOURS[finding.state])

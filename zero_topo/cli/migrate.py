@@ -41,7 +41,7 @@ BEFORE, AFTER, EMPTY = "before", "after", "empty"
 USUAL_PARAMS = "1B"
 
 
-class CostsBeside(Document):
+class ComparedCosts(Document):
     """Rows "before", "after" and "empty" -> costs."""
 
     topology: Topology
@@ -58,7 +58,7 @@ class Migrated(Document):
     config: dict[str, Any]
     translated: list[str]
     differences: list[str]
-    costs: CostsBeside | None
+    costs: ComparedCosts | None
 
 
 DOCUMENT = Migrated
@@ -110,7 +110,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
     weights = stock_keys.QUANTIZED_WEIGHTS in active
     if stock_keys.MICS in active:
         yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
-        if stock_keys.MICS_HOPS not in active:
+        if stock_keys.MICS_HIERARCHICAL not in active:
             yield 'gathers over several nodes now go through the node, as mics_hierarchical_params_gather; "two_hop"'
         return
     if weights or gradients:
@@ -138,7 +138,7 @@ def _prices(
     whole = options.model is None and not request.job.muon
     numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if whole else None
     request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels)
-    stock = replace(request, job=replace(request.job, stock=stock_keys.MICS_HOPS not in active))
+    stock = replace(request, job=replace(request.job, stock=stock_keys.MICS_HIERARCHICAL not in active))
     plans = {AFTER: resolve_config(block, found)}
     with suppress(ValueError):  # nothing fits
         plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))

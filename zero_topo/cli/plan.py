@@ -315,7 +315,7 @@ def _ranking_json(
         lossier=[plan_json(plan, machine) for plan in ranking.lossier],
         tensor=[],
         pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
-        refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.held) for plan in ranking.refused],
+        refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.stored) for plan in ranking.refused],
     )
 
 

@@ -77,7 +77,7 @@ class Point(Document):
     breakdown: dict[str, float]
     range: Range
     sent_by_domain: dict[str, int]
-    held: int
+    stored: int
     fits: bool
     checkpointing: bool
 
@@ -168,7 +168,7 @@ def _price(name: str, place: Request, count: int) -> Price:
                 f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
                 f"with {', '.join(plan.removeprefix(f'{NAME}-') for plan in tried)}"
             )
-        return tried.get(name) or best_pipeline(request) or min(tried.values(), key=lambda price: price.held)
+        return tried.get(name) or best_pipeline(request) or min(tried.values(), key=lambda price: price.stored)
     if degrees := DEGREES.fullmatch(plain):
         pairs = zip(ROLES, degrees.groups(), strict=True)
         content = {role: int(degree) for role, degree in pairs if degree != "-"}
@@ -215,7 +215,7 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
             print(f"- {key[0]}{kind} at {key[1]:,} ranks: {range_sentence(price)}")
         if not price.fits and key[2] == last[2]:
             limit = format_bytes(price.request.limit or 0)
-            print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
+            print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.stored)} of {limit}")
     print_notes(content["notes"])
 
 

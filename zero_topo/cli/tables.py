@@ -72,14 +72,14 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes per rank, and their share of its memory if that is known and fits the terminal."""
-    more = [role for role in ("frozen", "residual", HOST) if any(role in held for held in rows.values())]
+    more = [role for role in ("frozen", "residual", HOST) if any(role in sizes for sizes in rows.values())]
     shares = "frozen" not in more
     roles, title = [*ROLES, *more], f"Memory per rank{', and share of it' if shares else ''} (no activations)"
     table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
-    for name, held in rows.items():
-        total = on_device(held)
+    for name, sizes in rows.items():
+        total = on_device(sizes)
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
-        cells = [*(bytes_or_dash(held.get(role, 0)) for role in roles), format_bytes(total)]
+        cells = [*(bytes_or_dash(sizes.get(role, 0)) for role in roles), format_bytes(total)]
         table.add_row(name, *cells, *([share] if shares else []))
     return table
 
@@ -144,7 +144,7 @@ def _sync(plan: Priced) -> str:
 def _costs(price: Price) -> tuple[str, str, str]:
     """Seconds of a step, their range, and memory."""
     within = f"{price.range.low_s:.3g}-{price.range.high_s:.3g} s"
-    return format_seconds(price.seconds), within, format_bytes(price.held)
+    return format_seconds(price.seconds), within, format_bytes(price.stored)
 
 
 def degrees(config: ResolvedConfig) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 from torch._C._profiler import _RecordFunctionFast
 
 Key = tuple[str, str]
-Span = tuple[str, float, float]
+Interval = tuple[str, float, float]
 """A phase, and when the host began and ended to work or wait for it."""
-MOST_SPANS = 1 << 14  # 2 MB; evaluations without a step between them have no end
+MOST_INTERVALS = 1 << 14  # 2 MB; evaluations without a step between them have no end
 
 
 Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
@@ -38,7 +38,7 @@ class Meter:
         listener: times exchanges, counted or not.
         last_step: bytes of the last closed optimizer step.
         last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
-        last_spans: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the previous step.
+        last_intervals: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the previous step.
         total: bytes of all closed optimizer steps.
     """
 
@@ -54,8 +54,8 @@ class Meter:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.last_seconds: Mapping[str, float] = {}
         self._began = time.perf_counter()
-        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self.last_spans: Collection[Span] = ()
+        self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
+        self.last_intervals: Collection[Interval] = ()
         # Phases that the host is in, innermost last; `phase` reads them from any thread. Only the clock of the
         # innermost phase runs, since `_mark`.
         self._open: list[str] = []
@@ -97,14 +97,14 @@ class Meter:
         now = time.perf_counter()
         if self._open and self._enabled:
             self._seconds[self._open[-1]] += now - self._mark
-            self._spans.append((self._open[-1], self._mark - self._began, now - self._began))
+            self._intervals.append((self._open[-1], self._mark - self._began, now - self._began))
         self._mark = now
 
     def end_step(self) -> None:
         """Close an optimizer step: :attr:`last_step` then has its counts."""
         self.total.update(self._step)
         self.last_step, self._step = self._step, Counter()
-        self.last_seconds, self.last_spans = self._seconds, self._spans
+        self.last_seconds, self.last_intervals = self._seconds, self._intervals
         self._restart_clock()
         self.steps += 1
 
@@ -114,4 +114,4 @@ class Meter:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._began, self._seconds, self._spans = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_SPANS)
+        self._began, self._seconds, self._intervals = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_INTERVALS)

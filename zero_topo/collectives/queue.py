@@ -133,7 +133,7 @@ class OrderedQueue:
         if self._stream is not None:
             for tensor in reads:
                 tensor.record_stream(self._stream)
-        begun = self._beside(start)
+        begun = self._on_stream(start)
         self._begun.append(begun)
         if self.overlaps and self._staged and self._on_gpu:
             self._advance()
@@ -160,7 +160,7 @@ class OrderedQueue:
     def _advance(self) -> None:
         """Take all runs but the newest one stage further, the newer first, and finish all but two of them."""
         for begun in list(self._begun)[-2::-1]:
-            self._beside(partial(begun.wait, 1))
+            self._on_stream(partial(begun.wait, 1))
         self._end(3)
         while self._begun[0].ended:
             self._end(len(self._begun) - 1)
@@ -169,11 +169,11 @@ class OrderedQueue:
         """Finish the oldest runs until ``left`` of them remain."""
         while len(self._begun) > left:
             oldest = self._begun.popleft()
-            self._beside(oldest.wait)
+            self._on_stream(oldest.wait)
             if self._on_gpu:
                 oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
-    def _beside(self, work: Callable[[], T]) -> T:
+    def _on_stream(self, work: Callable[[], T]) -> T:
         """Run work on the caller's stream, or on this queue's stream after all work on the caller's stream.
 
         Waiting for the caller's stream also protects memory of this stream that the caller has freed but still uses.

@@ -338,29 +338,29 @@ def transport(registered: bool = False) -> Callable[..., Group]:
     return Gloo if backend == "gloo" else Group
 
 
-class Route:
+class Hierarchy:
     """The groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in ``plan.py``).
 
     Attributes:
-        hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
+        groups: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
         lo: degree of the larger shard.
         hi: degree of the smaller shard.
         size: number of members.
         index: this rank's place among the members, in tree order.
     """
 
-    def __init__(self, hops: tuple[Group, ...]) -> None:
-        self.hops, self.lo, self.hi = hops, hops[0].lo, hops[-1].hi
+    def __init__(self, groups: tuple[Group, ...]) -> None:
+        self.groups, self.lo, self.hi = groups, groups[0].lo, groups[-1].hi
         self.size, self.index = self.hi // self.lo, 0
-        for hop in hops:
-            self.index += hop.lo // self.lo * hop.index
+        for group in groups:
+            self.index += group.lo // self.lo * group.index
         # Made once for each phase, so that a training step makes none.
-        self._metered: dict[str, Route] = {}
+        self._metered: dict[str, Hierarchy] = {}
 
-    def metered(self, phase: str) -> Route:
+    def metered(self, phase: str) -> Hierarchy:
         """Return the same groups with their exchanges counted for a phase, as collectives need them."""
         if phase not in self._metered:
-            self._metered[phase] = Route(tuple(hop.metered(phase) for hop in self.hops))
+            self._metered[phase] = Hierarchy(tuple(group.metered(phase) for group in self.groups))
         return self._metered[phase]
 
 
@@ -416,7 +416,7 @@ def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
     return View(flat, plan.world_size // degree, width, degree * width, degree, width)
 
 
-def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
+def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
@@ -425,21 +425,21 @@ def all_gather(route: Route, message: Tensor) -> Handle[Tensor]:
     A single member sends nothing and returns the message itself.
 
     Args:
-        route: the members.
+        hierarchy: the members.
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
 
     Returns:
         ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at ``[m // inner, m % inner]``.
     """
-    outer = route.hops[-1].gather_later(message)
-    if len(route.hops) == 1:
+    outer = hierarchy.groups[-1].gather_later(message)
+    if len(hierarchy.groups) == 1:
         return outer.then(lambda received: received[None])
-    inner = route.hops[0]
+    inner = hierarchy.groups[0]
     return outer.then(lambda received: inner.gather_later(received).then(lambda messages: messages.transpose(0, 1)))
 
 
 def all_gather_views(
-    route: Route,
+    hierarchy: Hierarchy,
     views: Sequence[View],
     spec: Format,
     message: Tensor | None = None,
@@ -452,7 +452,7 @@ def all_gather_views(
     2. on ``wait``, decode every other member's message into its views.
 
     Args:
-        route: the members.
+        hierarchy: the members.
         views: views of all members, in tree order.
         spec: the format.
         message: the message of this rank, if it is encoded already.
@@ -460,35 +460,35 @@ def all_gather_views(
         own: also decode this rank's own message, so that all members have the same bits of a format that rounds.
     """
     if message is None:
-        own_views = [view.member(route.index) for view in views]
-        message = quantize(own_views, spec, allocate=route.hops[-1].allocate)
+        own_views = [view.member(hierarchy.index) for view in views]
+        message = quantize(own_views, spec, allocate=hierarchy.groups[-1].allocate)
 
     def finish(received: Tensor) -> None:
-        dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else route.index)
+        dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else hierarchy.index)
 
-    return all_gather(route, message).then(finish)
+    return all_gather(hierarchy, message).then(finish)
 
 
-def all_gather_rows(route: Route, rows: Tensor, chunk_numel: int = 1 << 26) -> None:
+def all_gather_rows(hierarchy: Hierarchy, rows: Tensor, chunk_numel: int = 1 << 26) -> None:
     """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks until done.
 
     Args:
-        route: the members.
+        hierarchy: the members.
         rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
         chunk_numel: elements that one collective may carry.
     """
-    if route.size == 1 or rows.numel() == 0:
+    if hierarchy.size == 1 or rows.numel() == 0:
         return
     width = max(1, chunk_numel // rows.shape[0])
     for begin in range(0, rows.shape[1], width):
-        by_member = members(rows[:, begin : begin + width], route.size)
-        own = by_member[route.index].contiguous()
-        received = all_gather(route, own.view(-1)).wait()
+        by_member = members(rows[:, begin : begin + width], hierarchy.size)
+        own = by_member[hierarchy.index].contiguous()
+        received = all_gather(hierarchy, own.view(-1)).wait()
         by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
 
 
 def reduce_scatter(
-    route: Route,
+    hierarchy: Hierarchy,
     parts: Sequence[View],
     spec: Format,
     out: Sequence[View],
@@ -496,7 +496,7 @@ def reduce_scatter(
     accumulate: bool = False,
     summing: torch.dtype | None = None,
 ) -> Handle[None]:
-    """Sum over the members of ``route``; each member keeps its own part.
+    """Sum over the members of ``hierarchy``; each member keeps its own part.
 
     1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
        scale with another, which may be a thousand times larger (a matrix next to a norm);
@@ -510,7 +510,7 @@ def reduce_scatter(
     its all-to-all, ``summing`` takes it for the last group, at that price.
 
     Args:
-        route: the members.
+        hierarchy: the members.
         parts: the values for each member, in tree order, to sum.
         spec: the format.
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
@@ -522,14 +522,14 @@ def reduce_scatter(
         A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
         not quantize.
     """
-    if route.size == 1:
+    if hierarchy.size == 1:
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
         return Handle(None, (), lambda: None)
     out = at_blocks(out, spec.block_size)
-    first, outer, numel = route.hops[0], route.hops[-1], total_numel(out)
+    first, outer, numel = hierarchy.groups[0], hierarchy.groups[-1], total_numel(out)
     last = outer.scatter_later if summing is None else partial(outer.sum_later, dtype=summing)
-    send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
+    send = _empty(first, hierarchy.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
     def forward(received: Tensor) -> Handle[Tensor]:
@@ -548,9 +548,9 @@ def reduce_scatter(
     return received.then(finish)
 
 
-def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
+def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
-    return hop.allocate(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
+    return group.allocate(group.size, destinations // group.size, nbytes, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class ResolvedConfig:
         secondary_spec: format of the secondary copy, stored and sent; None stores it in the dtype of the weights.
         gradients_spec: wire format of the scatter; None sends gradients unquantized.
         resident_spec: format of the INT8 weights stored in place of the weights, which gathers send unchanged; None
-            stores the weights themselves. ``coded_slots`` of ``plan.py`` selects the parameters.
+            stores the weights themselves. ``coded_params`` of ``plan.py`` selects the parameters.
         sync: settings of the mode of sync.
         publish: settings of publish.
         accumulation_dtype: dtype of the gradient buffer, or None for the model's own.
@@ -303,8 +303,8 @@ def _notes(
         what = f"in {dtype}" if delta is None else f"as {delta.upper()} differences"
         what = what if resident is None else "as the INT8 values that changed, lossless"
         yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
-    if len(plan.route(1, plan.gradients)) > 1:
-        (_, middle), (_, outer) = plan.route(1, plan.gradients)
+    if len(plan.stages(1, plan.gradients)) > 1:
+        (_, middle), (_, outer) = plan.stages(1, plan.gradients)
         unit = "GPU" if middle == plan.gpu else "node"
         units = outer // middle
         yield f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then {units} {unit}s"

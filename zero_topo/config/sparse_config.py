@@ -42,13 +42,13 @@ from zero_topo.config.sync_config import (
     SyncSettings,
     gather_moves,
     reduce_moves,
-    sync_hops,
+    sync_pairs,
     sync_peers,
 )
 from zero_topo.plan import Plan
 from zero_topo.strict import Strings
 
-PICK_BYTES = 12  # bytes of an unpacked index and value
+SELECTION_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
 PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
@@ -139,7 +139,7 @@ class SparseSync(SyncSettings):
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return an FP32 reduction inside the node if needed, the mode's buffers, and an FP32 gather in the node."""
-        peers, (inner, outer) = sync_peers(plan), sync_hops(plan)
+        peers, (inner, outer) = sync_peers(plan), sync_pairs(plan)
         if peers == 1:
             return []
         across, rows = [Move(*outer, round(self.peer_bytes(widths, plan)), gathers=False)], peers * sum(widths) * FP32
@@ -158,7 +158,7 @@ class SparseSync(SyncSettings):
 
         The FP32 reduction inside the node, or a dense reduction before ``start``, counts if it needs more.
         """
-        inner, peers, width = sync_hops(plan)[0], sync_peers(plan), sum(run)
+        inner, peers, width = sync_pairs(plan)[0], sync_peers(plan), sum(run)
         if peers == 1:
             return 0, 0
         mode, table = self.busiest, FP32 * peers * width
@@ -260,8 +260,8 @@ class PickingSync(SparseSync):
         """Keep the selected elements; select, or receive and add up all selected elements of all peers."""
         peers = sync_peers(plan)
         n, k = peers * columns, self.ROOM * self.density * peers * columns
-        summed = max(SORTING_BYTES * peers * k, PICK_BYTES * peers * k + 4 * n + overwritten)
-        kept = PICK_BYTES * k
+        summed = max(SORTING_BYTES * peers * k, SELECTION_BYTES * peers * k + 4 * n + overwritten)
+        kept = SELECTION_BYTES * k
         return kept, kept + max((FP32 + self.SELECTING) * n, summed), FP32 * self.density * n
 
 
@@ -302,7 +302,7 @@ class TopkDsaSync(PickingSync):
         back: float = row + overwritten
         if replicated(plan):
             sparse = k * self.record_bytes(columns) < row
-            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 4 * n), 4 * n + overwritten)
+            back = max(row + (4 * n + (SELECTION_BYTES + 8) * peers * k if sparse else 4 * n), 4 * n + overwritten)
         kept, _, settling = super().run_bytes(columns, plan, overwritten)
         return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
 
@@ -322,9 +322,9 @@ class GTopkSync(PickingSync):
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
         """Keep also at each level the elements that are not passed on; at the peak select or sum."""
         n, levels = sync_peers(plan) * columns, (sync_peers(plan) - 1).bit_length()
-        picks, _, settling = super().run_bytes(columns, plan, overwritten)
-        kept = (1 + levels) * picks
-        return kept, max(8 * n + picks, 4 * n + kept + picks + overwritten), settling
+        selections, _, settling = super().run_bytes(columns, plan, overwritten)
+        kept = (1 + levels) * selections
+        return kept, max(8 * n + selections, 4 * n + kept + selections + overwritten), settling
 
 
 class OkTopkSync(PickingSync):
@@ -378,9 +378,9 @@ class OkTopkSync(PickingSync):
         At the peak sum, or store a row with magnitudes to select from or with all chosen sums.
         """
         n, row = sync_peers(plan) * columns, 4 * columns
-        picks, _, settling = super().run_bytes(columns, plan, overwritten)
+        selections, _, settling = super().run_bytes(columns, plan, overwritten)
         summing = SORTING_BYTES * self.density * n + (4 * n if self.whole else 0)
-        return picks + (row if self.sharded else 0), picks + row + max(8 * n, summing), settling
+        return selections + (row if self.sharded else 0), selections + row + max(8 * n, summing), settling
 
 
 class RadiusSync(MaskedSync):
@@ -434,7 +434,7 @@ class ScapeSync(MaskedSync):
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return the moves of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
-        moves, inner, peers = super().volume(plan, widths, itemsize), sync_hops(plan)[0], sync_peers(plan)
+        moves, inner, peers = super().volume(plan, widths, itemsize), sync_pairs(plan)[0], sync_peers(plan)
         if inner is not None and peers > 1:
             moves += gather_moves(plan, inner, peers * -(-sum(widths) // 8))
         return moves
@@ -478,7 +478,7 @@ class TernarySync(SparseSync):
     value_dtype: Dtype = Field("bf16", description="Type of a block's scale on the wire.")
 
     @property
-    def picks(self) -> int:
+    def selections(self) -> int:
         """Return the number of selected elements of each block."""
         return share(self.density, TERNARY_BLOCK)
 
@@ -490,8 +490,8 @@ class TernarySync(SparseSync):
     @property
     def low_bits(self) -> int:
         """Return the low bits of a position that are sent unchanged: the number that makes the block shortest."""
-        picks = self.picks
-        return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: picks * low + (TERNARY_BLOCK >> low))
+        selections = self.selections
+        return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: selections * low + (TERNARY_BLOCK >> low))
 
     @property
     def block_bits(self) -> int:
@@ -499,8 +499,8 @@ class TernarySync(SparseSync):
 
         They are a bit vector with the upper bits of the positions, then low bits and a sign for each selected element.
         """
-        upper = self.picks + (TERNARY_BLOCK >> self.low_bits)
-        return upper + self.picks * (self.low_bits + 1)
+        upper = self.selections + (TERNARY_BLOCK >> self.low_bits)
+        return upper + self.selections * (self.low_bits + 1)
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
         """Return the exact bytes of a row's blocks and scales per owner; twice if all peers need all rows."""
@@ -516,9 +516,9 @@ class TernarySync(SparseSync):
         """
         peers, blocks, others = sync_peers(plan), -(-columns // TERNARY_BLOCK), sync_peers(plan) - 1
         kept = blocks * (peers * self.block_bits / 8 + FP32 * TERNARY_BLOCK)
-        settling = others * blocks * (1.125 * self.block_bits + self.picks * (16 + max(24, 5 * self.low_bits)))
-        encoding = others * blocks * (self.picks * (26 + 4 * self.low_bits) + self.block_bits)
-        row = FP32 * TERNARY_BLOCK + (8 + FP32) * self.picks  # of the sums, with their indices
+        settling = others * blocks * (1.125 * self.block_bits + self.selections * (16 + max(24, 5 * self.low_bits)))
+        encoding = others * blocks * (self.selections * (26 + 4 * self.low_bits) + self.block_bits)
+        row = FP32 * TERNARY_BLOCK + (8 + FP32) * self.selections  # of the sums, with their indices
         sums = (row * peers * blocks if replicated(plan) else 0) + overwritten
         padded = FP32 * peers * TERNARY_BLOCK * blocks
         return kept, max(FP32 * peers * columns + padded + encoding, kept + max(settling, sums)), settling

@@ -24,7 +24,7 @@ from zero_topo.config.deepspeed_parts import ZERO, lookup, part_of, switch
 from zero_topo.config.parts import ROOT
 from zero_topo.strict import as_json
 
-QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
+QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HIERARCHICAL = KEYS = (
     "zero_quantized_weights",
     "zero_hpz_partition_size",
     "zero_quantized_gradients",
@@ -37,13 +37,13 @@ _COUNT: TypeAdapter[Any] = TypeAdapter(Annotated[int, Field(ge=0)])
 _WHOLE: TypeAdapter[Any] = TypeAdapter(int)
 _LOCO: TypeAdapter[Any] = TypeAdapter(dict[str, Any] | None)
 FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
-    **dict.fromkeys((QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HOPS), (_FLAG, "true or false")),
+    **dict.fromkeys((QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HIERARCHICAL), (_FLAG, "true or false")),
     HPZ: (_COUNT, "a number of ranks"),
     LOCO: (_LOCO, "a JSON object, or null"),
     MICS: (_WHOLE, "a number of ranks"),
 }
 """The stock keys -> how DeepSpeed reads their values, and what they must be."""
-GONE = (LOCO, MICS, MICS_HOPS)
+GONE = (LOCO, MICS, MICS_HIERARCHICAL)
 PERSISTENCE = "stage3_param_persistence_threshold"
 """TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores it."""
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
@@ -164,7 +164,7 @@ def _ignored(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the keys of the block for which each stock key stands; none or empty if the other keys disable it."""
     if MICS in active:
-        return {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HOPS: {"two_hop": True}}
+        return {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HIERARCHICAL: {"two_hop": True}}
     loco, gradients, weights = (each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS))
     fed_back = {"mode": "quantized", "bits": 4, "error_feedback": True}
     return {
@@ -180,7 +180,7 @@ def _effect(key: str, active: Mapping[str, Any], wish: Mapping[str, Any]) -> str
         return f'is taken as "{ROOT}": {json.dumps(wish)}'
     if key == QUANTIZED_GRADIENTS and MICS not in active:
         return f"is taken together with {LOCO}"
-    missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HOPS: f"does nothing without {MICS}"}
+    missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HIERARCHICAL: f"does nothing without {MICS}"}
     return f"is left out: it {f'does nothing with {MICS}' if MICS in active else missing[key]}"
 
 

@@ -39,19 +39,19 @@ class Move(NamedTuple):
     gathers: bool
 
 
-def gather_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
+def gather_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
     """Return an all-gather's moves: the outermost group first; inner groups then pass on everything received."""
     moves = []
-    for lo, hi in reversed(plan.route(*hop)):
+    for lo, hi in reversed(plan.stages(*pair)):
         moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
         message *= hi // lo
     return moves
 
 
-def reduce_moves(plan: Plan, hop: tuple[int, int], message: int) -> list[Move]:
+def reduce_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
     """Return a reduce-scatter's moves: each group carries the buffers for all destinations of the groups after it."""
-    groups = plan.route(*hop)
-    return [Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False) for lo, hi in groups]
+    stages = plan.stages(*pair)
+    return [Move(lo, hi, (hi // lo - 1) * (pair[1] // hi) * message, gathers=False) for lo, hi in stages]
 
 
 class SyncSettings(StrictModel):
@@ -141,15 +141,15 @@ class SyncSettings(StrictModel):
         """
 
 
-def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
+def sync_pairs(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
     """Return the group of a sync inside the node (None if gradients fill whole nodes) and the group across nodes."""
-    *inner, outer = plan.route(*plan.hop("sync"))
+    *inner, outer = plan.stages(*plan.pair_of("sync"))
     return (inner[0] if inner else None), outer
 
 
 def sync_peers(plan: Plan) -> int:
     """Return ``P``, the number of ranks in the group of a sync across nodes."""
-    lo, hi = sync_hops(plan)[1]
+    lo, hi = sync_pairs(plan)[1]
     return hi // lo
 
 
@@ -184,7 +184,7 @@ class DenseSync(SyncSettings):
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""
         row, shard = sum(widths) * itemsize, plan.gradients if self.reduce == "all_reduce" else plan.optimizer
-        return reduce_moves(plan, plan.hop("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
+        return reduce_moves(plan, plan.pair_of("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return zero bytes: this mode stores nothing between steps."""
@@ -237,7 +237,7 @@ class QuantizedSync(SyncSettings):
 
         The gather returns the reduced rows, unquantized, to the ranks that share an optimizer shard.
         """
-        (inner, outer), row = sync_hops(plan), sum(widths) * itemsize
+        (inner, outer), row = sync_pairs(plan), sum(widths) * itemsize
         within = reduce_moves(plan, inner, plan.world_size // inner[1] * row) if inner is not None else []
         across = reduce_moves(plan, outer, rows_message(1, widths, self.spec, itemsize))
         return within + across + gather_moves(plan, (plan.optimizer, plan.world_size), row)
@@ -252,7 +252,7 @@ class QuantizedSync(SyncSettings):
         Rows are copied if they are summed inside the node first, or if reduced rows are sent back. Received gradients
         then overwrite the residual, so the copies store it until it is decided whether the step is skipped.
         """
-        inner, peers = sync_hops(plan)[0], sync_peers(plan)
+        inner, peers = sync_pairs(plan)[0], sync_peers(plan)
         if peers == 1:
             return 0, 0
         replicated = plan.optimizer < plan.world_size

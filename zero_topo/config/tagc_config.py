@@ -27,7 +27,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, SparseSync, replicated
+from zero_topo.config.sparse_config import PART_BYTES, SELECTION_BYTES, SORTING_BYTES, SparseSync, replicated
 from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
 from zero_topo.strict import Strings
@@ -147,10 +147,10 @@ class TagcSync(SparseSync):
         At the peak select, store masks with sketches or summed values, or receive all rows, if they are needed.
         """
         peers = sync_peers(plan)
-        n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
+        n, selections, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
         ratio, everywhere = self.safe_ratio(union, columns), 0.0
         if ratio is None:
-            reducing = n + SORTING_BYTES * picks
+            reducing = n + SORTING_BYTES * selections
         else:
             sketches = peers * self.sketch_rows(columns, ratio) * BLOCK * FP32
             reducing = max(10 * columns, sketches + max(4 * n, sketches))
@@ -158,8 +158,8 @@ class TagcSync(SparseSync):
             everywhere = 4 * columns + 5 * n + 12 * union * n + 4 * union * n / peers
         masks = n + (n + columns) // 8 + columns
         selecting = (PART_BYTES - 4) * n if self.select == "parameter" else 0  # the value is there
-        made = max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
-        return PICK_BYTES * picks, 4 * n + made, FP32 * picks
+        made = max(selecting, SELECTION_BYTES * selections + max(4 * n, masks + max(reducing, everywhere)))
+        return SELECTION_BYTES * selections, 4 * n + made, FP32 * selections
 
     def _union(self, peers: int) -> float:
         """Return the share of elements that at least one of ``peers`` ranks selects, if they select independently."""

@@ -254,8 +254,8 @@ def _place(topology: Topology, degree: int) -> str | int:
 def _effect(config: ResolvedConfig) -> object:
     """Return a key that distinguishes plans; formats of collectives that move nothing are ignored."""
     plan = config.plan
-    routes = tuple(tuple(plan.route(*plan.hop(phase))) for phase in PHASES)
-    return tuple(plan.degrees().values()), routes, config.resident_spec, repr(_used(config))
+    stages = tuple(tuple(plan.stages(*plan.pair_of(phase))) for phase in PHASES)
+    return tuple(plan.degrees().values()), stages, config.resident_spec, repr(_used(config))
 
 
 def _used(config: ResolvedConfig) -> dict[str, Any]:

@@ -47,11 +47,11 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
-        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best)}"
+        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_stored(best)}"
     )
     counted = f"{sum(request.work.numels):,} parameters, counted as follows"
     near = [
-        f"near: {_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
+        f"near: {_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.stored)}"
         for plan in ranking.timed[1:2]
     ]
     return best.candidate.chosen, "; ".join(
@@ -59,10 +59,10 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     )
 
 
-def _held(price: Price) -> str:
+def _stored(price: Price) -> str:
     limit = price.request.limit
     of = ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    return f"{format_bytes(price.held)}{of}{_host_words(price)}"
+    return f"{format_bytes(price.stored)}{of}{_host_words(price)}"
 
 
 def _host_words(price: Price) -> str:
@@ -103,10 +103,10 @@ def explain(ranking: Ranking, tensor: Sequence[Ranking] = ()) -> list[str]:
     lines += [*_advice(best), *_tensor_lines(best, tensor), *_pipeline_line(ranking), _step_line(best)]
     lines += [_runner_up_line(best, second) for second in ranking.timed[1:2]]
     if request.limit is not None:
-        told = [plan for plan in ranking.refused if plan.candidate.named]
-        lines += [plan.why_not(request.limit) for plan in told]
-        if rest := len(ranking.refused) - len(told):
-            lines.append(f"{rest} {'other ' if told else ''}plans do not fit")
+        named = [plan for plan in ranking.refused if plan.candidate.named]
+        lines += [plan.why_not(request.limit) for plan in named]
+        if rest := len(ranking.refused) - len(named):
+            lines.append(f"{rest} {'other ' if named else ''}plans do not fit")
     return [*lines, *request.job.model.notes, *assumed_lines(request)]
 
 
@@ -115,8 +115,8 @@ def _winner_line(ranking: Ranking) -> str:
     best, fastest, fitting = ranking.best, ranking.fastest, len(ranking.timed)
     share = 1 - fastest.seconds / best.seconds
     leaner = ""
-    if share > EQUAL and best.held < fastest.held:
-        leaner = f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
+    if share > EQUAL and best.stored < fastest.stored:
+        leaner = f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.stored)}"
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
         f"{fitting + len(ranking.refused)}{leaner}"
@@ -152,7 +152,7 @@ def price_sentence(price: Price) -> str:
     """Return the costs of a plan, in one line."""
     sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in price.sent_by_domain.items()) or "nothing"
     step = format_seconds(price.seconds)
-    return f"each rank stores {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
+    return f"each rank stores {_stored(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
 def setting(request: Request) -> str:
@@ -180,10 +180,10 @@ def _advice(best: Priced) -> list[str]:
     recomputes = request.job.checkpointing
     other = replace(request, job=replace(request.job, checkpointing=not recomputes)).price(best.config)
     if not other.fits:
-        return [f"without checkpointing it would need {format_bytes(other.held)}, which does not fit"]
+        return [f"without checkpointing it would need {format_bytes(other.stored)}, which does not fit"]
     how = "without checkpointing (--set checkpointing=false)" if recomputes else "with checkpointing"
     share = other.seconds / best.seconds - 1
-    return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
+    return [f"{how} it needs {format_bytes(other.stored)} and takes {share:+.0%} time"]
 
 
 def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
@@ -196,7 +196,7 @@ def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
         batch = f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
         lines.append(
             f"with {ranks}, {other.candidate.name} would take {format_seconds(other.seconds)}, {share:+.1%} time, and "
-            f"{format_bytes(other.held)}" + (f", for the same batch: {batch}" if job.tensor > 1 else "")
+            f"{format_bytes(other.stored)}" + (f", for the same batch: {batch}" if job.tensor > 1 else "")
         )
     if len(dividing) < len(tensor):
         lines.append(
@@ -219,7 +219,7 @@ def _pipeline_line(ranking: Ranking) -> list[str]:
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
         f"parallel ranks), would take {format_seconds(price.seconds)}, {price.seconds / best.seconds - 1:+.1%} "
-        f"time, and {format_bytes(price.held)}; it needs code that divides the model"
+        f"time, and {format_bytes(price.stored)}; it needs code that divides the model"
     ]
 
 
@@ -228,9 +228,9 @@ def _memory_line(best: Priced) -> str:
     if request.limit is None:
         sharded = best.config.plan.weights >= request.topology.ranks_per_node > 1
         why = "plans that shard weights over less than a node were left out" if sharded else "nothing was left out"
-        return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so {why}"
+        return f"it needs {format_bytes(best.stored)} on each rank, whose memory is not known, so {why}"
     return (
-        f"it needs {format_bytes(best.held)} of the {format_bytes(request.limit)} on each rank "
+        f"it needs {format_bytes(best.stored)} of the {format_bytes(request.limit)} on each rank "
         f"({request.reserve:.0%} of the memory is kept in reserve){_host_words(best)}"
     )
 
@@ -296,7 +296,7 @@ def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
             f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
         )
     warning = (
-        f"warning: {name} needs {format_bytes(price.held)} on each rank by prediction, {price.most}, of "
+        f"warning: {name} needs {format_bytes(price.stored)} on each rank by prediction, {price.most}, of "
         f"{format_bytes(limit)} ({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
     )
     return replace(resolved, notes=(*resolved.notes, warning))
@@ -312,7 +312,7 @@ def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) 
         wider = request.price(resolve_config(block.model_copy(update=keys), resolved.topology))
         if wider.fits:
             words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
-            return f"set {words}, which needs {format_bytes(wider.held)}"
+            return f"set {words}, which needs {format_bytes(wider.stored)}"
     return f'set "scheme": "{AUTO}", which takes the fastest plan that fits; if none fits, it reports why'
 
 

@@ -77,20 +77,20 @@ def memory_bytes(
     shards = work.shards(plan)
     columns, n = sum(shards), plan.world_size
     secondary, host = _secondary_bytes(config, work)
-    held = {
+    sizes = {
         "weights": _weights_bytes(config, work),
         "secondary": secondary,
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
-    held["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
+    sizes["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
         copied, more = _secondary_bytes(config.of_frozen(), work.frozen)
-        held["frozen"] = _weights_bytes(config.of_frozen(), work.frozen) + copied
+        sizes["frozen"] = _weights_bytes(config.of_frozen(), work.frozen) + copied
         host += more
-    held |= {HOST: host} if host else {}
+    sizes |= {HOST: host} if host else {}
     residual = config.sync.memory(plan, columns, work.loss_scaled)[0]
-    return {**held, "residual": residual} if residual else held
+    return {**sizes, "residual": residual} if residual else sizes
 
 
 def padding_bytes(
@@ -101,7 +101,7 @@ def padding_bytes(
     World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add scales and
     alignment.
     """
-    held = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
+    sizes = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
     plan, true = config.plan, sum(work.numels)
     coded = sum(m for m, kept in zip(work.numels, work.coded(config), strict=True) if kept)
     own = 0 if config.resident_spec is None else Fraction(true * work.itemsize, plan.optimizer)
@@ -112,7 +112,7 @@ def padding_bytes(
         "gradients": Fraction(true * accumulation_itemsize, plan.gradients),
         "optimizer": Fraction(true * optimizer_bytes - sum(work.of_muon()) * VARIANCE_BYTES, plan.optimizer),
     }
-    return {role: held[role] - int(even[role]) if held[role] else 0 for role in ROLES}
+    return {role: sizes[role] - int(even[role]) if sizes[role] else 0 for role in ROLES}
 
 
 def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
@@ -137,15 +137,15 @@ def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
         return 0, 0
     copied, shards = 0, work.shards(plan)
     for itemsize, part in work.by_itemsize(work.itemsize):
-        sizes = Counter(shards[slot] for slot in part)
+        sizes = Counter(shards[param_index] for param_index in part)
         stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
         copied += sum(count * message_bytes(rows * width, spec, stored) for width, count in sizes.items())
     return (0, copied) if on_host else (copied, 0)
 
 
-def on_device(held: Mapping[str, int]) -> int:
+def on_device(sizes: Mapping[str, int]) -> int:
     """Return the sum of a rank's bytes by role, without those in the host's memory."""
-    return sum(held.values()) - held.get(HOST, 0)
+    return sum(sizes.values()) - sizes.get(HOST, 0)
 
 
 def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
@@ -163,16 +163,16 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
-    held = memory_bytes(config, work, accumulated, states)
+    sizes = memory_bytes(config, work, accumulated, states)
     columns = sum(work.shards(config.plan))
     if job.offload:
-        if HOST in held:
-            held[HOST] += held["optimizer"]
-        held["optimizer"] = 0
+        if HOST in sizes:
+            sizes[HOST] += sizes["optimizer"]
+        sizes["optimizer"] = 0
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]
-    beside = {"masks": masks, **most}
-    return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
+    extra = {"masks": masks, **most}
+    return {**sizes, **{role: nbytes for role, nbytes in extra.items() if nbytes}}
 
 
 def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str, int], ...]:
@@ -205,11 +205,11 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     complete, coming = gathered_bytes(config, job, work.itemsize)
     waiting = min(max([job.bucket, *work.numels]), sum(work.numels)) * work.itemsize
     computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
-    beside = peak if config.overlap else 0
+    extra = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (
-        {"gathered": complete, **computing, "messages": beside},
-        {"gathered": coming, **computing, "messages": scatter + beside},
+        {"gathered": complete, **computing, "messages": extra},
+        {"gathered": coming, **computing, "messages": scatter + extra},
         {"messages": peak},
         {**step, "messages": kept + (publish if config.overlap else 0)},
         {"messages": kept + publish},
@@ -233,7 +233,7 @@ def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int
     whole = min(job.part.params, max(job.live, ahead)) * itemsize
     complete = coming = 0
     for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
-        members, (lo, hi) = config.plan.hop(phase)[1], config.plan.route(*config.plan.hop(phase))[-1]
+        members, (lo, hi) = config.plan.pair_of(phase)[1], config.plan.stages(*config.plan.pair_of(phase))[-1]
         message = message_bytes(max(sizes), gather_spec(config, phase), itemsize)
         complete = max(complete, message)
         coming = max(coming, message * (1 + hi // lo) // members)
@@ -294,10 +294,10 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
     differences = 0 if spec is None else FP32 * rows * sum(widths)
     if size == 1:
         return 0 if spec is None else differences + own
-    route = plan.route(plan.weights, plan.optimizer)
-    if len(route) == 1:
+    hierarchy = plan.stages(plan.weights, plan.optimizer)
+    if len(hierarchy) == 1:
         return differences + own + own * size
-    came = own * (route[-1][1] // route[-1][0])
+    came = own * (hierarchy[-1][1] // hierarchy[-1][0])
     return max(differences + own + came if spec else 0, came + own * size)
 
 

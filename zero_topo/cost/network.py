@@ -37,7 +37,7 @@ from zero_topo.topology.rates import Rates
 
 
 @dataclass(frozen=True)
-class HopTime:
+class StageTime:
     """Holds the time of a collective over one process group on otherwise idle links.
 
     Attributes:
@@ -77,7 +77,7 @@ class Network:
         """Return the bytes/s of a domain's link that collectives reach."""
         return self.topology.links[domain].bandwidth * self.rates.link_efficiency.get(domain, 1.0)
 
-    def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
+    def stage_time(self, lo: int, hi: int, sent: float, pattern: str) -> StageTime:
         """Return the time of a collective over ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
 
         Args:
@@ -105,7 +105,7 @@ class Network:
                 busy[domain] = sent / ((inner if domain in self.rates.shared else 1) * self.bandwidth(domain))
                 steps = size // inner - (size // outer if outer < size else 0)
                 latency += steps * self.topology.links[domain].latency * (size - 1) / size
-        return HopTime(latency, busy)
+        return StageTime(latency, busy)
 
 
 def _members(lo: int, hi: int, unit: int) -> int:

@@ -68,7 +68,7 @@ def pipelines(topology: Topology, job: Job) -> Iterator[Pipeline]:
                 yield Pipeline(topology, stages, tensor)
 
 
-def _slots(plan: Pipeline, job: Job) -> float:
+def _param_indices(plan: Pipeline, job: Job) -> float:
     """Return the micro-batches of a replica, which trains those of ``p t`` ranks of the job."""
     return job.micro_batches * plan.stages * plan.tensor / job.tensor
 
@@ -78,13 +78,13 @@ def _collectives(plan: Pipeline, job: Job) -> Iterator[tuple[str, float, tuple[i
     p, t, r, model = plan.stages, plan.tensor, plan.replicas, job.model
     activations = float(job.micro_batch * model.sequence * model.hidden * job.itemsize)
     weights = model.params / (p * t) * job.itemsize
-    slots, layers = _slots(plan, job), model.layers // p
+    param_indices, layers = _param_indices(plan, job), model.layers // p
     if t > 1:
-        times = slots * layers * (4 + 2 * job.checkpointing)
+        times = param_indices * layers * (4 + 2 * job.checkpointing)
         for pattern in ("reduce ring", "ring"):  # the halves of an all-reduce
             yield "tensor", times, (1, t), activations * (t - 1) / t, pattern
     if p > 1:
-        yield "stages", 2 * slots, (t * r, 2 * t * r), activations, "direct"
+        yield "stages", 2 * param_indices, (t * r, 2 * t * r), activations, "direct"
     if r > 1:
         yield "sync", 1, (t, t * r), weights * (r - 1) / r, "reduce ring"
         yield "publish", 1, (t, t * r), weights * (r - 1) / r, "ring"
@@ -97,9 +97,9 @@ def pipeline_step(plan: Pipeline, job: Job, rates: Rates) -> Step:
     compute = job.micro_batches / job.tensor * (3 * sum(flops) + job.checkpointing * sum(flops[1:-1])) / rates.flops
     found = {"compute": compute, "tensor": 0.0, "stages": 0.0, "sync": 0.0, "publish": 0.0}
     for phase, times, (lo, hi), sent, pattern in _collectives(plan, job):
-        hop = network.hop(lo, hi, sent, pattern)
-        found[phase] += times * hop.seconds * (1.0 if phase == "tensor" else 1 - job.hidden)
-    found["bubble"] = (plan.stages - 1) / _slots(plan, job) * (found["compute"] + found["tensor"] + found["stages"])
+        stage = network.stage_time(lo, hi, sent, pattern)
+        found[phase] += times * stage.seconds * (1.0 if phase == "tensor" else 1 - job.hidden)
+    found["bubble"] = (plan.stages - 1) / _param_indices(plan, job) * (found["compute"] + found["tensor"] + found["stages"])
     found["optimizer"] = model.params / plan.topology.world_size * OPTIMIZER_BYTES / rates.memory
     return Step(found, job.flops)
 

@@ -181,7 +181,7 @@ class Price:
         return tuple(Price(config, replace(self.request, job=job, whole=())) for config, job in parts)
 
     @cached_property
-    def held(self) -> int:
+    def stored(self) -> int:
         """Return the total memory of a rank's device in bytes."""
         return on_device(self.memory)
 
@@ -201,7 +201,7 @@ class Price:
         """Return whether the plan fits into a rank's memory and its share of the host's; True where not known."""
         request = self.request
         on_host = request.host_limit is None or self.on_host <= request.host_limit
-        return on_host and (request.limit is None or self.held <= request.limit)
+        return on_host and (request.limit is None or self.stored <= request.limit)
 
     @cached_property
     def sent(self) -> Mapping[Key, int]:
@@ -275,7 +275,7 @@ class Priced(Price):
         name, host = self.candidate.name, self.request.host_limit
         if host is not None and self.on_host > host:
             return f"{name} does not fit: it needs {format_bytes(self.on_host)} of {format_bytes(host)} of host memory"
-        needs = f"{format_bytes(self.held)} of {format_bytes(limit)}"
+        needs = f"{format_bytes(self.stored)} of {format_bytes(limit)}"
         return f"{name} does not fit: it needs {needs}, {self.most}"
 
 
@@ -349,7 +349,7 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
             'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
-    refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.held)
+    refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.stored)
     lossier = [plan for plan in plans if plan.fits and not plan.candidate.allowed_by(asked)]
     return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
 
@@ -428,11 +428,11 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
 
     leanest: dict[tuple[float, int], int] = {}
     for plan in timed:
-        leanest[equals(plan)] = min(plan.held, leanest.get(equals(plan), plan.held))
+        leanest[equals(plan)] = min(plan.stored, leanest.get(equals(plan), plan.stored))
 
     def key(plan: Priced) -> tuple[float, int, float, bool, int, float]:
-        more = plan.held / max(1, leanest[equals(plan)]) - 1
-        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held, plan.seconds
+        more = plan.stored / max(1, leanest[equals(plan)]) - 1
+        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.stored, plan.seconds
 
     return _leaner_first(sorted(timed, key=key))
 
@@ -443,10 +443,10 @@ def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     def may_win(plan: Priced) -> bool:
         losses, first = len(plan.candidate.losses), timed[0]
         alike = losses <= len(first.candidate.losses) and plan.seconds <= first.seconds * (1 + LEANER)
-        leaner = alike and plan.held < first.held * (1 - HOLDS_LESS)
+        leaner = alike and plan.stored < first.stored * (1 - HOLDS_LESS)
         return leaner and all(plan.weighed <= of.weighed for of in timed if len(of.candidate.losses) < losses)
 
-    leanest = min(filter(may_win, timed), key=lambda plan: plan.held, default=None)
+    leanest = min(filter(may_win, timed), key=lambda plan: plan.stored, default=None)
     return tuple(timed) if leanest is None else (leanest, *(plan for plan in timed if plan is not leanest))
 
 

@@ -63,7 +63,7 @@ from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.memory import HOST, VARIANCE_BYTES
-from zero_topo.cost.network import HopTime, Network
+from zero_topo.cost.network import StageTime, Network
 from zero_topo.cost.tensor import all_reduces, part_of
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import (
@@ -222,21 +222,21 @@ class Packet:
     Attributes:
         phase: phase under which the meter counts them.
         packing: seconds to pack and unpack one collective.
-        hops: times of one collective by process group, in the order they run.
+        stages: times of one collective by process group, in the order they run.
         count: number of collectives.
         staged: runs whose stages overlap; 1 if stages follow one another. See Note [Runs].
     """
 
     phase: str
     packing: float
-    hops: tuple[HopTime, ...]
+    stages: tuple[StageTime, ...]
     count: int = 1
     staged: int = 1
 
     @property
     def seconds(self) -> float:
         """Return the seconds of all collectives, from the first value packed to the last unpacked."""
-        stages = [self.packing, *(hop.seconds for hop in self.hops)]
+        stages = [self.packing, *(stage.seconds for stage in self.stages)]
         longest = max(stages)
         return self.count * (longest + (sum(stages) - longest) / self.staged)
 
@@ -246,8 +246,8 @@ class Packet:
         stream = "gathers" if self.phase.startswith("gather") else streams.get(self.phase, "steps")
         yield stream, self.seconds
         yield "compute", self.count * self.packing * host_codec
-        for hop in self.hops:
-            yield from ((domain, self.count * seconds) for domain, seconds in hop.busy.items())
+        for stage in self.stages:
+            yield from ((domain, self.count * seconds) for domain, seconds in stage.busy.items())
 
 
 def _packet(
@@ -269,12 +269,12 @@ def _packet(
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
-    hops = _hops(network, found, reduces, runs)
+    stages = _stages(network, found, reduces, runs)
     if phase == "sync" and config.sync.rings and not (job.stock or network.rates.host_codec):
         last = max(i for i, move in enumerate(found) if not move.gathers)
-        ring = _hops(network, found[last : last + 1], "reduce ring", runs)
-        hops = (*hops[:last], *ring, *hops[last + 1 :])
-    return Packet(phase, touched / runs / network.rates.memory, hops, count)
+        ring = _stages(network, found[last : last + 1], "reduce ring", runs)
+        stages = (*stages[:last], *ring, *stages[last + 1 :])
+    return Packet(phase, touched / runs / network.rates.memory, stages, count)
 
 
 def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules) -> list[Packet]:
@@ -293,9 +293,9 @@ def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str,
     return [first, replace(first, count=runs - 1)]
 
 
-def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1) -> tuple[HopTime, ...]:
+def _stages(network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1) -> tuple[StageTime, ...]:
     gathers = network.rates.gather
-    return tuple(network.hop(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces) for m in moves)
+    return tuple(network.stage_time(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces) for m in moves)
 
 
 def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:
@@ -317,11 +317,11 @@ def _touched(config: ResolvedConfig, job: Job, phase: str, columns: Columns, mes
     if phase == "sync":
         return 4 * sent
     if phase == "publish":
-        own, held = (plan.world_size // degree * sum(columns.coded) for degree in (plan.optimizer, plan.weights))
-        return CODED_BYTES * own + message + 2 * held + sent
+        own, of_weights = (plan.world_size // degree * sum(columns.coded) for degree in (plan.optimizer, plan.weights))
+        return CODED_BYTES * own + message + 2 * of_weights + sent
     if phase == "scatter":
         return 2 * (plan.world_size * whole + sent)
-    members = plan.hop(phase)[1]
+    members = plan.pair_of(phase)[1]
     shard = plan.world_size // members * whole
     stored = phase == "gather_backward" and plan.secondary is not None
     packs = gather_spec(config, phase) is not None and not stored and not columns.coded
@@ -390,7 +390,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
         saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
         found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
-        found["matrices"] = Packet("matrices", 0.0, _hops(network, exchange)).seconds
+        found["matrices"] = Packet("matrices", 0.0, _stages(network, exchange)).seconds
     if job.tensor > 1:
         found["tensor"] = _tensor_seconds(replace(network, stride=1), job)
     return Step(found, job.flops)
@@ -404,14 +404,14 @@ def _with_experts(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
             found[phase] += seconds
     network = Network(config.topology, rates)
     for times, sent in token_exchanges(job):
-        found["tokens"] += times * network.hop(1, job.expert, sent, "direct").seconds
+        found["tokens"] += times * network.stage_time(1, job.expert, sent, "direct").seconds
     return Step(found, job.flops)
 
 
 def _tensor_seconds(network: Network, job: Job) -> float:
     """Return the seconds of the all-reduces of activations, which nothing hides."""
     count, sent = all_reduces(job)
-    halves = [network.hop(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")]
+    halves = [network.stage_time(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")]
     return count * sum(half.seconds for half in halves)
 
 
@@ -430,7 +430,7 @@ def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Mo
         rows = config.plan.world_size // (config.plan.secondary or 1)
         for count, columns in modules:
             sizes = [message_bytes(rows * width, config.secondary_spec, job.itemsize) for width in columns.all]
-            copied = HopTime(0.0, {HOST: sum(sizes) / network.rates.host_link})
+            copied = StageTime(0.0, {HOST: sum(sizes) / network.rates.host_link})
             packets[HOST].append(Packet(HOST, 0.0, (copied,), count))
     return modules, packets
 
@@ -463,27 +463,27 @@ def _passes(
         split(packets["sync"], config.overlap and not config.sync.whole),
     )
     if any(columns.coded for _, columns in modules):
-        counts = Packet("publish", 0.0, _hops(network, count_moves(config.plan, 1)))
+        counts = Packet("publish", 0.0, _stages(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
     published = [*published[0], *copied[0]], [*published[1], *copied[1]]
     for compute, always, once in ((seconds[0], forward, published), (seconds[1], backward, reduced)):
         for times, parts in ((1, [*always, once]), (job.micro_batches - 1, always)):
-            beside, alone = ([packet for part in parts for packet in part[side]] for side in (0, 1))
-            yield times, compute, beside, alone
+            overlapped, alone = ([packet for part in parts for packet in part[side]] for side in (0, 1))
+            yield times, compute, overlapped, alone
 
 
 def _exposed(
-    times: int, compute: float, beside: list[Packet], alone: list[Packet], hidden: float, host_codec: bool
+    times: int, compute: float, overlapped: list[Packet], alone: list[Packet], hidden: float, host_codec: bool
 ) -> dict[str, float]:
     """Return by phase the seconds of passes that computation does not hide; ``hidden`` is the share of overlap."""
     busy = defaultdict[str, float](float, compute=compute)
-    for packet in beside:
+    for packet in overlapped:
         for what, seconds in packet.busy(host_codec):
             busy[what] += seconds
-    whole = sum(packet.seconds for packet in beside)
+    whole = sum(packet.seconds for packet in overlapped)
     waits = (max(busy.values()) - compute) / whole if whole else 0.0
     found = defaultdict[str, float](float)
-    for packets, share in ((beside, hidden * waits + 1 - hidden), (alone, 1.0)):
+    for packets, share in ((overlapped, hidden * waits + 1 - hidden), (alone, 1.0)):
         for packet in packets:
             found[packet.phase] += times * share * packet.seconds
     return found
@@ -535,8 +535,8 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
         return best, worst
 
     usual = predict(config, job, rates).seconds
-    spans = {what: ends((what,)) for what in unknown}
-    shares = {what: (worst - best) / usual for what, (best, worst) in spans.items()}
+    extremes = {what: ends((what,)) for what in unknown}
+    shares = {what: (worst - best) / usual for what, (best, worst) in extremes.items()}
     return Range(*ends(unknown), dict(sorted(shares.items(), key=lambda share: -share[1])))
 
 

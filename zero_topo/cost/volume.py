@@ -48,7 +48,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
-from zero_topo.plan import Plan, coded_slots, packed_runs
+from zero_topo.plan import Plan, coded_params, packed_runs
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
@@ -121,10 +121,10 @@ class Workload:
         Args:
             usual: the bytes where ``torch_autocast`` sends no lower dtype.
         """
-        slots = range(len(self.numels))
-        lowered = self.lowered or (False,) * len(slots)
+        param_indices = range(len(self.numels))
+        lowered = self.lowered or (False,) * len(param_indices)
         for lower in sorted({*lowered}):
-            yield LOWERED if lower else usual, [slot for slot in slots if lowered[slot] is lower]
+            yield LOWERED if lower else usual, [param_index for param_index in param_indices if lowered[param_index] is lower]
 
     def shards(self, plan: Plan) -> Sequence[int]:
         """Return the elements of a world shard of each parameter."""
@@ -144,7 +144,7 @@ def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
 
 
 # A plan's costs ask several times which weights are INT8.
-_coded = lru_cache(coded_slots)
+_coded = lru_cache(coded_params)
 
 
 # -- DeepSpeed itself --------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     Returns:
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as sent].
     """
-    plan, slots, coded = config.plan, range(len(work.numels)), work.coded(config)
+    plan, param_indices, coded = config.plan, range(len(work.numels)), work.coded(config)
     sent: Counter[Key] = Counter()
 
     def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
@@ -207,7 +207,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
         filled = of is work.frozen and own.captured and not stock
         for itemsize, part in of.by_itemsize(of.itemsize):
-            sharded = Columns.of(parameters[slot][:2] for slot in part if not of.persistent[slot])
+            sharded = Columns.of(parameters[param_index][:2] for param_index in part if not of.persistent[param_index])
             for phase in ("gather_forward", "gather_backward") if of.trains else ("gather_forward",):
                 read = "gather_backward" if filled else phase
                 moves, _ = phase_moves(sent_as(own, read, stock), read, sharded, itemsize)
@@ -218,25 +218,25 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
-        bucket = Columns.of(trained[slot] for slot in part)
+        bucket = Columns.of(trained[param_index] for param_index in part)
         add("scatter", bucket, itemsize, work.micro_batches * (2 if all_reduces else 1))
-    for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
-        add("sync", Columns.of(trained[slot] for slot in run), work.sync_itemsize)
+    for run in param_runs(plan, work, param_indices, config.sync.run_numel(work.run_numel, sum(work.numels))):
+        add("sync", Columns.of(trained[param_index] for param_index in run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
-    for run in slot_runs(plan, work, [slot for slot in slots if not coded[slot]], work.run_numel):
-        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize)
-    changed = slot_runs(plan, work, [slot for slot in slots if coded[slot]], work.run_numel)
+    for run in param_runs(plan, work, [param_index for param_index in param_indices if not coded[param_index]], work.run_numel):
+        add("publish", Columns.of(trained[param_index] for param_index in run), work.publish_itemsize)
+    changed = param_runs(plan, work, [param_index for param_index in param_indices if coded[param_index]], work.run_numel)
     book("publish", count_moves(plan, len(changed)))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add("publish", Columns.of(trained[slot] for slot in run), work.publish_itemsize, message=message)
+        add("publish", Columns.of(trained[param_index] for param_index in run), work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Return the parameters in ``slots`` in the runs in which sync or publish sends them."""
+def param_runs(plan: Plan, work: Workload, param_indices: Sequence[int], limit: int | None) -> list[list[int]]:
+    """Return the parameters in ``param_indices`` in the runs in which sync or publish sends them."""
     shards = work.shards(plan)
-    runs = packed_runs([plan.world_size * shards[slot] for slot in slots], limit)
-    return [[slots[place] for place in run] for run in runs]
+    runs = packed_runs([plan.world_size * shards[param_index] for param_index in param_indices], limit)
+    return [[param_indices[place] for place in run] for run in runs]
 
 
 class Columns(NamedTuple):
@@ -279,13 +279,13 @@ def phase_moves(
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
-    plan, hop, codes = config.plan, config.plan.hop(phase), config.resident_spec
-    rows = plan.world_size // hop[1]
+    plan, pair, codes = config.plan, config.plan.pair_of(phase), config.resident_spec
+    rows = plan.world_size // pair[1]
     if phase == "sync":
         return config.sync.volume(plan, columns.all, itemsize), 0
     if phase == "scatter":
         message = rows_message(1, [rows * width for width in columns.all], config.gradients_spec, itemsize)
-        return reduce_moves(plan, hop, message), message
+        return reduce_moves(plan, pair, message), message
     if phase == "publish":
         message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
         if codes and columns.coded:
@@ -295,7 +295,7 @@ def phase_moves(
         alike = Counter(columns.plain).items()  # layers are equal
         message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
         message += sum(rows_message(rows, (width,), codes, itemsize) for width in columns.coded) if codes else 0
-    return gather_moves(plan, hop, message), message
+    return gather_moves(plan, pair, message), message
 
 
 def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
@@ -313,7 +313,7 @@ def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
     """Return the moves of the message with which ranks agree on the size of each run of publish."""
-    return gather_moves(plan, plan.hop("publish"), COUNT_BYTES * runs)
+    return gather_moves(plan, plan.pair_of("publish"), COUNT_BYTES * runs)
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:

@@ -17,13 +17,13 @@ def examine(seen: Surroundings) -> Iterator[Finding]:
     """Yield the findings of every check, in the order in which they are shown."""
     yield from software.python(seen)
     installed = all(seen.version(name) for name in ("torch", "deepspeed"))
-    told = seen.torch() if installed else {"error": "not installed"}
-    yield from software.packages(seen, told)
-    if "error" not in told:
-        yield from software.kernels(told)
-    yield from software.compilers(seen, told)
-    if "error" not in told:
-        yield from software.backends(told)
+    facts = seen.torch() if installed else {"error": "not installed"}
+    yield from software.packages(seen, facts)
+    if "error" not in facts:
+        yield from software.kernels(facts)
+    yield from software.compilers(seen, facts)
+    if "error" not in facts:
+        yield from software.backends(facts)
     yield from network.launcher(seen)
     yield from network.interfaces(seen)
     yield from network.forgotten(seen)

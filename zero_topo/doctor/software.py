@@ -25,7 +25,7 @@ def python(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(OK, "python", seen.python)
 
 
-def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
+def packages(seen: Surroundings, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Check torch, DeepSpeed and the seam between it and zero_topo, and Triton."""
     missing = [name for name in ("torch", "deepspeed") if seen.version(name) is None]
     for name in missing:
@@ -39,13 +39,13 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(FAIL, name, line, "install the release that it names")
     if refused:
         return
-    if "error" in told:
+    if "error" in facts:
         fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
-        yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {told['error']}", fix)
+        yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {facts['error']}", fix)
         return
-    yield Finding(OK, "torch", f"{told['torch']} for {told['platform']}, {told['devices']} devices")
-    if told["seam"] is not None:
-        yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
+    yield Finding(OK, "torch", f"{facts['torch']} for {facts['platform']}, {facts['devices']} devices")
+    if facts["seam"] is not None:
+        yield Finding(FAIL, "deepspeed", facts["seam"], "install the release that it names")
     else:
         known, version = SUPPORTED["deepspeed"], seen.version("deepspeed") or ""
         if newer := untried("deepspeed", version):
@@ -54,31 +54,31 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(OK, "deepspeed", f"{version}, as zero_topo expects ({known.oldest} to {known.newest})")
 
 
-def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
+def kernels(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that the native kernels are available, or else Triton."""
-    for name, state in told["kernels"].items():
+    for name, state in facts["kernels"].items():
         subject = f"kernels {name}"
         gpu = name == "zt_gpu"
         if state == "built":
             yield Finding(OK, subject, "built")
-        elif gpu and told["platform"] == "xpu":
+        elif gpu and facts["platform"] == "xpu":
             yield Finding(OK, subject, "none for Intel GPUs, torch's operations serve them")
-        elif gpu and not told["devices"]:
+        elif gpu and not facts["devices"]:
             yield Finding(OK, subject, "not needed, there is no GPU here")
         elif state == "not compiled":
             yield Finding(WARN, subject, "not compiled yet, the first run will wait a minute for it", COMPILE)
         else:
             other = "Triton's or the slow reference" if gpu else "the slow reference"
             yield Finding(WARN, subject, f"{state}; runs use {other} instead", f"mend that, then {COMPILE}")
-    if told["triton"]:
-        yield Finding(OK, "triton", told["triton"])
-    elif told["devices"] and told["platform"] != "xpu":
+    if facts["triton"]:
+        yield Finding(OK, "triton", facts["triton"])
+    elif facts["devices"] and facts["platform"] != "xpu":
         yield Finding(WARN, "triton", "is not installed, so GPUs depend on the native kernels", "pip install triton")
     else:
         yield Finding(OK, "triton", "not installed, and not needed here")
 
 
-def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
+def compilers(seen: Surroundings, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the compilers of the kernels, and of the operations that DeepSpeed compiles at first use."""
     names = [seen.env["CXX"]] if seen.env.get("CXX") else ["g++", "c++"]
     found = next((path for path in map(seen.which, names) if path), None)
@@ -93,24 +93,24 @@ def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
         path = seen.which(name)
         if path:
             yield Finding(OK, name, path)
-        elif told.get("platform") == platform and told.get("devices"):
+        elif facts.get("platform") == platform and facts.get("devices"):
             yield Finding(WARN, name, "not found, so GPU kernels that are not compiled yet cannot be", fix)
 
 
-def backends(told: Mapping[str, Any]) -> Iterator[Finding]:
+def backends(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the backends through which ranks can communicate."""
-    if told["gloo"]:
+    if facts["gloo"]:
         yield Finding(OK, "gloo", "available")
     else:
         yield Finding(FAIL, "gloo", "torch was built without gloo", "install a torch from pytorch.org")
-    name = {"rocm": "rccl", "xpu": "xccl"}.get(told["platform"], "nccl")
-    if told["nccl"]:
+    name = {"rocm": "rccl", "xpu": "xccl"}.get(facts["platform"], "nccl")
+    if facts["nccl"]:
         yield Finding(OK, name, "available")
-    elif told["devices"]:
+    elif facts["devices"]:
         yield Finding(
             FAIL, name, "torch was built without it, so GPUs cannot talk", "install a torch built for the GPU"
         )
     else:
         yield Finding(OK, name, "not available, and not needed without a GPU")
-    words = "available" if told["mpi4py"] else 'not installed; only mpirun needs it: pip install "zero-topo[mpi]"'
+    words = "available" if facts["mpi4py"] else 'not installed; only mpirun needs it: pip install "zero-topo[mpi]"'
     yield Finding(OK, "mpi4py", words)

@@ -33,7 +33,7 @@ from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, exported
 from zero_topo.plan import Plan
 from zero_topo.topology.captures import ask_tools
 from zero_topo.topology.model import Topology
-from zero_topo.topology.seats import Seat, check_seats, take_seat
+from zero_topo.topology.placements import Placement, check_placements, take_placement
 
 DIGEST = 32
 MOST_NAMED = 4
@@ -120,30 +120,30 @@ def check_agreement(
     machine = config.topology if config.groups is None else config.groups.machine
     topology = machine.to_json()
     topology.pop("sources", None)  # differs if a tool timed out on one node
-    seat = own_seat(machine, device)
-    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, device, seat=seat)
+    placement = own_placement(machine, device)
+    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, device, placement=placement)
     with suppress(ValueError):
-        check_seats(machine, places)
+        check_placements(machine, places)
         return
-    seats = [seat] * len(places)
-    dist.all_gather_object(seats, seat)
-    check_seats(machine, seats)  # repeated to raise an error with the names of the hosts
+    placements = [placement] * len(places)
+    dist.all_gather_object(placements, placement)
+    check_placements(machine, placements)  # repeated to raise an error with the names of the hosts
 
 
 def agree(
     facts: Mapping[str, Any],
     device: torch.device,
     way_out: str = SAME_START,
-    seat: Seat | None = None,
+    placement: Placement | None = None,
     groups: Sequence[Sequence[int]] = (),
-) -> list[Seat]:
+) -> list[Placement]:
     """Check that all ranks report equal values, and gather their placement. Collective.
 
     Args:
         facts: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
         device: the device of the world group's tensors.
         way_out: what the user can do if ranks differ.
-        seat: the placement of this rank; by default only its host.
+        placement: the placement of this rank; by default only its host.
         groups: groups of ranks inside which values are compared; by default all ranks are.
 
     Returns:
@@ -152,10 +152,10 @@ def agree(
     Raises:
         ValueError: on every rank, if reported values differ.
     """
-    seat = seat or Seat(socket.gethostname())
+    placement = placement or Placement(socket.gethostname())
     text = json.dumps(facts, sort_keys=True, default=_plain)
-    place = sha256(f"{seat.host} {seat.machine}".encode()).digest()[:8]
-    package = (0 if seat.package is None else 1 + seat.package).to_bytes(8, "little")
+    place = sha256(f"{placement.host} {placement.machine}".encode()).digest()[:8]
+    package = (0 if placement.package is None else 1 + placement.package).to_bytes(8, "little")
     row = sha256(text.encode()).digest() + place + package
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     table = own.new_empty(dist.get_world_size() * own.numel())
@@ -168,7 +168,7 @@ def agree(
         if len(kinds) == 1:
             continue
         ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_NAMED]
-        texts = [_text_of(members[0], text, seat.host) for members in ranks]
+        texts = [_text_of(members[0], text, placement.host) for members in ranks]
         raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
     return [_place(found[DIGEST:]) for found in rows]
 
@@ -207,10 +207,10 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
 
 
-def _place(data: bytes) -> Seat:
+def _place(data: bytes) -> Placement:
     """Decode a placement as :func:`agree` gathers it: a digest of the host; the package's number plus one, or zero."""
     package = int.from_bytes(data[8:], "little")
-    return Seat(data[:8].hex(), package=package - 1 if package else None)
+    return Placement(data[:8].hex(), package=package - 1 if package else None)
 
 
 def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
@@ -245,14 +245,14 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(value)
 
 
-def own_seat(topology: Topology, device: torch.device) -> Seat:
+def own_placement(topology: Topology, device: torch.device) -> Placement:
     """Return where this rank runs; vendor tools are run only if several ranks share a GPU in the topology."""
     if device.type != "cuda" or topology.emulated:
-        return take_seat(socket.gethostname(), None, None)
+        return take_placement(socket.gethostname(), None, None)
     found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
     bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     tree = ask_tools()[0] if topology.ranks_per_gpu > 1 else None
-    return take_seat(socket.gethostname(), bus_id, tree)
+    return take_placement(socket.gethostname(), bus_id, tree)
 
 
 def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tensor]) -> None:
@@ -274,8 +274,8 @@ def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tenso
         degrees = {"weight": plan.weights, "secondary": plan.secondary}
         for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
             assert degree is not None
-            held = table[in_tree_order, column].view(-1, degree)  # one column per replicated position
-            differ = (held != held[0]).nonzero()
+            stored = table[in_tree_order, column].view(-1, degree)  # one column per replicated position
+            differ = (stored != stored[0]).nonzero()
             if len(differ):
                 row, position = differ[0].tolist()
                 raise RuntimeError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Route
+from zero_topo.mesh import Hierarchy
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Change, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
@@ -39,7 +39,7 @@ class CodeStore:
         block: number of values that share a scale.
         device: where INT8 weights are stored.
         planned: cuts updates into runs.
-        lane: the ordered queue in which runs are started and finished.
+        queue: the ordered queue in which runs are started and finished.
 
     Attributes:
         codes: INT8 weights and scales of the rank's weight shard, ``[N / W]`` rows of each parameter.
@@ -54,85 +54,85 @@ class CodeStore:
         block: int,
         device: torch.device,
         planned: Planner,
-        lane: OrderedQueue,
+        queue: OrderedQueue,
     ) -> None:
-        self._planned, self._lane = planned, lane
+        self._planned, self._queue = planned, queue
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
         blocks = [-(-width // block) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
         self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self._rows, block, device)
-        self.sizes = {slot: layout.padded_numels[slot] for slot, has in enumerate(coded) if has}
+        self.sizes = {param_index: layout.padded_numels[param_index] for param_index, has in enumerate(coded) if has}
         self._ends = list(accumulate(blocks, initial=0))  # block columns
         sizes = (BlockSpec("int8", block).nbytes(self._rows * count * block) for count in blocks)
         self._bytes = list(accumulate(sizes, initial=0))
-        self.buffers = [self.codes.held[begin:end] for begin, end in pairwise(self._bytes)]
+        self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(self._bytes)]
         self._own_row = layout.row(layout.plan.weights)
 
-    def _part(self, slots: Sequence[int], size: int) -> Part:
+    def _part(self, param_indices: Sequence[int], size: int) -> Part:
         """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
-        return Part(self._ends[slots[0]], self._ends[slots[-1] + 1], self._rows // size, size)
+        return Part(self._ends[param_indices[0]], self._ends[param_indices[-1] + 1], self._rows // size, size)
 
     @cached_property
     def _scales(self) -> Tensor:
         """Positions of the own world shard's scales in the stored bytes, viewed as FP32."""
-        slot = self.codes.slots[self.codes.slot_of.long()]
-        here = torch.arange(len(slot), dtype=torch.int64, device=slot.device) - slot[:, 3]
-        return slot[:, 1] // 4 + self._own_row * slot[:, 2] + here
+        param_index = self.codes.param_indices[self.codes.param_index_of.long()]
+        here = torch.arange(len(param_index), dtype=torch.int64, device=param_index.device) - param_index[:, 3]
+        return param_index[:, 1] // 4 + self._own_row * param_index[:, 2] + here
 
-    def _scales_of(self, slots: range) -> Tensor:
-        return self._scales[self._ends[slots.start] : self._ends[slots.stop]]
+    def _scales_of(self, param_indices: range) -> Tensor:
+        return self._scales[self._ends[param_indices.start] : self._ends[param_indices.stop]]
 
-    def own_scales(self, slots: range) -> Tensor:
+    def own_scales(self, param_indices: range) -> Tensor:
         """Return a copy of some parameters' scales in the own world shard, FP32 ``[block columns]``."""
-        return self.codes.held.view(torch.float32)[self._scales_of(slots)]
+        return self.codes.stored.view(torch.float32)[self._scales_of(param_indices)]
 
-    def begin_anew(self, slots: range, scales: Tensor | None) -> None:
+    def begin_anew(self, param_indices: range, scales: Tensor | None) -> None:
         """Forget the INT8 weights of some parameters, and their scales but for the given ones.
 
         The next publish sends every block whole, as the other ranks do not have these scales. Only blocks of zeros
         without a given scale are not sent, which all ranks store alike.
 
         Args:
-            slots: the parameters.
+            param_indices: the parameters.
             scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros these too.
         """
-        self.codes.held[self._bytes[slots.start] : self._bytes[slots.stop]].zero_()
+        self.codes.stored[self._bytes[param_indices.start] : self._bytes[param_indices.stop]].zero_()
         if scales is not None:
-            for slot in slots:
-                blocks = self._ends[slot + 1] - self._ends[slot]
-                self.buffers[slot][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
-            self.codes.held.view(torch.float32)[self._scales_of(slots)] = scales.nan_to_num(0.0)
+            for param_index in param_indices:
+                blocks = self._ends[param_index + 1] - self._ends[param_index]
+                self.buffers[param_index][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
+            self.codes.stored.view(torch.float32)[self._scales_of(param_indices)] = scales.nan_to_num(0.0)
 
-    def recode(self, slot: int, rows: Tensor, first: int) -> None:
+    def recode(self, param_index: int, rows: Tensor, first: int) -> None:
         """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new scales.
 
         The result depends on the rows alone, as after a load.
         """
-        self.buffers[slot].zero_()
-        masters, part = Masters(rows, first, 0), self._part([slot], 1)
+        self.buffers[param_index].zero_()
+        masters, part = Masters(rows, first, 0), self._part([param_index], 1)
         change = ops.assess_changes(masters, self.codes, part)
         ops.encode_changes(masters, self.codes, part, change, ChangeSpec(self.codes.block).largest(part.blocks))
 
-    def begin(self, route: Route, sizes: dict[int, int], updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates: each rank of ``route`` sends the changes of the rows it owns.
+    def begin(self, hierarchy: Hierarchy, sizes: dict[int, int], updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows it owns.
 
         Args:
-            route: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.
+            hierarchy: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.
             sizes: filled for each run, by its first parameter: the bytes of every rank's message.
             updates: with FP32 masters on the device of the INT8 weights.
         """
         runs, assessed = self._planned(updates, self.sizes), []
-        for slots, masters, first in runs:
+        for param_indices, masters, first in runs:
             assert masters is not None
-            own, part = Masters(masters, first, route.index), self._part(slots, route.size)
+            own, part = Masters(masters, first, hierarchy.index), self._part(param_indices, hierarchy.size)
             assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
-        agreed = self._agreed_sizes(route, [(part.blocks, change) for _, part, change in assessed])
-        for (slots, *_), (own, part, change), nbytes in zip(runs, assessed, agreed, strict=True):
-            sizes[slots[0]] = nbytes
+        agreed = self._agreed_sizes(hierarchy, [(part.blocks, change) for _, part, change in assessed])
+        for (param_indices, *_), (own, part, change), nbytes in zip(runs, assessed, agreed, strict=True):
+            sizes[param_indices[0]] = nbytes
             reads = [own.table, change.scales, change.counts, change.steps, change.ends]
-            yield slots, self._lane.run(partial(self._publish, route, own, part, change, nbytes), reads)
+            yield param_indices, self._queue.run(partial(self._publish, hierarchy, own, part, change, nbytes), reads)
 
-    def _agreed_sizes(self, route: Route, changes: Sequence[tuple[int, Change]]) -> list[int]:
+    def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[tuple[int, Change]]) -> list[int]:
         """Return the bytes of the messages of each run, given its blocks: enough for the changes of every rank.
 
         This is the only host synchronization of a publish, one for all its runs.
@@ -140,7 +140,7 @@ class CodeStore:
         if not changes:
             return []
         totals = torch.cat([change.ends[-1:] for _, change in changes])  # blocks sent whole, bytes of changes
-        gathered = all_gather(route, totals.view(-1).view(torch.uint8)).wait()
+        gathered = all_gather(hierarchy, totals.view(-1).view(torch.uint8)).wait()
         most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
         return [
@@ -148,7 +148,7 @@ class CodeStore:
             for (blocks, _), largest in zip(changes, most, strict=True)
         ]
 
-    def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        allocate = route.hops[-1].allocate
-        changes = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes, allocate))
-        return changes.then(lambda received: ops.apply_changes(received, self.codes, part, route.index))
+    def _publish(self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
+        allocate = hierarchy.groups[-1].allocate
+        changes = all_gather(hierarchy, ops.encode_changes(own, self.codes, part, change, nbytes, allocate))
+        return changes.then(lambda received: ops.apply_changes(received, self.codes, part, hierarchy.index))

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle, OrderedQueue, on_gpu
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Mesh, Route
+from zero_topo.mesh import Mesh, Hierarchy
 from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
@@ -29,7 +29,7 @@ class Copy:
     """This rank's part of one copy of a parameter.
 
     Args:
-        route: the ranks that store the whole copy between them.
+        hierarchy: the ranks that store the whole copy between them.
         data: rows ``[rows, width]`` of the parameter; or a packed buffer of such rows, which is sent unchanged.
         wire: the format in which it is sent.
         packed: whether the data are a packed buffer, uint8.
@@ -43,8 +43,8 @@ class Copy:
 
     view: View
 
-    def __init__(self, route: Route, data: Tensor, wire: Format, packed: bool = False, block: int = 1) -> None:
-        self.route, self.data, self.wire, self.packed, self._block = route, data, wire, packed, block
+    def __init__(self, hierarchy: Hierarchy, data: Tensor, wire: Format, packed: bool = False, block: int = 1) -> None:
+        self.hierarchy, self.data, self.wire, self.packed, self._block = hierarchy, data, wire, packed, block
         self.nbytes = data.numel() if packed else wire.nbytes(data.numel())
         unchanged = packed or (wire == FORMATS.get(data.dtype) and data.is_contiguous())
         self.sent = as_bytes(data) if unchanged else None
@@ -66,7 +66,7 @@ class Copy:
 
     def received(self, flat: Tensor, world_size: int) -> View:
         """Return the places of all ranks' values in the whole copy ``flat [N * width]``."""
-        size, width = self.route.size, flat.numel() // world_size  # row r of member m is row m + r * size
+        size, width = self.hierarchy.size, flat.numel() // world_size  # row r of member m is row m + r * size
         filled = -(-width // self._block) * self._block
         return View(flat, world_size // size, filled, size * width, size, width, width)
 
@@ -79,7 +79,7 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
     if len(stored) > 1 and all(part is None for part in stored):
         first = copies[messages[0][0]]
-        buffer = first.route.hops[-1].allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
+        buffer = first.hierarchy.groups[-1].allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
@@ -90,13 +90,13 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
 
 def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
     first = copies[message[0]]
-    views = [copies[slot].view for slot in message]
-    return quantize(views, first.wire, out, allocate=first.route.hops[-1].allocate)
+    views = [copies[param_index].view for param_index in message]
+    return quantize(views, first.wire, out, allocate=first.hierarchy.groups[-1].allocate)
 
 
 def gather(
     copies: Sequence[Copy],
-    slots: Sequence[int],
+    param_indices: Sequence[int],
     layout: Layout,
     like: Tensor,
     phase: str,
@@ -108,8 +108,8 @@ def gather(
     Each quantized parameter has a message of its own. All others share one, the last.
 
     Args:
-        copies: of all parameters; those of ``slots`` are gathered over the same process groups.
-        slots: parameters, in the same order on every rank.
+        copies: of all parameters; those of ``param_indices`` are gathered over the same process groups.
+        param_indices: parameters, in the same order on every rank.
         layout: of all parameters.
         like: a tensor with the dtype and device of the result.
         phase: under which the bytes count.
@@ -119,26 +119,26 @@ def gather(
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per parameter.
     """
-    route, world_size, flats = copies[slots[0]].route, layout.plan.world_size, dict[int, Tensor]()
+    hierarchy, world_size, flats = copies[param_indices[0]].hierarchy, layout.plan.world_size, dict[int, Tensor]()
 
     def decode(message: Sequence[int], buffers: Tensor) -> None:
         places = []
-        for slot in message:
-            flats[slot] = flat = like.new_empty(layout.padded_numels[slot])
-            places.append(copies[slot].received(flat, world_size))
+        for param_index in message:
+            flats[param_index] = flat = like.new_empty(layout.padded_numels[param_index])
+            places.append(copies[param_index].received(flat, world_size))
         dequantize(buffers, copies[message[0]].wire, places)
 
     def local() -> list[Tensor]:
-        for slot in slots:
-            if copies[slot].packed:
-                decode([slot], copies[slot].data[None, None])
+        for param_index in param_indices:
+            if copies[param_index].packed:
+                decode([param_index], copies[param_index].data[None, None])
             else:
-                flats[slot] = copies[slot].whole()
-        return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
+                flats[param_index] = copies[param_index].whole()
+        return [layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices]
 
-    if route.size == 1 and message is None:  # every rank stores all rows: nothing is sent, and nothing is quantized
+    if hierarchy.size == 1 and message is None:  # every rank stores all rows: nothing is sent, and nothing is quantized
         return Handle(None, (), local)
-    messages, sizes = _messages(copies, slots)
+    messages, sizes = _messages(copies, param_indices)
 
     def finish(buffers: Tensor) -> list[Tensor]:
         table = buffers[None]  # of one source: here once for all messages
@@ -147,23 +147,23 @@ def gather(
             decode(message, part)
         if capture is not None:
             capture(flats)
-        return [layout.flat_of(flats.pop(slot), slot) for slot in slots]
+        return [layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices]
 
     if message is None:
         message = pack(copies, messages, sizes)
-    return all_gather(route.metered(phase), message).then(finish)
+    return all_gather(hierarchy.metered(phase), message).then(finish)
 
 
-def _messages(copies: Sequence[Copy], slots: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def _messages(copies: Sequence[Copy], param_indices: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Return the parameters of each message of a gather, and its bytes."""
     messages, exact, sizes, rest = list[list[int]](), list[int](), list[int](), 0
-    for slot in slots:
-        if copies[slot].wire.lossy:
-            messages.append([slot])
-            sizes.append(copies[slot].nbytes)
+    for param_index in param_indices:
+        if copies[param_index].wire.lossy:
+            messages.append([param_index])
+            sizes.append(copies[param_index].nbytes)
         else:
-            exact.append(slot)
-            rest += copies[slot].nbytes
+            exact.append(param_index)
+            rest += copies[param_index].nbytes
     if exact:
         messages.append(exact)
         sizes.append(rest)
@@ -190,13 +190,13 @@ class Secondary:
         layout: of all parameters.
         mesh: has the groups ``(1, S)``.
         shards: the primary, as forward gathers send it.
-        slots: the parameters, consecutive.
+        param_indices: the parameters, consecutive.
         degree: ``S``; None if the backward pass gathers from the primary.
         wires: by parameter, the format: one that quantizes for all, or floats.
         copying: the queue of copies to and from the host; None stores the copies on the device.
 
     Attributes:
-        copies: by parameter; those of ``slots`` are the secondary ones.
+        copies: by parameter; those of ``param_indices`` are the secondary ones.
         tensors: storage of the copies on the device in addition to the primary.
         shared: those of ``tensors`` that are bit-identical on all ranks that replicate them.
         host: storage of the copies on the host, uint8, page-locked on a GPU; None on the device.
@@ -208,7 +208,7 @@ class Secondary:
         layout: Layout,
         mesh: Mesh,
         shards: Sequence[Copy],
-        slots: range,
+        param_indices: range,
         degree: int | None,
         wires: Sequence[Format],
         copying: OrderedQueue | None = None,
@@ -223,30 +223,30 @@ class Secondary:
         self._stamps = [-1] * len(layout.numels)
         # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; empty if captured.
         self._cut: dict[int, Tensor] = {}
-        self.captured = degree is not None and len(slots) > 0 and degree % layout.plan.weights != 0
+        self.captured = degree is not None and len(param_indices) > 0 and degree % layout.plan.weights != 0
         # The last copy to the host: its handle keeps the staging buffer.
         self._stored: Handle[None] | None = None
-        if degree is None or not slots:
+        if degree is None or not param_indices:
             return
-        self._degree, self._copying, self._like = degree, copying, shards[slots[0]].data
-        route, lossy = mesh.route(1, degree), wires[slots[0]].lossy
+        self._degree, self._copying, self._like = degree, copying, shards[param_indices[0]].data
+        hierarchy, lossy = mesh.hierarchy(1, degree), wires[param_indices[0]].lossy
         packs = lossy or (self.captured and copying is not None)
         if not self.captured:
-            rows = {slot: layout.subset(shards[slot].data, layout.plan.weights, degree) for slot in slots}
+            rows = {param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree) for param_index in param_indices}
             if not lossy or copying is not None:
-                for slot in slots:
-                    self.copies[slot] = Copy(route, rows[slot], wires[slot])
+                for param_index in param_indices:
+                    self.copies[param_index] = Copy(hierarchy, rows[param_index], wires[param_index])
                 return
             self._cut = rows
         height, _ = layout.shape(degree)
-        numels = [height * layout.widths[slot] for slot in slots]
+        numels = [height * layout.widths[param_index] for param_index in param_indices]
         plain = self._like.itemsize
-        sizes = [wires[slot].nbytes(n) if packs else n * plain for slot, n in zip(slots, numels, strict=True)]
+        sizes = [wires[param_index].nbytes(n) if packs else n * plain for param_index, n in zip(param_indices, numels, strict=True)]
         nbytes, device = sum(sizes), self._like.device
         stored = self._like.new_zeros(nbytes, dtype=torch.uint8) if copying is None else on_host(nbytes, device)
-        for slot, part in zip(slots, stored.split(sizes), strict=True):
-            data = part if packs else part.view(self._like.dtype).view(height, layout.widths[slot])
-            self.copies[slot] = Copy(route, data, wires[slot], packed=packs)
+        for param_index, part in zip(param_indices, stored.split(sizes), strict=True):
+            data = part if packs else part.view(self._like.dtype).view(height, layout.widths[param_index])
+            self.copies[param_index] = Copy(hierarchy, data, wires[param_index], packed=packs)
         if copying is not None:
             self.host = stored
             return
@@ -258,43 +258,43 @@ class Secondary:
         """Bytes of the copies on the device."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def is_fresh(self, slot: int) -> bool:
+    def is_fresh(self, param_index: int) -> bool:
         """Return whether a parameter's copy has the current version of the weights.
 
         Raises:
             RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
         """
-        fresh = not (self.captured or self._cut) or self._stamps[slot] == self._versions[slot]
+        fresh = not (self.captured or self._cut) or self._stamps[param_index] == self._versions[param_index]
         if not fresh and self._cut:
-            raise RuntimeError(f"the secondary shard of parameter {slot} was not refreshed after the last publish")
+            raise RuntimeError(f"the secondary shard of parameter {param_index} was not refreshed after the last publish")
         return fresh
 
-    def expire(self, slots: Sequence[int]) -> None:
+    def expire(self, param_indices: Sequence[int]) -> None:
         """Mark copies of some parameters as stale, because their primary shards have changed."""
-        for slot in slots:
-            self._versions[slot] += 1
+        for param_index in param_indices:
+            self._versions[param_index] += 1
 
-    def refresh(self, slots: Sequence[int]) -> None:
+    def refresh(self, param_indices: Sequence[int]) -> None:
         """Renew some parameters' copies from the primary, if that takes no collective."""
         if self._cut:
-            self._store({slot: self._cut[slot] for slot in slots})
+            self._store({param_index: self._cut[param_index] for param_index in param_indices})
 
-    def capturing(self, slots: Sequence[int]) -> Capture | None:
+    def capturing(self, param_indices: Sequence[int]) -> Capture | None:
         """Return a callback that stores what a forward gather brings; None if nothing is captured."""
         if not self.captured:
             return None
-        begun = {slot: self._versions[slot] for slot in slots if not self.is_fresh(slot)}
+        begun = {param_index: self._versions[param_index] for param_index in param_indices if not self.is_fresh(param_index)}
 
         def capture(flats: Mapping[int, Tensor]) -> None:
             # Without those whose weights changed during the gather.
-            due = [slot for slot in flats if begun.get(slot) == self._versions[slot]]
-            self.store_whole({slot: flats[slot].view(self._layout.plan.world_size, -1) for slot in due})
+            due = [param_index for param_index in flats if begun.get(param_index) == self._versions[param_index]]
+            self.store_whole({param_index: flats[param_index].view(self._layout.plan.world_size, -1) for param_index in due})
 
         return capture if begun else None
 
     def store_whole(self, rows: Mapping[int, Tensor]) -> None:
         """Store the copies of parameters, given as all their world shards ``[N, width]``."""
-        self._store({slot: self._layout.subset(whole, 1, self._degree) for slot, whole in rows.items()})
+        self._store({param_index: self._layout.subset(whole, 1, self._degree) for param_index, whole in rows.items()})
 
     def settle(self) -> None:
         """Make the current stream wait for the last copy to the host, and free its staging buffer."""
@@ -302,14 +302,14 @@ class Secondary:
             self._stored.wait()
             self._stored = None
 
-    def store_now(self, slot: int, rows: Tensor) -> None:
+    def store_now(self, param_index: int, rows: Tensor) -> None:
         """Store a copy from its rows ``[N / S, width]``; the current stream waits for it."""
-        self._store({slot: rows})
+        self._store({param_index: rows})
         self.settle()
 
-    def load(self, slots: Sequence[int]) -> Handle[Tensor]:
+    def load(self, param_indices: Sequence[int]) -> Handle[Tensor]:
         """Begin to copy some parameters' parts from the host to one buffer on the device, in order."""
-        parts = [self.copies[slot].data for slot in slots]
+        parts = [self.copies[param_index].data for param_index in param_indices]
 
         def copied() -> Handle[Tensor]:
             sizes = [part.numel() for part in parts]
@@ -322,15 +322,15 @@ class Secondary:
         return self._copying.run(copied)
 
     def _store(self, rows: Mapping[int, Tensor]) -> None:
-        for slot in rows:
-            self._stamps[slot] = self._versions[slot]
+        for param_index in rows:
+            self._stamps[param_index] = self._versions[param_index]
         if self.host is None:
-            for slot, part in rows.items():
-                self.copies[slot].store(part)
+            for param_index, part in rows.items():
+                self.copies[param_index].store(part)
             return
         self.settle()  # at most one staging buffer at a time
-        places = [self.copies[slot].data for slot in rows]
-        staged = [quantize(part, self.copies[slot].wire) for slot, part in rows.items()]
+        places = [self.copies[param_index].data for param_index in rows]
+        staged = [quantize(part, self.copies[param_index].wire) for param_index, part in rows.items()]
 
         def copied() -> Handle[None]:
             for place, part in zip(places, staged, strict=True):

@@ -57,7 +57,7 @@ class Gradients:
         wire: format of the scatter.
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
-        lane: the ordered queue in which sync runs.
+        queue: the ordered queue in which sync runs.
         averaged: number of ranks over whose gradients the mean is taken, if more than the plan has: of experts.
 
     Attributes:
@@ -73,19 +73,19 @@ class Gradients:
         wire: Format,
         run_numel: int | None,
         loss_scale: Callable[[], float],
-        lane: OrderedQueue,
+        queue: OrderedQueue,
         averaged: int | None = None,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
-        self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, mesh.meter, lane
+        self._wire, self._loss_scale, self._meter, self._queue = wire, loss_scale, mesh.meter, queue
         self._averaged = averaged or layout.plan.world_size
-        self._route = mesh.route(1, layout.plan.gradients).metered("scatter")
+        self._hierarchy = mesh.hierarchy(1, layout.plan.gradients).metered("scatter")
         self._runs = packed_runs(layout.padded_numels, run_numel)
-        self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
+        self._run_of = [run for run, param_indices in enumerate(self._runs) for _ in param_indices]
         # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins when none is left.
-        self._missing = [set(slots) for slots in self._runs]
+        self._missing = [set(param_indices) for param_indices in self._runs]
         # By run, sync in progress: the queue's stream reads and writes the run's columns of the buffer. The step, and
         # a scatter that reopens the run, wait for the handle.
         self._started: dict[int, Handle[None]] = {}
@@ -97,7 +97,7 @@ class Gradients:
         self._current = True
 
     def scatter(
-        self, slots: Sequence[int], grads: Sequence[Tensor], last: bool, sent: torch.dtype | None = None
+        self, param_indices: Sequence[int], grads: Sequence[Tensor], last: bool, sent: torch.dtype | None = None
     ) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
@@ -106,7 +106,7 @@ class Gradients:
         3. divide by the number of data-parallel ranks, and add; ranks whose own row is padding take part too.
 
         Args:
-            slots: the parameters, in the same order on every rank.
+            param_indices: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
             last: whether this is the step's last micro-batch, in which sync begins (Note [Sync under backward]).
             sent: the dtype in which they are sent if the format does not quantize; None is the format's own.
@@ -114,51 +114,51 @@ class Gradients:
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
         """
-        repeated = self.reopen(slots)
+        repeated = self.reopen(param_indices)
         plan = self.layout.plan
         wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
-            views = range_views(self.buffer, self.layout.spans(slots))
+            views = range_views(self.buffer, self.layout.shard_ranges(param_indices))
             mean = 1.0 / self._averaged
-            reduce_scatter(self._route, parts, wire, views, mean, accumulate=True).wait()
-        self.mark_added(slots, last)
+            reduce_scatter(self._hierarchy, parts, wire, views, mean, accumulate=True).wait()
+        self.mark_added(param_indices, last)
         return repeated
 
-    def reopen(self, slots: Sequence[int] | None = None) -> bool:
+    def reopen(self, param_indices: Sequence[int] | None = None) -> bool:
         """Reopen the runs of some parameters whose sync has begun, and return whether there are any.
 
         Args:
-            slots: the parameters; None is all of them, each of which may then get another gradient before sync begins.
+            param_indices: the parameters; None is all of them, each of which may then get another gradient before sync begins.
         """
-        if slots is None:
-            self._missing = [set(slots) for slots in self._runs]
-            slots = range(len(self._run_of))
-        started = sorted({self._run_of[slot] for slot in slots} & self._started.keys())
+        if param_indices is None:
+            self._missing = [set(param_indices) for param_indices in self._runs]
+            param_indices = range(len(self._run_of))
+        started = sorted({self._run_of[param_index] for param_index in param_indices} & self._started.keys())
         self._reopen(started)
         return bool(started)
 
-    def mark_added(self, slots: Sequence[int], last: bool) -> None:
+    def mark_added(self, param_indices: Sequence[int], last: bool) -> None:
         """Record that gradients were added to the buffer, and begin sync of runs that are complete.
 
         Args:
-            slots: their parameters, in the same order on every rank.
+            param_indices: their parameters, in the same order on every rank.
             last: whether this is the step's last micro-batch.
         """
         self._added, self._current = True, False
-        if last and self._lane.overlaps:
-            runs = sorted({self._run_of[slot] for slot in slots})
-            for slot in slots:
-                self._missing[self._run_of[slot]].discard(slot)
+        if last and self._queue.overlaps:
+            runs = sorted({self._run_of[param_index] for param_index in param_indices})
+            for param_index in param_indices:
+                self._missing[self._run_of[param_index]].discard(param_index)
             self._start([run for run in runs if not self._missing[run]])
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()
         with self._meter.timing("sync"):
             for run in runs:
-                spans = self.layout.spans(self._runs[run])
-                self._started[run] = self._lane.run(partial(self.mode.start, self.buffer, spans, scale))
+                shard_ranges = self.layout.shard_ranges(self._runs[run])
+                self._started[run] = self._queue.run(partial(self.mode.start, self.buffer, shard_ranges, scale))
 
     def _wait(self) -> None:
         with self._meter.timing("sync"):
@@ -169,7 +169,7 @@ class Gradients:
         with self._meter.timing("sync"):
             for run in runs:
                 self._started.pop(run).wait()
-                self.mode.reopen(self.buffer, self.layout.spans(self._runs[run]))
+                self.mode.reopen(self.buffer, self.layout.shard_ranges(self._runs[run]))
 
     def sync(self) -> None:
         """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean gradient."""
@@ -199,7 +199,7 @@ class Gradients:
         """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
         plan = self.layout.plan
         rows = self.layout.rows(full.reshape(-1))
-        self.layout.slot(self.peek(write=True)[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
+        self.layout.parameter(self.peek(write=True)[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:
         """Return the synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""
@@ -209,7 +209,7 @@ class Gradients:
         """Commit the mode's state after an optimizer step, or drop it after a skipped one; clear the gradients."""
         self._wait()
         self._started.clear()
-        self._missing = [set(slots) for slots in self._runs]
+        self._missing = [set(param_indices) for param_indices in self._runs]
         self._current = True
         with self._meter.timing("sync"):
             self.mode.commit(skipped)

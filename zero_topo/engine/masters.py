@@ -34,7 +34,7 @@ class Masters:
     def __init__(self, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self.own_row = layout.row(layout.plan.optimizer)
-        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size).metered("publish")
+        self._hierarchy = mesh.hierarchy(layout.plan.optimizer, layout.plan.world_size).metered("publish")
         self._device = device
 
     def table(self, flat: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Masters:
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
         moved = columns.to(self._device)
-        all_gather_rows(self._route, moved)
+        all_gather_rows(self._hierarchy, moved)
         if moved is not columns:
             columns.copy_(moved)
 

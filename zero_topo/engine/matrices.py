@@ -57,16 +57,16 @@ class Matrices:
         for batch in self._batches[key]:
             self._exchange(parts, shapes, batch, update)
 
-    def _planned(self, shapes: Mapping[int, tuple[int, ...]], slots: Sequence[int]) -> list[Batch]:
+    def _planned(self, shapes: Mapping[int, tuple[int, ...]], param_indices: Sequence[int]) -> list[Batch]:
         """Assign matrices to owners in turn, large ones first, so that owners compute about equally much."""
         layout, size = self._layout, self._group.size
         rows = layout.plan.world_size // layout.plan.optimizer
-        ordered = sorted(slots, key=lambda slot: (-layout.numels[slot], shapes[slot], slot))
+        ordered = sorted(param_indices, key=lambda param_index: (-layout.numels[param_index], shapes[param_index], param_index))
         turns = [ordered[i : i + size] for i in range(0, len(ordered), size)]
         planned = []
-        for run in packed_runs([sum(layout.numels[slot] for slot in turn) for turn in turns], self._limit):
+        for run in packed_runs([sum(layout.numels[param_index] for param_index in turn) for turn in turns], self._limit):
             by_owner = [[turns[t][owner] for t in run if owner < len(turns[t])] for owner in range(size)]
-            sizes = [rows * sum(layout.widths[slot] for slot in owned) for owned in by_owner]
+            sizes = [rows * sum(layout.widths[param_index] for param_index in owned) for owned in by_owner]
             alike = [[list(equal) for _, equal in groupby(owned, shapes.__getitem__)] for owned in by_owner]
             planned.append((alike, sizes))
         return planned
@@ -80,9 +80,9 @@ class Matrices:
     ) -> None:
         layout, group, (by_owner, sizes) = self._layout, self._group, batch
         groups = [alike for owned in by_owner for alike in owned]
-        numels = {slot: parts[slot].numel() for alike in groups for slot in alike}
+        numels = {param_index: parts[param_index].numel() for alike in groups for param_index in alike}
         same = [sizes[group.index]] * group.size
-        sent = torch.cat([torch.stack([parts[slot] for slot in alike]).flatten() for alike in groups]).to(self._dtype)
+        sent = torch.cat([torch.stack([parts[param_index] for param_index in alike]).flatten() for alike in groups]).to(self._dtype)
         received = group.scatter_known(sent, sizes, same).view(group.size, same[0])
         tables = received.split([sum(map(numels.__getitem__, alike)) for alike in by_owner[group.index]], dim=1)
         replies = [received[:, :0]]  # never an empty list
@@ -94,5 +94,5 @@ class Matrices:
             rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
             replies.append(rows.permute(2, 0, 1, 3).flatten(1))
         back = group.scatter_known(torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes)
-        for slot, values in zip(numels, back.split([*numels.values()]), strict=True):
-            parts[slot].copy_(values.view(parts[slot].shape))
+        for param_index, values in zip(numels, back.split([*numels.values()]), strict=True):
+            parts[param_index].copy_(values.view(parts[param_index].shape))

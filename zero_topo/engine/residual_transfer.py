@@ -25,7 +25,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
 from zero_topo.sync import Parameter, ResidualOwners, SyncMode
 
-FILE = "zero_topo_owed.pt"
+FILE = "zero_topo_residuals.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 _SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 Entries = dict[str, Tensor]  # by the name of a parameter
@@ -43,7 +43,7 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
     rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8, device="cpu")
     for index, name in enumerate(names):
         if name in ages:
-            layout.slot(rows, index).copy_(layout.rows(ages[name])[positions])
+            layout.parameter(rows, index).copy_(layout.rows(ages[name])[positions])
     return rows
 
 
@@ -66,7 +66,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
         ValueError: for state of another mode or of other shapes.
     """
     degrees, now, sync = state.get("degrees") or {}, plan.degrees(), state.get("sync", {})
-    was, present = state.get("owed"), mode.residual_owners()
+    was, present = state.get("residual_owners"), mode.residual_owners()
     alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
     if not state or (alike and (was is None or present is None or was == present._asdict())):
         mode.load_state_dict(sync)
@@ -75,19 +75,19 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     if residual is None or not residual.numel():
         return None
     dropped = None if was is None else mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
-    beside = sync.keys() - {
+    other_state = sync.keys() - {
         "residual",
         "step",
     }  # masks and similar state do not fit other peers: a mode with such state restarts at step 0
-    mode.steps = 0 if beside else int(sync.get("step", 0))
-    if dropped == 0 and not beside:
+    mode.steps = 0 if other_state else int(sync.get("step", 0))
+    if dropped == 0 and not other_state:
         return None
     plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
     lost = "each rank's residual of sync is" if dropped is None else f"{dropped} rows of a rank's residual of sync are"
     return (
         f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere, or other "
         f"parameters take part in sync now: {lost} dropped"
-        f"{', masks, thresholds and first steps start anew' if beside else ''}; a universal checkpoint and "
+        f"{', masks, thresholds and first steps start anew' if other_state else ''}; a universal checkpoint and "
         '"zero-topo carry" keep the whole residual'
     )
 
@@ -102,7 +102,7 @@ def carry(saved: Path, universal: Path) -> Carried:
         universal: the folder that ``ds_to_universal`` wrote from it.
 
     Returns:
-        The content of the written file, ``zero_topo_owed.pt``.
+        The content of the written file, ``zero_topo_residuals.pt``.
 
     Raises:
         ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
@@ -137,9 +137,9 @@ def carry(saved: Path, universal: Path) -> Carried:
             raise ValueError(f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew") from None
     if not residuals:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
-    beside = universal / f"{FILE}.part"
-    torch.save({"owed": residuals, "ages": ages}, beside)
-    os.replace(beside, universal / FILE)
+    other_state = universal / f"{FILE}.part"
+    torch.save({"residuals": residuals, "ages": ages}, other_state)
+    os.replace(other_state, universal / FILE)
     return residuals, ages
 
 
@@ -154,15 +154,15 @@ def carried(folder: str | Path | None, parameters: Sequence[Parameter] = ()) -> 
         return {}, {}
     content = _read(path)
     try:
-        entries = content.pop("owed"), content.pop("ages")
+        entries = content.pop("residuals"), content.pop("ages")
         whole = not content and all(isinstance(x, Tensor) for values in entries for x in values.values())
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
     for values, param in product(entries, parameters):
-        if param.name in values and (held := values[param.name].numel()) != param.numel:
-            raise ValueError(f"{path} carries {held} elements for {param.name}, which has {param.numel}: run it again")
+        if param.name in values and (stored := values[param.name].numel()) != param.numel:
+            raise ValueError(f"{path} carries {stored} elements for {param.name}, which has {param.numel}: run it again")
     return entries
 
 
@@ -206,17 +206,17 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
 
 def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries) -> None:
     """Add one rank's saved residual to ``sums``, by parameter, and the momentum that SCAPE holds back in its row."""
-    owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
-    if owed is None or residual is None or not residual.numel():
+    owners, residual = state.get("residual_owners"), state.get("sync", {}).get("residual")
+    if owners is None or residual is None or not residual.numel():
         return
-    table = residual.float().view(len(owed["owners"]), -1)
-    for name, (numel, first, past) in owed["parameters"].items():
+    table = residual.float().view(len(owners["owners"]), -1)
+    for name, (numel, first, past) in owners["parameters"].items():
         if not 0 <= first < past <= table.shape[1] or not 0 < numel <= ranks * (past - first):
             raise IndexError(f"{name}: {numel} elements in columns {first} to {past} of {table.shape[1]}")
         if name not in sums:
             sums[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
         rows = torch.zeros(ranks, past - first, dtype=torch.float32, device="cpu")
-        rows[owed["owners"]] = table[:, first:past]
+        rows[owners["owners"]] = table[:, first:past]
         if "momentum" in state["sync"]:
             rows[rank] += state["sync"]["momentum"][first:past]
         sums[name] += rows.view(-1)[:numel]
@@ -231,5 +231,5 @@ def _add_ages(
         return
     row = torch.cat([state["age"] for state in saved])
     for name, (numel, begin, width) in columns.items():
-        held = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[rank * width :][:width]
-        held.copy_(row[begin:][: len(held)])
+        stored = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[rank * width :][:width]
+        stored.copy_(row[begin:][: len(stored)])

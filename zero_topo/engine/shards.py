@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The layout of parameters in a rank's nested shards.
 
-All trainable parameters lie side by side: the parameter with index ``i`` (in code a ``slot``) has the columns
+All trainable parameters lie side by side: the parameter with index ``i`` (in code a ``param_index``) has the columns
 ``[begin, begin + width)`` of every shard, with ``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``,
 where ``F`` is the sum of the widths. Its row ``t // d`` has DeepSpeed's layout, so DeepSpeed's flat buffers are rows of
 our shards.
@@ -63,13 +63,13 @@ class Layout:
         """Elements of each parameter with its padding, over the whole world."""
         return tuple(self.plan.world_size * width for width in self.widths)
 
-    def spans(self, slots: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    def shard_ranges(self, param_indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """Return the column ranges of some parameters."""
-        return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in slots)
+        return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in param_indices)
 
-    def columns_of(self, slots: Sequence[int]) -> slice:
+    def columns_of(self, param_indices: Sequence[int]) -> slice:
         """Return the columns of consecutive parameters."""
-        return slice(self._edges[slots[0]], self._edges[slots[-1] + 1]) if slots else slice(0, 0)
+        return slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1]) if param_indices else slice(0, 0)
 
     def row(self, degree: int) -> int:
         """Return the index of the rank's own world shard in its shard of ``degree``."""
@@ -79,7 +79,7 @@ class Layout:
         """Return the shape of a shard of ``degree``: ``(N / degree, F)``."""
         return self.plan.world_size // degree, self.columns
 
-    def slot(self, shard: Tensor, index: int) -> Tensor:
+    def parameter(self, shard: Tensor, index: int) -> Tensor:
         """Return a view of one parameter's columns of any shard, ``[rows, width]``."""
         return shard[:, self.begins[index] : self.begins[index] + self.widths[index]]
 
@@ -126,6 +126,6 @@ class Layout:
             first: the first column; no parameter is cut.
         """
         for numel, begin, width in zip(self.numels, self.begins, self.widths, strict=True):
-            held = min(max(numel - self.rank * width, 0), width)
-            if held < width and first <= begin < first + len(shard):
-                shard[begin - first + held : begin - first + width] = 0
+            stored = min(max(numel - self.rank * width, 0), width)
+            if stored < width and first <= begin < first + len(shard):
+                shard[begin - first + stored : begin - first + width] = 0

@@ -57,7 +57,7 @@ class Stage3:
         gradients: the gradient shard and the mode of sync.
         masters: the layout of FP32 optimizer shards, ours or DeepSpeed's (:attr:`separate_masters`).
         matrices: applies functions of whole matrices; exists if a parameter needs it.
-        meter: bytes sent, by this engine and those :meth:`beside` it.
+        meter: bytes sent, by this engine and those :meth:`alongside` it.
         queues: of gathers, and of sync and publish, which these engines share too.
         run_numel: parameter elements per collective of sync; None for all.
         publish_dtype: the dtype in which publish sends weights that it does not quantize.
@@ -79,12 +79,12 @@ class Stage3:
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.meter, self._counts_steps = Meter(config.meter), True
         self.queues = Queues(like.device, config.overlap)
-        self._lane = self.queues.updates
+        self._queue = self.queues.updates
         self._loss_scale, self._averaged = loss_scale, config.plan.world_size
         select(like.device, config.kinds)
         self._build(config, trained, frozen, moments)
 
-    def beside(
+    def alongside(
         self,
         config: ResolvedConfig,
         trained: Sequence[Parameter],
@@ -119,21 +119,21 @@ class Stage3:
         if groups is not None:
             rank = groups.ranks(rank).index(rank)
         self.layout = Layout(config.plan, rank, tuple(p.numel for p in trained))
-        spans = self.layout.spans(range(len(trained)))
-        self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
+        shard_ranges = self.layout.shard_ranges(range(len(trained)))
+        self.parameters = tuple(replace(p, shard_range=shard_range) for p, shard_range in zip(trained, shard_ranges, strict=True))
         self._frozen = tuple(frozen)
         # A rank owns no more of a frozen parameter than its world shard.
         still = config.of_frozen()
         plans = [config.plan, still.plan] if frozen else [config.plan]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
-        pairs = [pair for plan in plans for pair in plan.hops()]
+        pairs = [pair for plan in plans for pair in plan.pairs()]
         if frozen and still.captured:
             pairs.append((still.plan.secondary or 1, still.plan.weights))
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
-        hops = [whole] if has_whole else []
+        whole_pairs = [whole] if has_whole else []
         of_nccl = config.registered_buffers
-        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], hops, groups, of_nccl)
+        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups, of_nccl)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
         publish = config.publish.spec or cast_to(self.publish_dtype)
@@ -142,7 +142,7 @@ class Stage3:
         self.gradients = self._build_gradients(moments)
         self.masters = Masters(self.layout, self.mesh, like.device)
         if has_whole:
-            group = self.mesh.hop(*whole).metered("matrices")
+            group = self.mesh.group(*whole).metered("matrices")
             self.matrices = Matrices(self.layout, group, self.bucket_numel, self.scatter_dtype)
 
     @property
@@ -166,12 +166,12 @@ class Stage3:
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
-            runs=tuple(tuple(self.layout.spans(run)) for run in packed_runs(self.layout.padded_numels, self.run_numel)),
+            runs=tuple(tuple(self.layout.shard_ranges(run)) for run in packed_runs(self.layout.padded_numels, self.run_numel)),
         )
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
         run_numel, loss_scale = self.run_numel, self._loss_scale
-        return Gradients(self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._lane, self._averaged)
+        return Gradients(self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._queue, self._averaged)
 
     @property
     def _loss_scaled(self) -> bool:
@@ -234,7 +234,7 @@ class Stage3:
             RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not bit-identical.
         """
         self.weights.begin()
-        self._lane.flush()
+        self._queue.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
             self.weights.finish()  # else some runs would be compared before they have arrived
@@ -248,7 +248,7 @@ class Stage3:
 
     def settle(self) -> None:
         """Finish pending work: sync begun by a backward pass, publishes, the mode's own collectives. Collective."""
-        self._lane.finish()
+        self._queue.finish()
         self.weights.finish()
         self.gradients.mode.drain()
 
@@ -264,15 +264,15 @@ class Stage3:
         DeepSpeed's dictionary, or empty if there is neither.
         """
         self.weights.finish()
-        held = self.weights.state_dict()
+        kept = self.weights.state_dict()
         sync = self.gradients.state_dict()
-        owed = self.gradients.mode.residual_owners()
-        state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
-        if owed is not None:
+        residuals = self.gradients.mode.residual_owners()
+        state = {"degrees": self.config.plan.degrees(), "sync": sync, **kept}
+        if residuals is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
-            state["owed"] = {"owners": owed.owners, "parameters": owed.parameters}
+            state["residual_owners"] = {"owners": residuals.owners, "parameters": residuals.parameters}
             state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))  # of optimizer states
-        return {STATE_KEY: state} if sync or held else {}
+        return {STATE_KEY: state} if sync or kept else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
         """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh. Collective.
@@ -294,21 +294,21 @@ class Stage3:
         mode.load_state_dict({})
         problem = lost = None
         same = state.get("degrees") == self.config.plan.degrees()
-        held = {key: state[key] for key in ("held", "scales") if same and key in state}
+        kept = {key: state[key] for key in ("stored", "scales") if same and key in state}
         try:
             if state is not entry:
                 raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
             lost = restore(mode, state, self.config.plan)
         except Exception as error:  # a damaged entry has any content
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
-            held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
+        if "stored" in kept and getattr(kept["stored"], "shape", None) != self.weights.own_row.shape:
+            kept, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
         residuals, ages = carried(folder, self.parameters)
-        facts = {"degrees": state.get("degrees"), "problem": problem, "held": sorted(held)}
+        facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
         facts["carried"] = [sorted(residuals), sorted(ages)]
         if differ := all_can(None, facts, self.like.device, "look at their files of this checkpoint"):
-            problem, held, residuals, ages = differ, {}, {}, {}
-        self.weights.load_state_dict(held)
+            problem, kept, residuals, ages = differ, {}, {}, {}
+        self.weights.load_state_dict(kept)
         if problem is not None:
             mode.load_state_dict({})
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"

@@ -32,8 +32,8 @@ def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -
         A function that copies all tensors back into their storages, with any edits. With True it only queues the
         copies, on the current stream.
     """
-    held = {id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held.values()}
+    stored = {id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in stored.values()}
     copies = {}
     for address, storage in storages.items():
         pinned = pin_memory and on_gpu(device)
@@ -41,8 +41,8 @@ def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -
         copies[address].copy_(_bytes_of(storage), non_blocking=True)
     if on_gpu(device):
         torch.accelerator.synchronize()
-    there = [(tensor, tensor.data) for tensor in held.values()]  # each with its data on the device
-    for tensor in held.values():
+    there = [(tensor, tensor.data) for tensor in stored.values()]  # each with its data on the device
+    for tensor in stored.values():
         copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(copy, *place)

@@ -44,7 +44,7 @@ Note [INT8 weights]
     ranks store the INT8 values of the masters, bit for bit, so rounding errors never accumulate.
 
     A block lies within one row of one parameter. If rows are shorter than blocks, INT8 weights would be mostly padding:
-    parameters of one dimension, small ones, and persistent ones stay in the model's dtype (``coded_slots`` in
+    parameters of one dimension, small ones, and persistent ones stay in the model's dtype (``coded_params`` in
     ``plan.py``). Only these have columns in the primary shard. Both kinds share one set of parameter indices, and one
     collective gathers both.
 
@@ -75,13 +75,13 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, Queues
-from zero_topo.collectives.transport import Route, all_gather, all_gather_rows, all_gather_views, members, rows_of
+from zero_topo.collectives.transport import Hierarchy, all_gather, all_gather_rows, all_gather_views, members, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import Begun, CodeStore, Update
 from zero_topo.engine.copies import Copy, Secondary, gather, kept_until
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
-from zero_topo.plan import coded_slots, packed_runs
+from zero_topo.plan import coded_params, packed_runs
 from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
@@ -118,7 +118,7 @@ class Weights:
     """
 
     _store: CodeStore | None = None
-    _fill_route: Route | None = None  # of the copies of frozen parameters, if they are filled
+    _fill_route: Hierarchy | None = None  # of the copies of frozen parameters, if they are filled
 
     def __init__(
         self,
@@ -132,15 +132,15 @@ class Weights:
         queues: Queues,
     ) -> None:
         plan, int8 = config.plan, config.resident_spec
-        slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
-        self.trained, self.frozen = slots[:count], slots[count:]
+        param_indices, numels = range(len(parameters)), tuple(p.numel for p in parameters)
+        self.trained, self.frozen = param_indices[:count], param_indices[count:]
         self._mesh, self._meter, self._run_numel = mesh, mesh.meter, run_numel
-        self._gathering, self._lane = queues.gathers, queues.updates
+        self._gathering, self._queue = queues.gathers, queues.updates
         self.layout = layout = Layout(plan, mesh.rank, numels)
-        self.coded: Sequence[bool] = [False] * len(slots)
+        self.coded: Sequence[bool] = [False] * len(param_indices)
         if int8 is not None:
             dims, persistent = [p.dims for p in parameters], [p.persistent for p in parameters]
-            self.coded = coded_slots(plan, numels, dims, persistent, int8.block_size)
+            self.coded = coded_params(plan, numels, dims, persistent, int8.block_size)
         kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
         self._rows = Layout(plan, mesh.rank, tuple(kept))
         (height, width), split = self._rows.shape(plan.weights), self._rows.columns_of(self.trained).stop
@@ -149,15 +149,15 @@ class Weights:
         # On a GPU, recorded on the stream that changed the shards last; the next reader or writer waits for it.
         self._updated: torch.Event | None = None
         # By parameter, the copies that exact gathers send, and those that gathers of a pass send.
-        route, exact = mesh.route(1, plan.weights), cast_to(like.dtype)
-        self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
+        hierarchy, exact = mesh.hierarchy(1, plan.weights), cast_to(like.dtype)
+        self._exact = [Copy(hierarchy, self._primary_of(param_indices[param_index : param_index + 1]), exact) for param_index in param_indices]
         plain = [cast_to(p.sent or like.dtype) for p in parameters]
         sent = [config.weights_spec or wire for wire in plain]
-        self._shards = [Copy(route, copy.data, wire) for copy, wire in zip(self._exact, sent, strict=True)]
+        self._shards = [Copy(hierarchy, copy.data, wire) for copy, wire in zip(self._exact, sent, strict=True)]
         # Persistent parameters are published first, the others in the order in which the model needs them.
         self._planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
-        self._row_sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        self._route, self._wire = mesh.route(plan.weights, plan.optimizer).metered("publish"), publish
+        self._row_sizes = {param_index: layout.padded_numels[param_index] for param_index in self.trained if not self.coded[param_index]}
+        self._hierarchy, self._wire = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish"), publish
         self.needs_masters = publish.lossy or int8 is not None
         self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
@@ -169,7 +169,7 @@ class Weights:
         self.own_row = self.own[layout.row(plan.optimizer)]
         # By parameter: the number of updates, and the number of finished publishes. The host counts both; a gather
         # compares them, so no weights are read between their update and the end of their publish.
-        self._updated_times, self._published_times = [0] * len(slots), [0] * len(slots)
+        self._updated_times, self._published_times = [0] * len(param_indices), [0] * len(param_indices)
         # Updates of this step whose publish has not begun: the first reader or the step's end begins all.
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
@@ -179,21 +179,21 @@ class Weights:
         self.frozen_secondary = self._build_secondary(config.of_frozen(), self.frozen, plain, queues)
         # By parameter, that of the two which has its copy.
         self._secondary = [self.secondary] * count + [self.frozen_secondary] * len(self.frozen)
-        self._filled = [slot for slot in self.frozen if not parameters[slot].persistent]
+        self._filled = [param_index for param_index in self.frozen if not parameters[param_index].persistent]
 
     def _build_secondary(
-        self, config: ResolvedConfig, slots: range, plain: Sequence[Format], queues: Queues
+        self, config: ResolvedConfig, param_indices: range, plain: Sequence[Format], queues: Queues
     ) -> Secondary:
         """Build secondary copies of trained or frozen parameters, and set what their forward gathers send."""
         plan, spec = config.plan, config.secondary_spec
         degree = plan.secondary if config.resident_spec is None and plan.weights > 1 else None
-        lane = queues.copies if config.secondary_on == "host" else None
+        queue = queues.copies if config.secondary_on == "host" else None
         wires = [spec or wire for wire in plain]
-        built = Secondary(self._rows, self._mesh, self._shards, slots, degree, wires, lane)
+        built = Secondary(self._rows, self._mesh, self._shards, param_indices, degree, wires, queue)
         if degree == plan.weights and spec == config.weights_spec:
-            self._forward[slots.start : slots.stop] = built.copies[slots.start : slots.stop]
-        if built.captured and slots is self.frozen:
-            self._fill_route = self._mesh.route(degree or 1, plan.weights).metered("publish")
+            self._forward[param_indices.start : param_indices.stop] = built.copies[param_indices.start : param_indices.stop]
+        if built.captured and param_indices is self.frozen:
+            self._fill_route = self._mesh.hierarchy(degree or 1, plan.weights).metered("publish")
         return built
 
     def _build_int8(self, block: int) -> None:
@@ -202,23 +202,23 @@ class Weights:
         split = layout.columns_of(self.trained).stop
         self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
         self.frozen_row = self.primary.new_zeros(layout.columns - split)
-        exact, rows = self._exact[0].wire, mesh.route(1, plan.optimizer)
+        exact, rows = self._exact[0].wire, mesh.hierarchy(1, plan.optimizer)
         # By parameter, the exact rows that this rank owns.
-        self._owned = [Copy(rows, layout.slot(self.own, slot), exact) for slot in self.trained]
+        self._owned = [Copy(rows, layout.parameter(self.own, param_index), exact) for param_index in self.trained]
         if self.frozen:
-            row = mesh.route(1, plan.world_size)
-            self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        self._store = store = CodeStore(layout, self.coded, block, device, self._planned, self._lane)
+            row = mesh.hierarchy(1, plan.world_size)
+            self._owned += [Copy(row, self._world_shard(range(param_index, param_index + 1))[None], exact) for param_index in self.frozen]
+        self._store = store = CodeStore(layout, self.coded, block, device, self._planned, self._queue)
         sent = BlockSpec("int8", block)
-        for slot in (slot for slot, coded in enumerate(self.coded) if coded):
-            self._exact[slot] = self._owned[slot]
-            self._shards[slot] = Copy(self._shards[slot].route, store.buffers[slot], sent, True, block)
+        for param_index in (param_index for param_index, coded in enumerate(self.coded) if coded):
+            self._exact[param_index] = self._owned[param_index]
+            self._shards[param_index] = Copy(self._shards[param_index].hierarchy, store.buffers[param_index], sent, True, block)
         # By first parameter of each run of the last publish: the bytes of every rank's message.
         self._sizes = dict[int, int]()
-        self._changes = partial(store.begin, self._route, self._sizes)
+        self._changes = partial(store.begin, self._hierarchy, self._sizes)
         # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
-        spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
-        ranges = [torch.arange(*span, dtype=torch.int64, device="cpu") for span in [(0, 0), *spans]]
+        shard_ranges = layout.shard_ranges(param_index for param_index, coded in enumerate(self.coded) if not coded)
+        ranges = [torch.arange(*shard_range, dtype=torch.int64, device="cpu") for shard_range in [(0, 0), *shard_ranges]]
         columns = torch.cat(ranges)
         self._columns = {columns.device: columns, device: columns.to(device)}
         # Loaded scales of the own world shard of all trained parameters, until the restart that follows each load.
@@ -226,43 +226,43 @@ class Weights:
 
     # -- gather ----------------------------------------------------------------------------------------------------
 
-    def gather(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
+    def gather(self, param_indices: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         """Gather whole parameters, with one collective per kind of copy.
 
         Args:
-            slots: the parameters, all trained or all frozen, with equal ``sent``, in the same order on every rank.
+            param_indices: the parameters, all trained or all frozen, with equal ``sent``, in the same order on every rank.
             phase: "gather_forward", "gather_backward" or "gather_exact" (see Note [Which copy is read]).
 
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per parameter, in the model's dtype.
         """
-        secondary = self._secondary[slots[0]]
+        secondary = self._secondary[param_indices[0]]
         if secondary.host is None or phase == "gather_exact":
-            return self._gathering.run(partial(self._begin, slots, phase))
+            return self._gathering.run(partial(self._begin, param_indices, phase))
         ahead: tuple[list[int], Handle[Tensor]] | None = None
-        if phase != "gather_forward" or slots[0] in self.frozen:
+        if phase != "gather_forward" or param_indices[0] in self.frozen:
             # A parameter whose publish is pending has a stale copy as soon as `_begin` has finished it.
-            done = [slot for slot in slots if self._published_times[slot] == self._updated_times[slot]]
-            fresh = [slot for slot in done if secondary.is_fresh(slot)]
+            done = [param_index for param_index in param_indices if self._published_times[param_index] == self._updated_times[param_index]]
+            fresh = [param_index for param_index in done if secondary.is_fresh(param_index)]
             # On a stream of its own: the gathers' stream may be busy with gathers that began before.
             ahead = (fresh, secondary.load(fresh)) if fresh else None
-        begun = self._gathering.run(partial(self._begin, slots, phase, ahead))
+        begun = self._gathering.run(partial(self._begin, param_indices, phase, ahead))
         return begun if ahead is None else kept_until(begun, ahead)
 
     def _begin(
-        self, slots: Sequence[int], phase: str, ahead: tuple[list[int], Handle[Tensor]] | None = None
+        self, param_indices: Sequence[int], phase: str, ahead: tuple[list[int], Handle[Tensor]] | None = None
     ) -> Handle[list[Tensor]]:
-        self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
-        secondary = self._secondary[slots[0]]
-        if phase == "gather_forward" and not (secondary.captured and slots[0] in self.frozen):
-            capture = secondary.capturing(slots)
-            return gather(self._forward, slots, self.layout, self.primary, phase, capture)
+        self.finish(param_indices)  # a publish that runs under this forward ends where its weights are needed
+        secondary = self._secondary[param_indices[0]]
+        if phase == "gather_forward" and not (secondary.captured and param_indices[0] in self.frozen):
+            capture = secondary.capturing(param_indices)
+            return gather(self._forward, param_indices, self.layout, self.primary, phase, capture)
         # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward pass gathers parameters
         # that were not captured since their last change from the primary.
         exact, first, second = phase == "gather_exact", list[int](), list[int]()
-        for slot in slots:
-            apart = self.coded[slot] if exact else secondary.is_fresh(slot)
-            (first if apart else second).append(slot)
+        for param_index in param_indices:
+            apart = self.coded[param_index] if exact else secondary.is_fresh(param_index)
+            (first if apart else second).append(param_index)
         copies = (self._exact, self._exact) if exact else (secondary.copies, self._forward)
         message = None
         if ahead is not None:
@@ -277,25 +277,25 @@ class Weights:
             return parts[0][1]
 
         def finish() -> list[Tensor]:
-            whole = {slot: full for part, handle in parts for slot, full in zip(part, handle.wait(), strict=True)}
-            return [whole[slot] for slot in slots]
+            whole = {param_index: full for part, handle in parts for param_index, full in zip(part, handle.wait(), strict=True)}
+            return [whole[param_index] for param_index in param_indices]
 
         return Handle(None, (), finish)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+    def publish(self, param_indices: range | None = None, masters: Tensor | None = None) -> None:
         """Record updated optimizer rows or masters, for :meth:`begin`, which sends them to all copies.
 
         Args:
-            slots: consecutive parameters; None is all trained ones.
+            param_indices: consecutive parameters; None is all trained ones.
             masters: their masters ``[N / O, columns]``, if needed; unchanged until the step has ended.
         """
-        slots = self.trained if slots is None else slots
-        self.finish(slots)
-        for slot in slots:
-            self._updated_times[slot] += 1
-        self._updates.append((slots, masters, self.layout.columns_of(slots).start))
+        param_indices = self.trained if param_indices is None else param_indices
+        self.finish(param_indices)
+        for param_index in param_indices:
+            self._updated_times[param_index] += 1
+        self._updates.append((param_indices, masters, self.layout.columns_of(param_indices).start))
         self._updated = recorded_event(self.primary.device)  # `begin` may run on another stream
 
     def begin(self) -> None:
@@ -311,57 +311,57 @@ class Weights:
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
         """Begin to publish rows of the primary: as they are, or quantized differences if the updates have masters."""
-        for slots, masters, first in self._planned(updates, self._row_sizes):
-            parts, tables = [self._rows.spans(slots)], list[Tensor]()
+        for param_indices, masters, first in self._planned(updates, self._row_sizes):
+            parts, tables = [self._rows.shard_ranges(param_indices)], list[Tensor]()
             if masters is not None:
-                parts = [self._rows.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
+                parts = [self._rows.shard_ranges(range(*part)) for part in merged((i, i + 1) for i in param_indices)]  # neighbours
                 tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
                 tables = [table.to(self.primary.device, torch.float32) for table in tables]
-            yield slots, self._lane.run(partial(self._publish_rows, parts, tables), tables)
+            yield param_indices, self._queue.run(partial(self._publish_rows, parts, tables), tables)
 
     def _publish_rows(self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]) -> Handle[None]:
-        route, wire, by_member = self._route, self._wire, members(self.primary, self._route.size)
-        parts = [merged(spans, wire.block_size) for spans in parts]
+        hierarchy, wire, by_member = self._hierarchy, self._wire, members(self.primary, self._hierarchy.size)
+        parts = [merged(shard_ranges, wire.block_size) for shard_ranges in parts]
         views = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
-            if route.size == 1:
+            if hierarchy.size == 1:
                 return Handle(None, (), lambda: None)
-            return all_gather_views(route, views, wire)
-        own, differences = by_member[route.index], list[View]()
-        for spans, rows in zip(parts, masters, strict=True):
+            return all_gather_views(hierarchy, views, wire)
+        own, differences = by_member[hierarchy.index], list[View]()
+        for shard_ranges, rows in zip(parts, masters, strict=True):
             # The master minus the stored row: adding it, quantized, brings the row close to the master.
-            differ = rows - own[:, spans[0][0] : spans[-1][1]]
-            differences += range_views(differ, packed_ranges(spans), wire.block_size)
-        message = quantize(differences, wire, allocate=route.hops[-1].allocate)
-        dequantize(message, wire, [view.member(route.index) for view in views], accumulate=True)
-        return all_gather_views(route, views, wire, message, accumulate=True)
+            differ = rows - own[:, shard_ranges[0][0] : shard_ranges[-1][1]]
+            differences += range_views(differ, packed_ranges(shard_ranges), wire.block_size)
+        message = quantize(differences, wire, allocate=hierarchy.groups[-1].allocate)
+        dequantize(message, wire, [view.member(hierarchy.index) for view in views], accumulate=True)
+        return all_gather_views(hierarchy, views, wire, message, accumulate=True)
 
     def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
         updated: list[Update] = []
-        for slots, masters, first in updates:
-            columns = self._rows.columns_of(slots)
+        for param_indices, masters, first in updates:
+            columns = self._rows.columns_of(param_indices)
             if masters is not None and columns.start < columns.stop:
                 rows = masters.index_select(1, self._columns[masters.device][columns] - first).to(self.own)
                 self._updatable[:, columns].copy_(rows)
                 self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
-                updated.append((slots, None, first))
+                updated.append((param_indices, None, first))
         return self._begin_rows(updated)
 
     def _begin_codes(self, updates: Sequence[Update]) -> Begun:
         """Begin to publish INT8 parameters; masters on the host are copied to the device one by one."""
         batch: list[Update] = []
-        for slots, masters, first in updates:
-            if masters is not None and any(map(self.coded.__getitem__, slots)):
+        for param_indices, masters, first in updates:
+            if masters is not None and any(map(self.coded.__getitem__, param_indices)):
                 rows = masters.to(self.own.device, torch.float32)
                 self.own[:, first : first + rows.shape[1]].copy_(rows)
-                batch.append((slots, rows, first))
+                batch.append((param_indices, rows, first))
                 if rows is not masters:  # send now: otherwise copies of all masters would be on the device at once
                     yield from self._changes(batch)
                     batch = []
         yield from self._changes(batch)
 
-    def finish(self, slots: Sequence[int] | None = None) -> None:
+    def finish(self, param_indices: Sequence[int] | None = None) -> None:
         """Finish the publish of some parameters, or of all, and renew the secondary copies; collective if hierarchical.
 
         On a GPU the current stream waits for all changes (Note [Publish before gather]).
@@ -371,7 +371,7 @@ class Weights:
         """
         if self._updated is not None:
             self._updated.wait()
-        needed = set(range(len(self.coded)) if slots is None else slots)
+        needed = set(range(len(self.coded)) if param_indices is None else param_indices)
         if not all(needed.isdisjoint(updated) for updated, *_ in self._updates):
             self.begin()
         changed: list[int] = []
@@ -383,102 +383,102 @@ class Weights:
             with self._meter.timing("publish"):
                 handle.wait()
             changed += part
-            for slot in part:
-                self._published_times[slot] += 1
+            for param_index in part:
+                self._published_times[param_index] += 1
         self._pending = waiting
-        stale = [slot for slot in needed if self._published_times[slot] != self._updated_times[slot]]
+        stale = [param_index for param_index in needed if self._published_times[param_index] != self._updated_times[param_index]]
         if stale:
             raise RuntimeError(f"weights of parameters {sorted(stale)[:8]} would be read before publish updated them")
         if changed:
             self._renew(changed)
 
-    def publish_world(self, slots: range | None = None, masters: Tensor | None = None, anew: bool = True) -> None:
+    def publish_world(self, param_indices: range | None = None, masters: Tensor | None = None, anew: bool = True) -> None:
         """Rebuild all copies from each rank's own world shard: at start-up, after a load, after an edit. Collective.
 
         Args:
-            slots: consecutive parameters, all trained or all frozen; None is all trained ones.
+            param_indices: consecutive parameters, all trained or all frozen; None is all trained ones.
             masters: the masters of the own row, FP32 ``[F]``, if known; only INT8 weights need them.
             anew: choose new scales for INT8 weights, except for loaded ones.
         """
-        plan, slots = self.layout.plan, self.trained if slots is None else slots
-        self.finish(slots)
-        columns, rows = self.layout.columns_of(slots), self._primary_of(slots)
+        plan, param_indices = self.layout.plan, self.trained if param_indices is None else param_indices
+        self.finish(param_indices)
+        columns, rows = self.layout.columns_of(param_indices), self._primary_of(param_indices)
         if self._store is not None:
             self._gather_rows(plan.optimizer, self.own[:, columns])
-            shard = self._world_shard(slots)
-            places = self._columns[shard.device][self._rows.columns_of(slots)] - columns.start
+            shard = self._world_shard(param_indices)
+            places = self._columns[shard.device][self._rows.columns_of(param_indices)] - columns.start
             rows[self.layout.row(plan.weights)].copy_(shard[places])
         self._gather_rows(plan.weights, rows)
         if self._store is not None:
             if anew:
-                self._store.begin_anew(slots, self._scales.pop(slots, None))
+                self._store.begin_anew(param_indices, self._scales.pop(param_indices, None))
             values = (shard if masters is None else masters[columns])[None].float()
-            route = self._mesh.route(plan.weights, plan.world_size).metered("publish")
+            hierarchy = self._mesh.hierarchy(plan.weights, plan.world_size).metered("publish")
             with self._meter.timing("publish"):
-                for _, handle in list(self._store.begin(route, {}, [(slots, values, columns.start)])):
+                for _, handle in list(self._store.begin(hierarchy, {}, [(param_indices, values, columns.start)])):
                     handle.wait()
-        self._renew(slots)
-        if self._fill_route is not None and slots and slots[0] in self.frozen:
-            self._fill_copies(self._fill_route, [slot for slot in self._filled if slot in slots])
+        self._renew(param_indices)
+        if self._fill_route is not None and param_indices and param_indices[0] in self.frozen:
+            self._fill_copies(self._fill_route, [param_index for param_index in self._filled if param_index in param_indices])
 
-    def _fill_copies(self, route: Route, slots: Sequence[int]) -> None:
+    def _fill_copies(self, hierarchy: Hierarchy, param_indices: Sequence[int]) -> None:
         """Fill the secondary copies of frozen parameters from the ranks' primary shards (Note [Frozen])."""
-        height, _ = self.layout.shape(route.lo)
-        for slot in slots:
-            rows = self.primary.new_empty(height, self.layout.widths[slot])
-            members(rows, route.size)[route.index].copy_(self._primary_of(range(slot, slot + 1)))
-            all_gather_rows(route, rows, self._run_numel)
-            self.frozen_secondary.store_now(slot, rows)
+        height, _ = self.layout.shape(hierarchy.lo)
+        for param_index in param_indices:
+            rows = self.primary.new_empty(height, self.layout.widths[param_index])
+            members(rows, hierarchy.size)[hierarchy.index].copy_(self._primary_of(range(param_index, param_index + 1)))
+            all_gather_rows(hierarchy, rows, self._run_numel)
+            self.frozen_secondary.store_now(param_index, rows)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
-        route = self._mesh.route(degree, self.layout.plan.world_size).metered("publish")
-        all_gather_rows(route, rows, self._run_numel)
+        hierarchy = self._mesh.hierarchy(degree, self.layout.plan.world_size).metered("publish")
+        all_gather_rows(hierarchy, rows, self._run_numel)
 
-    def _world_shard(self, slots: range) -> Tensor:
+    def _world_shard(self, param_indices: range) -> Tensor:
         """Return a view of the own world shard of some parameters, all trained or all frozen."""
         own = self.own[self.layout.row(self.layout.plan.optimizer)]
-        return columns_of_two(own, self.frozen_row, self.layout.columns_of(slots))
+        return columns_of_two(own, self.frozen_row, self.layout.columns_of(param_indices))
 
-    def _primary_of(self, slots: range) -> Tensor:
+    def _primary_of(self, param_indices: range) -> Tensor:
         """Return a view of some parameters' columns in the primary, all trained or all frozen."""
-        return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(slots))
+        return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(param_indices))
 
-    def _renew(self, slots: Sequence[int]) -> None:
+    def _renew(self, param_indices: Sequence[int]) -> None:
         """Expire and renew secondary copies of parameters, all trained or all frozen, whose primary shards changed."""
-        if slots:
-            secondary = self._secondary[slots[0]]
-            secondary.expire(slots)
-            secondary.refresh(slots)
+        if param_indices:
+            secondary = self._secondary[param_indices[0]]
+            secondary.expire(param_indices)
+            secondary.refresh(param_indices)
         self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
 
-    def write_back(self, slot: int, full: Tensor) -> None:
+    def write_back(self, param_index: int, full: Tensor) -> None:
         """Store a whole parameter, equal on every rank, in the shards (an edit under ``GatheredParameters``).
 
         With INT8 weights it is stored only if it was edited (Note [Exact weights]).
         """
         rows = rows_of(full.detach().reshape(-1), self.layout.plan)
-        self.finish([slot])
+        self.finish([param_index])
         if self._store is not None:
-            own = self._owned[slot]
-            given = self.layout.subset(rows, 1, own.route.hi)
+            own = self._owned[param_index]
+            given = self.layout.subset(rows, 1, own.hierarchy.hi)
             if not self._differ(own, given):
                 return
             own.data.copy_(given)
         shard = self.layout.subset(rows, 1, self.layout.plan.weights)
-        if self._store is not None and self.coded[slot]:
-            self._store.recode(slot, shard.float(), self.layout.begins[slot])
+        if self._store is not None and self.coded[param_index]:
+            self._store.recode(param_index, shard.float(), self.layout.begins[param_index])
         else:
-            self._exact[slot].data.copy_(shard)
-        self._renew([slot])
-        if self._fill_route is not None and slot in self._filled:
-            self.frozen_secondary.store_now(slot, self.layout.subset(rows, 1, self._fill_route.lo))
+            self._exact[param_index].data.copy_(shard)
+        self._renew([param_index])
+        if self._fill_route is not None and param_index in self._filled:
+            self.frozen_secondary.store_now(param_index, self.layout.subset(rows, 1, self._fill_route.lo))
 
     def _differ(self, own: Copy, given: Tensor) -> bool:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host synchronization."""
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
         differ = (own.data.contiguous().view(bits) != given.contiguous().view(bits)).any().view(1).view(torch.uint8)
-        return bool(all_gather(own.route.metered("gather_exact"), differ).wait().any())
+        return bool(all_gather(own.hierarchy.metered("gather_exact"), differ).wait().any())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class Weights:
         """
         if self._store is not None:
             return {"scales": self._store.own_scales(self.trained)}
-        return {"held": self.own_row.detach().clone()} if self.needs_masters else {}
+        return {"stored": self.own_row.detach().clone()} if self.needs_masters else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict` before :meth:`publish_world`; without it the own row stays, and scales are new.
@@ -502,8 +502,8 @@ class Weights:
             saved, own = state.get("scales"), self._store.own_scales(self.trained)
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
             self._scales = {self.trained: own.copy_(state["scales"])} if fits else {}
-        elif self.needs_masters and "held" in state:
-            self.own_row.copy_(state["held"])
+        elif self.needs_masters and "stored" in state:
+            self.own_row.copy_(state["stored"])
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
@@ -528,14 +528,14 @@ class Weights:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        codes = [] if self._store is None else [self._store.codes.held, self.own, self.frozen_row]
+        codes = [] if self._store is None else [self._store.codes.stored, self.own, self.frozen_row]
         copies = [*self.secondary.tensors, *self.frozen_secondary.tensors]
         return [self.primary, self.frozen_primary, *codes, *copies]
 
     def copies(self) -> list[Tensor]:
         """Return replicas of trained parameters, and all INT8 weights, to compare between ranks in debug checks."""
         if self._store is not None:
-            return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
+            return [torch.cat([self._store.codes.stored, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]
 
 
@@ -551,10 +551,10 @@ def runs_of(
         sizes: elements of the parameters that take part.
     """
     runs: list[tuple[tuple[bool, int], Update]] = []
-    for slots, masters, first in updates:
+    for param_indices, masters, first in updates:
         for later in (False, True):
-            part = [slot for slot in slots if slot in sizes and urgency[slot][0] is later]
-            for run in packed_runs([sizes[slot] for slot in part], limit):
+            part = [param_index for param_index in param_indices if param_index in sizes and urgency[param_index][0] is later]
+            for run in packed_runs([sizes[param_index] for param_index in part], limit):
                 carried = part[run.start : run.stop]
                 runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
     runs.sort(key=itemgetter(0))

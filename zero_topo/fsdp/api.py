@@ -107,8 +107,8 @@ def _attached(
     check_sharding(model, plan, rank)
     meter = Meter(config.meter)
     registered = config.registered_buffers
-    mesh = Mesh(plan, config.topology, meter, plan.hops(), registered=registered)
-    shared = Shared(config, mesh.route(1, plan.weights))
+    mesh = Mesh(plan, config.topology, meter, plan.pairs(), registered=registered)
+    shared = Shared(config, mesh.hierarchy(1, plan.weights))
     states = states or state_mesh(plan, device.type)
     host = Host(model, config, mesh, states, shared, divisor or plan.world_size)
     show_log(rank)

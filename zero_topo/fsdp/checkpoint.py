@@ -76,18 +76,18 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
         for parameter in mode.context.parameters:
             if parameter.name in owned.parameters:
                 _, first, past = owned.parameters[parameter.name]
-                begin, end = parameter.span
+                begin, end = parameter.shard_range
                 table[owners, begin:end] = rows[:, first:past].to(table)
     own = mode.peers.metered("sync").scatter(table).sum(0)
     plan = layout.plan
     part_rows = table.new_zeros(plan.world_size // plan.optimizer, layout.columns)
     part_rows[layout.row(plan.optimizer)] = own
-    route = optimizer.host.mesh.route(plan.optimizer, plan.world_size).metered("sync")
-    all_gather_rows(route, part_rows)
+    hierarchy = optimizer.host.mesh.hierarchy(plan.optimizer, plan.world_size).metered("sync")
+    all_gather_rows(hierarchy, part_rows)
     found = {part: part.master.new_zeros(0) for part in optimizer.parts.values()}
     for part in found:
-        if part.slot is not None:
-            found[part] = layout.slot(part_rows, part.slot).reshape(-1)
+        if part.param_index is not None:
+            found[part] = layout.parameter(part_rows, part.param_index).reshape(-1)
     return found
 
 
@@ -106,9 +106,9 @@ def load_states(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
         for name, value in saved["state"].get(key, {}).items():
             entry[name] = _flat(part, value)
         residual = entry.pop(RESIDUAL, None)
-        if residual is not None and part.slot is not None:
+        if residual is not None and part.param_index is not None:
             gradients = optimizer.gradients
-            own = gradients.layout.slot(gradients.own_row[None], part.slot)[0]
+            own = gradients.layout.parameter(gradients.own_row[None], part.param_index)[0]
             own.copy_(residual.view(-1, part.width)[gradients.layout.row(part.degree)])
         master = entry.pop(MASTER, None)
         if master is not None:

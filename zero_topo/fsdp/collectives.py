@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.transport import Route, all_gather_views, reduce_scatter
+from zero_topo.collectives.transport import Hierarchy, all_gather_views, reduce_scatter
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
 from zero_topo.quant.operands import FLOATS, View, at_blocks
@@ -41,12 +41,12 @@ class Shared:
 
     Attributes:
         config: the plan and the formats.
-        route: the groups of the ranks that share the weights.
+        hierarchy: the groups of the ranks that share the weights.
         formula: bytes of the current step by the formulas: ``(phase, domain) -> bytes``.
     """
 
     config: ResolvedConfig
-    route: Route
+    hierarchy: Hierarchy
     formula: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def book(self, phase: str, moves: Iterable[Move]) -> None:
@@ -99,11 +99,11 @@ class Gather(ModuleCollective):
         """
         group: dist.ProcessGroup = how["group"]
         phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
-        route = self._shared.route.metered(phase)
-        meter = route.hops[0].meter
-        if route.size == 1:  # the shard is in place and is all there is; no format rounds it
+        hierarchy = self._shared.hierarchy.metered(phase)
+        meter = hierarchy.groups[0].meter
+        if hierarchy.size == 1:  # the shard is in place and is all there is; no format rounds it
             return
-        if group.size() != route.size or output_tensor.dtype not in FLOATS:
+        if group.size() != hierarchy.size or output_tensor.dtype not in FLOATS:
             sent = (group.size() - 1) * input_tensor.nbytes
             self._shared.book(phase, [Move(1, group.size(), sent, gathers=True)])
             meter.record(phase, self._shared.config.topology.domain(group.size()), sent)
@@ -112,12 +112,12 @@ class Gather(ModuleCollective):
             return
         spec = self._spec or cast_to(output_tensor.dtype)
         sizes = self._counted(phase, input_tensor)
-        views = cut(output_tensor, sizes, route.size)
+        views = cut(output_tensor, sizes, hierarchy.size)
         with meter.timing(phase):
             # All ranks compute with the same bits: a rank decodes its own message too if the format
             # rounds.
             blocks = at_blocks(views, spec.block_size)
-            all_gather_views(route, blocks, spec, own=spec.lossy).wait()
+            all_gather_views(hierarchy, blocks, spec, own=spec.lossy).wait()
 
 
 class Scatter(ModuleCollective):
@@ -147,12 +147,12 @@ class Scatter(ModuleCollective):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
         """Fill ``output_tensor`` with this rank's shard of the sums, in FP32 and tree order."""
-        route = self._shared.route.metered("scatter")
+        hierarchy = self._shared.hierarchy.metered("scatter")
         spec = self._spec or cast_to(output_tensor.dtype)
         sizes = self._counted("scatter", output_tensor)
-        parts = cut(input_tensor, sizes, route.size)
-        with route.hops[0].meter.timing("scatter"):
-            reduce_scatter(route, parts, spec, cut(output_tensor, sizes, 1), self._factor).wait()
+        parts = cut(input_tensor, sizes, hierarchy.size)
+        with hierarchy.groups[0].meter.timing("scatter"):
+            reduce_scatter(hierarchy, parts, spec, cut(output_tensor, sizes, 1), self._factor).wait()
 
 
 def cut(flat: Tensor, sizes: Sequence[int], members: int) -> list[View]:

@@ -132,12 +132,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         plan, mesh = config.plan, host.mesh
         self._stored = [part for part in self.parts.values() if part.width]
         layout = Layout(plan, mesh.rank, tuple(plan.world_size * p.width for p in self._stored))
-        ranges = layout.spans(range(len(self._stored)))
+        ranges = layout.shard_ranges(range(len(self._stored)))
         parameters = []
-        for slot, (part, span) in enumerate(zip(self._stored, ranges, strict=True)):
-            part.slot = slot
-            numel, dims = layout.padded_numels[slot], part.param.dim()
-            parameters.append(Parameter(part.name, numel, dims, span, place=slot))
+        for param_index, (part, shard_range) in enumerate(zip(self._stored, ranges, strict=True)):
+            part.param_index = param_index
+            numel, dims = layout.padded_numels[param_index], part.param.dim()
+            parameters.append(Parameter(part.name, numel, dims, shard_range, place=param_index))
         weights = next(iter(self.parts)).dtype
         accumulated = DTYPES[config.accumulation_dtype] if config.accumulation_dtype else weights
         sync_dtype = getattr(config.sync, "dtype", None)
@@ -155,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters=tuple(parameters),
             moments=self._moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
-            runs=tuple(tuple(layout.spans(run)) for run in runs),
+            runs=tuple(tuple(layout.shard_ranges(run)) for run in runs),
         )
         mode = build_mode(config.sync, context)
         mode.check_optimizer(self.inner)
@@ -201,15 +201,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert isinstance(grad, DTensor)
         param.grad = None
         self._arrived[part] = None
-        if part.slot is None:
+        if part.param_index is None:
             return
         gradients = self.gradients
         # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
         # it.
-        gradients.reopen([part.slot])
-        columns = gradients.layout.slot(gradients.buffer, part.slot)
+        gradients.reopen([part.param_index])
+        columns = gradients.layout.parameter(gradients.buffer, part.param_index)
         part.add(columns, grad.to_local(), self.host.factor)
-        gradients.mark_added([part.slot], self._last)
+        gradients.mark_added([part.param_index], self._last)
 
     @torch.no_grad()
     def _show(self) -> None:
@@ -225,8 +225,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rows = self.gradients.optimizer_rows()
         for part in self._arrived:
             flat = part.master.new_empty(0, dtype=rows.dtype)
-            if part.slot is not None:
-                flat = self.gradients.layout.slot(rows, part.slot).reshape(-1)
+            if part.param_index is not None:
+                flat = self.gradients.layout.parameter(rows, part.param_index).reshape(-1)
             part.show(flat)
 
     def _take_back(self) -> None:
@@ -237,8 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.zero_grad()
             return
         for part in self._arrived:
-            if part.param.grad is None and part.slot is not None:
-                self.gradients.layout.slot(self.gradients.buffer, part.slot).zero_()
+            if part.param.grad is None and part.param_index is not None:
+                self.gradients.layout.parameter(self.gradients.buffer, part.param_index).zero_()
             part.param.grad = None
         self._arrived = dict.fromkeys(kept)
         self.gradients.reopen()
@@ -313,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Call the mode of sync before and, if it wants updates, after the update."""
         mode, layout = self.gradients.mode, self.gradients.layout
         updated = [part for part in self._stored if part.master.grad is not None]
-        begins = [layout.begins[part.slot] for part in updated if part.slot is not None]
+        begins = [layout.begins[part.param_index] for part in updated if part.param_index is not None]
         for part, begin in zip(updated, begins, strict=True):
             mode.before_update(begin, part.width)
         if not mode.wants_updates:
@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mean = self.inner.state.get(part.master, {}).get("exp_avg")
                 if mean is None or not any(part.master is master for master in group["params"]):
                     continue
-                begin = self.gradients.layout.begins[part.slot or 0]
+                begin = self.gradients.layout.begins[part.param_index or 0]
                 found.append(Moment(begin, mean.view(-1, part.width), float(group["betas"][0])))
         return found
 

@@ -39,15 +39,15 @@ class Part:
     Attributes:
         degree: ranks that share the optimizer states.
         width: columns of the parameter in a gradient shard.
-        span: elements of a full part.
+        part_numel: elements of a full part.
         numel: elements of this rank's part.
         master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer
             updates.
-        slot: parameter index in the gradient shard; None if FSDP2 stores nothing of the parameter
+        param_index: parameter index in the gradient shard; None if FSDP2 stores nothing of the parameter
             on this rank.
     """
 
-    slot: int | None = None
+    param_index: int | None = None
 
     def __init__(self, name: str, param: nn.Parameter, plan: Plan, mesh: DeviceMesh) -> None:
         self.name = name
@@ -59,9 +59,9 @@ class Part:
         rows, *rest = self.local().shape
         row_numel = torch.Size(rest).numel()
         part_rows = -(-rows // self._parts)
-        self.span = part_rows * row_numel
-        self.width = -(-self.span // self._copies)
-        self._begin = mesh.get_local_rank("part") * self.span
+        self.shard_range = part_rows * row_numel
+        self.width = -(-self.shard_range // self._copies)
+        self._begin = mesh.get_local_rank("part") * self.shard_range
         own_rows = min(max(rows - mesh.get_local_rank("part") * part_rows, 0), part_rows)
         self.shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
@@ -95,7 +95,7 @@ class Part:
     def add(self, columns: Tensor, shard: Tensor, factor: float) -> None:
         """Add a shard's gradient, times ``factor``, to its columns of the gradient shard."""
         flat = shard.reshape(-1)
-        rows = _padded(flat, self._parts * self.span).view(self._parts, self.span)
+        rows = _padded(flat, self._parts * self.shard_range).view(self._parts, self.shard_range)
         rows = _padded(rows, self._copies * self.width)
         table = rows.view(self._parts, self._copies, self.width)
         places = columns.unflatten(0, (self._copies, self._parts))
@@ -127,13 +127,13 @@ class Part:
     def stored(self, block: int) -> View:
         """Return the parts of all ranks in the stored weights, each padded to whole blocks."""
         local = self.local().view(-1)
-        columns = -(-self.span // block) * block
-        return View(local, 1, columns, columns, self._parts, self.span, present=self.span)
+        columns = -(-self.shard_range // block) * block
+        return View(local, 1, columns, columns, self._parts, self.shard_range, present=self.shard_range)
 
     def view(self, flat: Tensor, block: int) -> View:
         """Return a flat part, padded to whole blocks."""
-        columns = -(-self.span // block) * block
-        return View(flat, 1, columns, columns, present=self.span)
+        columns = -(-self.shard_range // block) * block
+        return View(flat, 1, columns, columns, present=self.shard_range)
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """Return a flat part as a DTensor of the parameter's shape, which shares the memory."""

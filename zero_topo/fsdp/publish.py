@@ -60,7 +60,7 @@ class Publisher:
         self.runs = [list(stored[run.start : run.stop]) for run in runs]
         self.run_numel = run_numel
         self._plan = plan
-        self._route = mesh.route(plan.weights, plan.optimizer).metered("publish")
+        self._hierarchy = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
         self._meter, self._queue = mesh.meter, queue
 
     def publish(self) -> None:
@@ -76,15 +76,15 @@ class Publisher:
     def moves(self) -> Iterator[Move]:
         """Yield what a rank sends, by the formula."""
         for run in self.runs:
-            spans = [part.span for part in run]
-            message = rows_message(1, spans, self._spec, self.wire.bits // 8)
-            yield from gather_moves(self._plan, self._plan.hop("publish"), message)
+            part_numels = [part.shard_range for part in run]
+            message = rows_message(1, part_numels, self._spec, self.wire.bits // 8)
+            yield from gather_moves(self._plan, self._plan.pair_of("publish"), message)
 
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size
         flats = [part.difference() if self.delta else part.master.detach() for part in run]
         own = [part.view(flat, block) for part, flat in zip(run, flats, strict=True)]
-        message = quantize(own, self.wire, allocate=self._route.hops[-1].allocate)
+        message = quantize(own, self.wire, allocate=self._hierarchy.groups[-1].allocate)
         stored = [part.stored(block) for part in run]
         # The owner decodes its own message too: it stores what the others store.
-        return all_gather_views(self._route, stored, self.wire, message, self.delta, own=True)
+        return all_gather_views(self._hierarchy, stored, self.wire, message, self.delta, own=True)

@@ -44,7 +44,7 @@ def stats(optimizer: ShardedOptimizer) -> Stats:
         calls=dict(meter.calls),
         phase_seconds=dict(meter.last_seconds),
         sync_report=mode.report(),
-        phase_spans=meter.last_spans,
+        phase_intervals=meter.last_intervals,
         peak_memory=peak,
         on_device=on_device,
         predicted_memory={},

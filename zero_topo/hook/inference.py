@@ -55,7 +55,7 @@ class TopoInference(DeepSpeedZeRoOffload):
             gathers = ParameterGathers(module, [], names, dtype, own)
             described = gathers.described()
             if self._parts:
-                topo = self.topo.beside(config, *described, list)
+                topo = self.topo.alongside(config, *described, list)
             else:
                 topo = self.topo = Stage3(
                     config,

@@ -34,7 +34,7 @@ from zero_topo.hook.leaving import unlink_shared_memory
 from zero_topo.hook.loading import loading_together
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
-from zero_topo.hook.saving import saving_beside
+from zero_topo.hook.saving import saving_atomically
 from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
@@ -61,7 +61,7 @@ def enable() -> None:
     DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
-    DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
+    DeepSpeedEngine.save_checkpoint = saving_atomically(DeepSpeedEngine.save_checkpoint)
     sys.excepthook = one_line(sys.excepthook)
     # The deepspeed launcher, if this process is one, passes variables with these beginnings to other nodes.
     accelerator = get_accelerator()

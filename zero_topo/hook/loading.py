@@ -179,14 +179,14 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
     if len(engine.optimizer.engines()) > 1:
         alike = _same_experts(path, found, shapes, alike)
     if alike:
-        held = _read(engine, optimizer, contents)
+        stored = _read(engine, optimizer, contents)
     else:
         saved = Saved(folder, prefix, rank, ranks, tensor_rank)
         contents[path] = saved.model(found, shapes)
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
-        held = contents[optimizer] = saved.optimizer(shapes, groups)
+        stored = contents[optimizer] = saved.optimizer(shapes, groups)
         facts = {"saved by": found["dp_world_size"], **_model(contents[path]), DROPS: saved.drops_residual(shapes)}
-    return {**facts, "optimizer": _optimizer(optimizer, held, engine.optimizer)}
+    return {**facts, "optimizer": _optimizer(optimizer, stored, engine.optimizer)}
 
 
 def _same_experts(path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool) -> bool:
@@ -224,11 +224,11 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
         ValueError: if the saved masters have other sizes than this run's.
     """
     saved = found["optimizer_state_dict"]
-    held = [flat.numel() for flat in saved["fp32_flat_groups"]]
+    stored = [flat.numel() for flat in saved["fp32_flat_groups"]]
     own = [*optimizer.fp16_partitioned_groups_flat_numel]
-    if held != own:
+    if stored != own:
         raise ValueError(
-            f"{path} holds {sum(held)} masters in sub-groups of {_cut(held)}, this run has {sum(own)} in {_cut(own)}: "
+            f"{path} holds {sum(stored)} masters in sub-groups of {_cut(stored)}, this run has {sum(own)} in {_cut(own)}: "
             "give it the same model, parameter groups, sub_group_size and ranks, or load a universal checkpoint"
         )
     return _kind_of(saved)

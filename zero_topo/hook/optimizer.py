@@ -50,7 +50,7 @@ class TopoStage3(Stock):
 
     Attributes:
         topo: the shards, independent of DeepSpeed.
-        slots: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones that follow the plan.
+        param_indices: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones that follow the plan.
         pace: speed of the last optimizer step.
         predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled on first use.
         recorder: writes the run's folder on rank 0, if the block names one.
@@ -68,7 +68,7 @@ class TopoStage3(Stock):
         self._configs, self._parts = configs, Parts()
         # Whether stock's FP32 masters would be the weights themselves: edits of weights must then update our masters.
         self._edits_reach_masters = False
-        self.slots: dict[int, int] = {}
+        self.param_indices: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
         self._passes = BackwardPasses()
@@ -106,7 +106,7 @@ class TopoStage3(Stock):
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         self._parts.build(self, self._configs, self._moments, lambda: self._autocast_scale or float(self.loss_scale))
         self.topo = self._parts.parts[0].topo
-        self.slots = self._parts.slots
+        self.param_indices = self._parts.param_indices
         # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are replaced.
         self.lp_param_buffer = self.topo.weights.own_row
         self.fp16_partitioned_groups_flat[:] = self._parts.flats()
@@ -128,7 +128,7 @@ class TopoStage3(Stock):
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
-        views = {param.ds_id: self._parts.own_slot(param) for param in self._parts.trained()}
+        views = {param.ds_id: self._parts.own_param_index(param) for param in self._parts.trained()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         self._replace_masters()
         if self.offload_optimizer_pin_memory:
@@ -178,13 +178,13 @@ class TopoStage3(Stock):
     def _write_back(self, param: Any) -> None:
         """Store an edit under GatheredParameters, also in our master if stock's FP32 master is the weight itself."""
         topo = self._parts.of(param)
-        weights, slot = topo.weights, self.slots[param.ds_id]
-        if not self._edits_reach_masters or slot in weights.frozen:
-            weights.write_back(slot, param.data)
+        weights, param_index = topo.weights, self.param_indices[param.ds_id]
+        if not self._edits_reach_masters or param_index in weights.frozen:
+            weights.write_back(param_index, param.data)
             return
-        rows = weights.layout.slot(weights.own, slot)
+        rows = weights.layout.parameter(weights.own, param_index)
         before = rows.clone()  # `rows` is a view that changes: the copy shows afterwards which elements were edited
-        weights.write_back(slot, param.data)
+        weights.write_back(param_index, param.data)
         group, begin, _ = self._master_columns(param)
         topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
@@ -218,12 +218,12 @@ class TopoStage3(Stock):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
-        slots = [self.slots[p.ds_id] for p in params_to_reduce]
+        param_indices = [self.param_indices[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
         grads = [p.grad for p in params_to_reduce]
         gradients = self._parts.of(params_to_reduce[0]).gradients  # a bucket has parameters of one process group
-        repeated = gradients.scatter(slots, grads, last, communication_data_type)
+        repeated = gradients.scatter(param_indices, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             if dist.get_rank() == 0 and self.topo.config.plan.gradients < self.topo.config.plan.world_size:
@@ -328,15 +328,15 @@ class TopoStage3(Stock):
         topo, (begin, end) = self._parts.at(sub_group_id), self._parts.columns[sub_group_id]
         weights = topo.weights
         rows = topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
-        slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
+        param_indices = [self.param_indices[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
-            weights.publish(range(slots[0], slots[-1] + 1), rows)
+            weights.publish(range(param_indices[0], param_indices[-1] + 1), rows)
             return
         if topo.separate_masters:
             weights.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        weights.publish(range(slots[0], slots[-1] + 1))
+        weights.publish(range(param_indices[0], param_indices[-1] + 1))
 
     # -- Muon ------------------------------------------------------------------------------------------------------
 
@@ -386,18 +386,18 @@ class TopoStage3(Stock):
         momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
         blended.masked_fill_(finite.logical_not(), torch.nan)
-        slots = {self.slots[param.ds_id]: param for param in params}
-        spans = dict(zip(slots, self.topo.layout.spans(slots), strict=True))
-        first = min(spans.values())[0]
+        param_indices = {self.param_indices[param.ds_id]: param for param in params}
+        shard_ranges = dict(zip(param_indices, self.topo.layout.shard_ranges(param_indices), strict=True))
+        first = min(shard_ranges.values())[0]
         plan = self.topo.config.plan
-        parts = {slot: blended[:, begin - first : end - first] for slot, (begin, end) in spans.items()}
+        parts = {param_index: blended[:, begin - first : end - first] for param_index, (begin, end) in shard_ranges.items()}
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
-            heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
+            heads = [getattr(param_indices[param_index], "muon_num_heads", None) for param_index in owned]
             with equal_bits(plan.optimizer < plan.world_size):
                 return orthogonalized(matrices, heads, settings["ns_method"])
 
-        self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
+        self.topo.matrices.apply(parts, {param_index: tuple(param.ds_shape) for param_index, param in param_indices.items()}, update)
         rows.copy_(blended)
 
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
@@ -423,8 +423,8 @@ class TopoStage3(Stock):
         topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
             self.require_states(LP_PARAMS)
-            slot = self.slots[param.ds_id]
-            topo.weights.publish_world(range(slot, slot + 1), anew=False)
+            param_index = self.param_indices[param.ds_id]
+            topo.weights.publish_world(range(param_index, param_index + 1), anew=False)
 
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
 
@@ -438,7 +438,7 @@ class TopoStage3(Stock):
     def note_norms(self) -> None:
         """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
         for param in self._parts.trained():
-            view = self._parts.own_slot(param)
+            view = self._parts.own_param_index(param)
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
     def _peek(self, write: bool = False) -> None:
@@ -446,17 +446,17 @@ class TopoStage3(Stock):
         for part in self._parts:
             part.topo.gradients.peek(write)
 
-    def _synced_slot(self, param: Any, write: bool = False) -> Tensor:
+    def _synced_param(self, param: Any, write: bool = False) -> Tensor:
         self._peek(write)
-        return self._parts.own_slot(param)
+        return self._parts.own_param_index(param)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
         # DeepSpeed keeps its swap buffers if it is going to write.
-        return self._synced_slot(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
+        return self._synced_param(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return {
-            i: {j: self._synced_slot(param).float() for j, param in enumerate(group)}
+            i: {j: self._synced_param(param).float() for j, param in enumerate(group)}
             for i, group in enumerate(self.fp16_groups)
         }
 
@@ -464,13 +464,13 @@ class TopoStage3(Stock):
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
     ) -> None:
         for param in (p for p in param_list if p.requires_grad):
-            full = self._fp32_state_allgather(param, self._synced_slot(param))
+            full = self._fp32_state_allgather(param, self._synced_param(param))
             self.set_fp32_grad_for_param(update_func(full, param), param)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
         if param.requires_grad:
             self.require_states(LP_GRADS)
-            self._parts.of(param).gradients.replace(self.slots[param.ds_id], value)
+            self._parts.of(param).gradients.replace(self.param_indices[param.ds_id], value)
 
     # -- offload_states and reload_states: shards on the host between uses -----------------------------------------
 
@@ -493,7 +493,7 @@ class TopoStage3(Stock):
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self._parts.settle()
         self.empty_partition_cache()  # while the shards still exist
-        held: dict[OffloadStateTypeEnum, list[Tensor]] = {
+        stored: dict[OffloadStateTypeEnum, list[Tensor]] = {
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
             OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
             LP_PARAMS: [
@@ -504,7 +504,7 @@ class TopoStage3(Stock):
             ],
             LP_GRADS: [*self._parts.gradient_tensors(), self.grad_partitions_flat_buffer],
         }
-        tensors = [tensor for kind in kinds for tensor in held.get(kind, ())]
+        tensors = [tensor for kind in kinds for tensor in stored.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
         super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
         self.offloaded_states.update(kinds)

@@ -167,7 +167,7 @@ class ParameterGathers:
         module: the module.
         trained: the parameters that the optimizer updates.
         frozen: the other parameters that follow the plan.
-        slots: ``ds_id`` -> parameter index in the shards: the trained parameters, then the frozen ones.
+        param_indices: ``ds_id`` -> parameter index in the shards: the trained parameters, then the frozen ones.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class ParameterGathers:
         self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
         self._others = len(rest) - len(self.frozen)
-        self.slots = {param.ds_id: slot for slot, param in enumerate([*trained, *self.frozen])}
+        self.param_indices = {param.ds_id: param_index for param_index, param in enumerate([*trained, *self.frozen])}
         # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
         # Gathers still referenced: `release` waits for those not waited for yet, as every collective must finish.
@@ -252,7 +252,7 @@ class ParameterGathers:
             require_weights: called before each gather; raises if the shards are not on the accelerator.
         """
         self._engine, self._require_weights = engine, require_weights
-        self._write_back = write_back or (lambda p: engine.weights.write_back(self.slots[p.ds_id], p.data))
+        self._write_back = write_back or (lambda p: engine.weights.write_back(self.param_indices[p.ds_id], p.data))
         shards = engine.weights.frozen_row.split([param.ds_tensor.numel() for param in self.frozen])
         for param, own in zip(self.frozen, shards, strict=True):
             self._homes[param.ds_id] = own
@@ -264,8 +264,8 @@ class ParameterGathers:
 
     def trains(self, param: Any) -> bool:
         """Return whether this engine updates a parameter."""
-        slot = self.slots.get(param.ds_id)
-        return slot is not None and slot < len(self.trained)
+        param_index = self.param_indices.get(param.ds_id)
+        return param_index is not None and param_index < len(self.trained)
 
     def _fill(self, frozen: Iterable[Any]) -> None:
         """Fill the shards of frozen parameters from DeepSpeed's, which become views of the engine's row. Collective."""
@@ -319,11 +319,11 @@ class ParameterGathers:
         self._require_weights()
         groups, others = dict[tuple[bool, bool, str], list[Any]](), list[Any]()
         for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
-            slot = self.slots.get(ds_id)
-            if slot is None:
+            param_index = self.param_indices.get(ds_id)
+            if param_index is None:
                 others.append(param)
             else:
-                frozen, sent = slot in self._engine.weights.frozen, str(lower_dtype(param))
+                frozen, sent = param_index in self._engine.weights.frozen, str(lower_dtype(param))
                 groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
@@ -353,7 +353,7 @@ class ParameterGathers:
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT
         with self._engine.meter.timing(phase):
-            handle = self._engine.weights.gather([self.slots[p.ds_id] for p in params], phase)
+            handle = self._engine.weights.gather([self.param_indices[p.ds_id] for p in params], phase)
         started = ParameterHandle(None, (), partial(self._finish, params, handle, phase))
         self._started.add(started)
         return started
@@ -376,7 +376,7 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         params = [param] if param_list is None else param_list
-        missing = [p for p in params if p.ds_id not in self.slots or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        missing = [p for p in params if p.ds_id not in self.param_indices or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
         # gathers it with the parameters of the module that read it.
         in_forward = getattr(self.module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
@@ -393,10 +393,10 @@ class ParameterGathers:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):
             for p in params:
-                if p.ds_id in self.slots and p.ds_status == ZeroParamStatus.AVAILABLE:
+                if p.ds_id in self.param_indices and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
-        others = [p for p in params if p.ds_id not in self.slots]
-        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self.slots], **options)
+        others = [p for p in params if p.ds_id not in self.param_indices]
+        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self.param_indices], **options)
         if others:
             stock(others, **options)
 

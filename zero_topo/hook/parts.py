@@ -100,7 +100,7 @@ class Parts:
                     moments=read_moments,
                 )
             else:
-                topo = self.parts[0].topo.beside(config, *described, read_moments)
+                topo = self.parts[0].topo.alongside(config, *described, read_moments)
             key = f"{STATE_KEY}_{config.groups.name}" if self.parts and config.groups else STATE_KEY
             self.parts.append(Part(topo, gathers, mine, key))
             ends = accumulate([stock[index].numel() for index in mine], initial=0)
@@ -114,13 +114,13 @@ class Parts:
         return iter(self.parts)
 
     @property
-    def slots(self) -> dict[int, int]:
+    def param_indices(self) -> dict[int, int]:
         """``ds_id`` -> parameter index in its engine."""
-        return {ds_id: slot for part in self.parts for ds_id, slot in part.gathers.slots.items()}
+        return {ds_id: param_index for part in self.parts for ds_id, param_index in part.gathers.param_indices.items()}
 
     def of(self, param: Any) -> Stage3:
         """Return the engine of a parameter that follows a plan."""
-        return next(part.topo for part in self.parts if param.ds_id in part.gathers.slots)
+        return next(part.topo for part in self.parts if param.ds_id in part.gathers.param_indices)
 
     def at(self, sub_group: int) -> Stage3:
         """Return the engine of a sub-group."""
@@ -131,11 +131,11 @@ class Parts:
         rows = [self.at(index).weights.own_row for index in range(len(self.columns))]
         return [row[begin:end] for row, (begin, end) in zip(rows, self.columns, strict=True)]
 
-    def own_slot(self, param: Any) -> Tensor:
+    def own_param_index(self, param: Any) -> Tensor:
         """Return the view of a parameter's gradient in the own row of its engine."""
-        part = next(part for part in self.parts if param.ds_id in part.gathers.slots)
+        part = next(part for part in self.parts if param.ds_id in part.gathers.param_indices)
         gradients = part.topo.gradients
-        return gradients.layout.slot(gradients.own_row[None], part.gathers.slots[param.ds_id])[0]
+        return gradients.layout.parameter(gradients.own_row[None], part.gathers.param_indices[param.ds_id])[0]
 
     def own_offset(self, sub_group: int) -> int:
         """Return the elements before the row of DeepSpeed's layout in a sub-group's masters."""
@@ -272,22 +272,22 @@ class Replicated:
 
     Args:
         topo: the engine.
-        slots: the replicated parameters, in flat order.
+        param_indices: the replicated parameters, in flat order.
         group: DeepSpeed's tensor-parallel group of this rank.
     """
 
-    def __init__(self, topo: Stage3, slots: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, topo: Stage3, param_indices: Sequence[int], group: dist.ProcessGroup) -> None:
         self._topo, self._group = topo, group
-        self._spans = topo.layout.spans(slots)
-        self._names = [topo.parameters[slot].name for slot in slots]
+        self._shard_ranges = topo.layout.shard_ranges(param_indices)
+        self._names = [topo.parameters[param_index].name for param_index in param_indices]
         self._sparse = isinstance(topo.config.sync, SPARSE_MODES)
 
     def average(self) -> None:
         """Average the synced gradients of the optimizer's rows over the tensor-parallel ranks, if sync is sparse."""
-        if not self._sparse or not self._spans:
+        if not self._sparse or not self._shard_ranges:
             return
         rows, size = self._topo.gradients.optimizer_rows(), dist.get_world_size(self._group)
-        views = [rows[:, begin:end] for begin, end in self._spans]
+        views = [rows[:, begin:end] for begin, end in self._shard_ranges]
         meter = self._topo.meter
         with meter.timing(REPLICATED):
             flat = torch.cat([view.reshape(-1) for view in views]).float()
@@ -307,11 +307,11 @@ class Replicated:
         Raises:
             RuntimeError: on every rank, naming a parameter that differs.
         """
-        if not self._spans:
+        if not self._shard_ranges:
             return
         device = self._topo.like.device
         table = torch.cat([self._topo.masters.table(master.detach()).to(device) for master in masters], 1)
-        sums = torch.stack([checksum(table[:, begin:end]) for begin, end in self._spans])
+        sums = torch.stack([checksum(table[:, begin:end]) for begin, end in self._shard_ranges])
         least, most = sums.clone(), sums.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
@@ -348,7 +348,7 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
         # Experts may be sharded over the data-parallel group, too; each tensor-parallel rank has others.
         expert = getattr(param, "ds_zero_partition_group_name", None) is not None
         if not expert and not is_model_parallel_parameter(param):
-            alike.append(part.gathers.slots[param.ds_id])
+            alike.append(part.gathers.param_indices[param.ds_id])
     return Replicated(part.topo, alike, group)
 
 

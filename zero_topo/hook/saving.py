@@ -43,8 +43,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @wrapping
-def saving_beside(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
-    """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`.
+def saving_atomically(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
+    """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`AtomicSaves`.
 
     An engine without an optimizer is skipped: Accelerate's ``save_state`` saves every prepared model, also frozen ones.
     """
@@ -61,22 +61,22 @@ def saving_beside(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: 
         return save(engine, *args, **kwargs)
     call = inspect.signature(save).bind(engine, *args, **kwargs)
     call.apply_defaults()
-    beside = Beside(stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0)
+    saves = AtomicSaves(stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0)
     call.arguments["save_latest"] = False  # `commit` names the latest checkpoint
     copy = getattr(DeepSpeedEngine, RECOVERY_SCRIPT)  # it is to run once all other files have their final names
 
     def copy_last(engine: Any, save_path: str) -> None:
-        beside.last.append(partial(copy, engine, save_path))
+        saves.last.append(partial(copy, engine, save_path))
 
     with (
-        closing(beside),
-        replaced(engine, "checkpoint_engine", beside),
+        closing(saves),
+        replaced(engine, "checkpoint_engine", saves),
         replaced(DeepSpeedEngine, RECOVERY_SCRIPT, copy_last),
     ):
         return save(*call.args, **call.kwargs)
 
 
-class Beside:
+class AtomicSaves:
     """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save that fails]).
 
     All else that DeepSpeed calls is its own engine's.
@@ -114,13 +114,13 @@ class Beside:
         """
         latest, files = Path(info.save_dir, LATEST), [*self._written]
         if self._points:
-            self.last.append(lambda: os.replace(_beside(latest), latest))
+            self.last.append(lambda: os.replace(_temporary(latest), latest))
             with self._keeping(latest):
                 self._write(latest, lambda file: file.write(info.tag.encode()))
         self._agree("checkpoints saved before are as they were")
         for path in files:
             with self._keeping(path):
-                os.replace(_beside(path), path)
+                os.replace(_temporary(path), path)
         self._agree("save again, under another tag")
         with self._keeping(latest):
             for act in self.last:
@@ -134,7 +134,7 @@ class Beside:
         """Remove temporary files that were not renamed, and folders that are then empty."""
         for path in self._written:
             with suppress(OSError):
-                _beside(path).unlink(missing_ok=True)
+                _temporary(path).unlink(missing_ok=True)
                 if path.name != LATEST:
                     path.parent.rmdir()
 
@@ -150,8 +150,8 @@ class Beside:
         if self._problem is not None:
             return
         self._written.append(path)
-        _beside(path).unlink(missing_ok=True)  # left by a killed save; a symbolic link is not followed
-        with _beside(path).open("xb") as file:
+        _temporary(path).unlink(missing_ok=True)  # left by a killed save; a symbolic link is not followed
+        with _temporary(path).open("xb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
@@ -163,14 +163,14 @@ class Beside:
 
 def _remove_parts(folder: Path) -> None:
     """Remove files that killed saves left in a folder of checkpoints, and tags that are then empty."""
-    for part in (*folder.glob(f"*/*.pt{PART}"), _beside(folder / LATEST)):
+    for part in (*folder.glob(f"*/*.pt{PART}"), _temporary(folder / LATEST)):
         with suppress(OSError):
             if time.time() - part.lstat().st_mtime > OLD_S:
                 part.unlink()
                 part.parent.rmdir()
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}{PART}")
 
 

@@ -145,8 +145,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def at_boundary(optimizer: Any) -> bool:
     """Return whether the current micro-batch is the last of its step."""
-    told = optimizer.is_gradient_accumulation_boundary
-    return bool(told() if has("is_gradient_accumulation_boundary()") else told)
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if has("is_gradient_accumulation_boundary()") else boundary)
 
 
 def forget_backward(optimizer: Any) -> None:

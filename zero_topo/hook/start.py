@@ -74,7 +74,7 @@ def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
             line = wrong_group(name, max(dist.get_world_size(own), 0), size)
             agree({"refused": line}, engine.device)
             raise ValueError(line)
-    agree(_told(engine), engine.device)
+    agree(_settings(engine), engine.device)
     # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
     agree(_model(model), engine.device, groups=groups_over(group, engine.device))
 
@@ -114,7 +114,7 @@ def _model(model: torch.nn.Module) -> dict[str, Any]:
     return {"model": shapes, "model_order": {str(place): name for place, name in enumerate(shapes)}}
 
 
-def _told(engine: Any) -> dict[str, Any]:
+def _settings(engine: Any) -> dict[str, Any]:
     """Return what must be equal on all ranks besides plan and model: DeepSpeed's settings, versions.
 
     ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
@@ -242,10 +242,10 @@ def _largest(request: Request, device: torch.device) -> Request:
     own = sum(request.numels or ()) + sum(request.frozen)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([own], dtype=torch.int64, device=device))
-    held = [request]
+    stored = [request]
     if int(sizes.min()) < int(sizes.max()):
-        dist.broadcast_object_list(held, src=int(sizes.argmax()))
-    return held[0]
+        dist.broadcast_object_list(stored, src=int(sizes.argmax()))
+    return stored[0]
 
 
 def _expert_groups(engine: Any) -> list[Any]:

@@ -79,7 +79,7 @@ def stats(engine: Any) -> Stats:
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds),
         sync_report=topo.gradients.mode.report(),
-        phase_spans=topo.meter.last_spans,
+        phase_intervals=topo.meter.last_intervals,
         peak_memory=peak,
         on_device=on_device,
         predicted_memory=optimizer.predicted_memory if trains else {},
@@ -158,8 +158,8 @@ def _write(
     settings: Mapping[str, Any],
 ) -> None:
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    if found is not None and found.phase_spans:
-        log_timeline(folder, engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
+    if found is not None and found.phase_intervals:
+        log_timeline(folder, engine.global_steps, list(found.phase_intervals)[-1][2], found.phase_intervals)
     build_report(
         folder,
         found,

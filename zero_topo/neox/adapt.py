@@ -78,14 +78,14 @@ def use_the_only_device(neox_args: Any) -> str | None:
     """
     import torch
 
-    seat = int(neox_args.local_rank or 0)
-    if seat == 0 or torch.cuda.device_count() != 1:
+    placement = int(neox_args.local_rank or 0)
+    if placement == 0 or torch.cuda.device_count() != 1:
         return None
     os.environ["LOCAL_RANK"] = "0"
     neox_args.local_rank = 0
     helpers: Any = import_module("megatron.data.data_utils")
     helpers.compile_helper = lambda: None
-    return f"one device is visible to each task, so NeoX and DeepSpeed get local_rank 0 in place of {seat}"
+    return f"one device is visible to each task, so NeoX and DeepSpeed get local_rank 0 in place of {placement}"
 
 
 def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:

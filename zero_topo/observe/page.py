@@ -66,8 +66,8 @@ def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str,
         return
     yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
-    held = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
-    yield _section("Memory", plots.memory_bars(held), table=memory_table(measured))
+    stored = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
+    yield _section("Memory", plots.memory_bars(stored), table=memory_table(measured))
     config, topology = measured["config"], Topology.from_json(measured["topology"])
     plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}

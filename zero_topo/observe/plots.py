@@ -119,16 +119,16 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
     Args:
         line: of ``metrics.jsonl``, with ``step``, ``seconds`` and ``timeline``.
     """
-    spans, end = line["timeline"], line["seconds"]
-    rows = [phase for phase in PHASES if any(span[0] == phase for span in spans)]
+    intervals, end = line["timeline"], line["seconds"]
+    rows = [phase for phase in PHASES if any(interval[0] == phase for interval in intervals)]
     figure, axes = _figure(9, 1.4 + 0.3 * len(rows))
     # many narrow bars: as an image also inside of an SVG, or it would be as large as the step is long
     own: Mapping[str, Any] = {"linewidth": 0.3, "rasterized": True}
-    edges = [0.0, *(edge for _, begin, stop in spans for edge in (begin, stop)), max([end, *(s[2] for s in spans)])]
+    edges = [0.0, *(edge for _, begin, stop in intervals for edge in (begin, stop)), max([end, *(s[2] for s in intervals)])]
     idle = [(a, b - a) for place, (a, b) in enumerate(pairwise(edges)) if place % 2 == 0 and b > a]
     axes.broken_barh(idle, (-0.4, 0.8), color=OTHER, **own)
     for place, phase in enumerate(rows, 1):
-        bars = [(begin, stop - begin) for name, begin, stop in spans if name == phase]
+        bars = [(begin, stop - begin) for name, begin, stop in intervals if name == phase]
         axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[phase], **own)
     axes.set_yticks(range(len(rows) + 1), ["all else: computing, data", *(NAMES[phase] for phase in rows)], fontsize=8)
     axes.invert_yaxis()
@@ -145,14 +145,14 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]]) -> Figure:
     """
     from matplotlib.patches import Patch
 
-    unit, name = decimal_unit(max(sum(held.values()) for held in rows.values()))
+    unit, name = decimal_unit(max(sum(stored.values()) for stored in rows.values()))
     figure, axes = _figure(7.5, 4.2)
-    found = {role for held in rows.values() for role in held}
+    found = {role for stored in rows.values() for role in stored}
     roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
     colours = {role: ROLE_COLOURS.get(role, OTHER) for role in roles}
-    for index, held in enumerate(rows.values()):
-        total = f"{sum(held.values()) / unit:.1f}"
-        _stacked(axes, index, 0.62, [(held.get(role, 0) / unit, colours[role]) for role in roles], total)
+    for index, stored in enumerate(rows.values()):
+        total = f"{sum(stored.values()) / unit:.1f}"
+        _stacked(axes, index, 0.62, [(stored.get(role, 0) / unit, colours[role]) for role in roles], total)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set(ylabel=f"{name} on each rank")
     axes.set_title("Memory per rank", size=10)
@@ -181,13 +181,13 @@ def ranked_plans(rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], ti
     left.barh(places, seconds, 0.62, color=_LINES[0], xerr=[below, above], ecolor=OTHER, capsize=2)
     left.set(xlabel="seconds of a step", yticks=places, yticklabels=[name for name, *_ in rows])
     left.invert_yaxis()
-    unit, name = decimal_unit(max(sum(held.values()) for *_, held in rows))
-    found = {role for *_, held in rows for role, n in held.items() if n}
+    unit, name = decimal_unit(max(sum(stored.values()) for *_, stored in rows))
+    found = {role for *_, stored in rows for role, n in stored.items() if n}
     roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
-    for place, (*_, held) in zip(places, rows, strict=True):
+    for place, (*_, stored) in zip(places, rows, strict=True):
         start = 0.0
         for role in roles:
-            part = held.get(role, 0) / unit
+            part = stored.get(role, 0) / unit
             right.barh(place, part, 0.62, start, color=ROLE_COLOURS.get(role, OTHER))
             start += part
     right.set(xlabel=f"{name} on each rank")

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from zero_topo.collectives.meter import Span
+from zero_topo.collectives.meter import Interval
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.cost.memory import on_device
@@ -51,7 +51,7 @@ class Stats:
         calls: phase -> collectives since the start.
         phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or waited for it.
         sync_report: the mode of sync's report of the last step: densities, norms, counts.
-        phase_spans: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds since the previous step.
+        phase_intervals: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds since the previous step.
         peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the process.
         on_device: whether ``peak_memory`` is that of a device.
         predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
@@ -74,7 +74,7 @@ class Stats:
     calls: dict[str, int]
     phase_seconds: dict[str, float]
     sync_report: dict[str, float]
-    phase_spans: Collection[Span]
+    phase_intervals: Collection[Interval]
     peak_memory: int
     on_device: bool
     predicted_memory: dict[str, int]

@@ -90,9 +90,9 @@ def log_evaluation(folder: Path | None, step: int, loss: float) -> float:
     return loss
 
 
-def log_timeline(folder: Path | None, step: int, seconds: float, spans: Collection[tuple[str, float, float]]) -> None:
+def log_timeline(folder: Path | None, step: int, seconds: float, intervals: Collection[tuple[str, float, float]]) -> None:
     """Log (phase, begin, end) of a step that took so long; in seconds."""
-    rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in spans]
+    rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in intervals]
     _append(folder, {"step": step, "seconds": round(seconds, 6), "timeline": rounded})
 
 

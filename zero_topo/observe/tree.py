@@ -32,7 +32,7 @@ def tree_svg(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> 
         topology: the machine.
         wire: wire formats of "weights" and "gradients", such as "int8/256", and the mode of "sync"; None is 16 bits.
     """
-    width = max(_span(topology, 0, topology.world_size)[1] + 3 * GAP, LEFT + 460)
+    width = max(_extent(topology, 0, topology.world_size)[1] + 3 * GAP, LEFT + 460)
     height = TOP + ROW * len(ROLES) + 142
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
     parts = [_box(0, 0, width, height, "#ffffff")]
@@ -56,7 +56,7 @@ def _x(topology: Topology, position: int) -> float:
     return LEFT + 2 * GAP + position * (_bar_width(topology) + GAP) + edges * 1.5 * GAP
 
 
-def _span(topology: Topology, first: int, degree: int) -> tuple[float, float]:
+def _extent(topology: Topology, first: int, degree: int) -> tuple[float, float]:
     """Left and right edge of the bars of ``degree`` tree positions from ``first`` on, as far as they are drawn."""
     return _x(topology, first), _x(topology, min(first + degree, _shown(topology)) - 1) + _bar_width(topology)
 
@@ -77,7 +77,7 @@ def _domains(plan: Plan, topology: Topology) -> Iterator[str]:
     for level, inset, domain in ((3, 2 * GAP, "world"), (2, GAP, "node"), (1, GAP / 2, "gpu")):
         degree = topology.degree(domain)
         for first in range(0, shown, degree):
-            left, right = _span(topology, first, degree)
+            left, right = _extent(topology, first, degree)
             top = TOP - 20 - level * TITLE
             size = right - left + 2 * inset, bottom - top + inset / 2
             yield _box(left - inset, top, *size, DOMAIN_FILL[domain], "#b8c0cc", 6)
@@ -102,9 +102,9 @@ def _bars(plan: Plan, topology: Topology) -> Iterator[str]:
                 left = x + plan.position(rank) % degree * width / degree
                 yield _box(left, y, max(1, width / degree), BAR, ROLE_COLOURS[role])
                 continue
-            held = {plan.position(shard) for shard in plan.rows(rank, degree or 1)}
+            stored = {plan.position(shard) for shard in plan.rows(rank, degree or 1)}
             for piece in range(plan.world_size):
-                yield _box(x + piece * CELL, y, CELL - 1, BAR, ROLE_COLOURS[role] if piece in held else EMPTY)
+                yield _box(x + piece * CELL, y, CELL - 1, BAR, ROLE_COLOURS[role] if piece in stored else EMPTY)
 
 
 def _collectives(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _collectives(plan: Plan, topology: Topology, wire: Mapping[str, str | None])
     ]
     for degree, name, what, role in rows:
         for first in range(0, _shown(topology), degree):
-            left, right = _span(topology, first, degree)
+            left, right = _extent(topology, first, degree)
             corner = f"M {left:g} {y - 6:g} V {y:g} H {right:g} V {y - 6:g}"
             yield f'<path d="{corner}" fill="none" stroke="{ROLE_COLOURS[role]}" stroke-width="2"/>'
         yield _text(6, y + 4, name, 12, f'fill="{ROLE_COLOURS[role]}" font-weight="bold"')

@@ -67,7 +67,7 @@ class Watch:
 
     Args:
         store: the store of torch's rendezvous, shared by all ranks.
-        seat: this rank, the number of ranks, and its host.
+        placement: this rank, the number of ranks, and its host.
         position: returns the position of the main thread; called from the watch's thread.
         say: logs a verdict.
         still_s: seconds that a rank may make no progress, equal on all ranks.
@@ -77,13 +77,13 @@ class Watch:
     def __init__(
         self,
         store: dist.Store,
-        seat: tuple[int, int, str],
+        placement: tuple[int, int, str],
         position: Callable[[], Position],
         say: Callable[[str], None],
         still_s: float,
         most_poll_s: float = 1.0,
     ) -> None:
-        self._rank, self._ranks, host = seat
+        self._rank, self._ranks, host = placement
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
         self._given: dist.Store | None = store  # on rank 0 this object serves all clients, so it must stay alive
         # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6 has no clone.
@@ -219,12 +219,12 @@ class Watch:
         answers.set(f"{self._rank}", words)
         self._closed.wait(self._answer_s)
         if answers.add("tellers", 1) == 1:
-            answers.set("told", self._verdict(answers))
+            answers.set("verdict", self._verdict(answers))
         end = time.monotonic() + self._answer_s
-        while not (told := answers.check(["told"])) and time.monotonic() < end:
+        while not (verdict := answers.check(["verdict"])) and time.monotonic() < end:
             if self._closed.wait(self._answer_s / 20):
                 return ""
-        found = answers.get("told").decode() if told else self._verdict(answers)  # its writer may have died
+        found = answers.get("verdict").decode() if verdict else self._verdict(answers)  # its writer may have died
         self._say(found)
         return found
 
@@ -283,8 +283,8 @@ def watched(store: dist.Store, meter: Meter) -> Watch | None:
         raise ValueError(f"{SECONDS_VARIABLE} = {said!r}: give seconds, such as 60, or 0 for no watch")
     if not still_s or dist.get_world_size() == 1:
         return None
-    seat = dist.get_rank(), dist.get_world_size(), socket.gethostname()
-    return Watch(store, seat, partial(main_thread_position, meter), partial(logger.warning, "zero_topo: %s"), still_s)
+    placement = dist.get_rank(), dist.get_world_size(), socket.gethostname()
+    return Watch(store, placement, partial(main_thread_position, meter), partial(logger.warning, "zero_topo: %s"), still_s)
 
 
 def main_thread_position(meter: Meter) -> Position:

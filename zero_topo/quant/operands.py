@@ -263,20 +263,20 @@ def from_sources(messages: Tensor, without: int = -1) -> Messages:
 class Codes:
     """Stores the INT8 weights (codes) and scales of some parameters, as an all-gather sends them.
 
-    A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``held`` as one INT8 message of the wire format
+    A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``stored`` as one INT8 message of the wire format
     (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their scales. Blocks never cross rows.
 
     Attributes:
-        held: uint8, 1-D.
-        slots: int64 ``[parameters, 6]``, on the device: byte offsets of a parameter's codes and scales, blocks per row,
+        stored: uint8, 1-D.
+        param_indices: int64 ``[parameters, 6]``, on the device: byte offsets of a parameter's codes and scales, blocks per row,
             its first block column, its first column in the table of masters, its number of columns.
-        slot_of: int32 ``[block columns]``, on the device: the parameter of each block column.
+        param_index_of: int32 ``[block columns]``, on the device: the parameter of each block column.
         block: values of a block.
     """
 
-    held: Tensor
-    slots: Tensor
-    slot_of: Tensor
+    stored: Tensor
+    param_indices: Tensor
+    param_index_of: Tensor
     block: int
 
     @classmethod
@@ -290,16 +290,16 @@ class Codes:
             device: device of the codes.
         """
         wire, at, before = BlockSpec("int8", block), 0, 0
-        slots, slot_of = [], []
+        param_indices, param_index_of = [], []
         for index, (first, width) in enumerate(columns):
             blocks = wire.blocks(width)
             numel = rows * blocks * block
-            slots.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
-            slot_of += [index] * blocks
+            param_indices.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
+            param_index_of += [index] * blocks
             at, before = at + wire.nbytes(numel), before + blocks
-        held = torch.zeros(at, dtype=torch.uint8, device=device)
-        table = torch.tensor(slots, dtype=torch.int64, device=device).view(-1, 6)
-        return cls(held, table, torch.tensor(slot_of, dtype=torch.int32, device=device), block)
+        stored = torch.zeros(at, dtype=torch.uint8, device=device)
+        table = torch.tensor(param_indices, dtype=torch.int64, device=device).view(-1, 6)
+        return cls(stored, table, torch.tensor(param_index_of, dtype=torch.int32, device=device), block)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class Masters:
 
     Attributes:
         table: ``[rows, columns]``, columns adjacent.
-        first: the column, counted as in :attr:`Codes.slots`, of the first column of ``table``.
+        first: the column, counted as in :attr:`Codes.param_indices`, of the first column of ``table``.
         member: the member that owns the rows.
     """
 

@@ -35,7 +35,7 @@ OPS: Any = torch.ops.zero_topo
 _SKIP, _OWN, _CODES = (
     "int without_source, int without_member",
     "Tensor masters, int[] own",
-    "Tensor slots, Tensor slot_of, int[] part",
+    "Tensor param_indices, Tensor param_index_of, int[] part",
 )
 SCHEMAS = (
     "quantize(Tensor[] flats, int[] shapes, int[] format, Tensor(a!) messages, int without_member) -> ()",
@@ -54,11 +54,11 @@ SCHEMAS = (
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
     "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "
     "float[] settings) -> ()",
-    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps, "
+    f"codes_assess({_OWN}, Tensor stored, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps, "
     "Tensor(d!) sizes) -> ()",
-    f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
+    f"codes_emit({_OWN}, Tensor(a!) stored, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
     "Tensor ends, Tensor(b!) message) -> ()",
-    f"codes_apply(Tensor messages, int without_member, Tensor(a!) held, {_CODES}) -> ()",
+    f"codes_apply(Tensor messages, int without_member, Tensor(a!) stored, {_CODES}) -> ()",
 )
 """``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of `Part`."""
 
@@ -93,8 +93,8 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
         *change, message = arguments[4:]
         backend.codes_emit(Masters(masters, *own), *_coded(*arguments[:4]), Change(*change), message)
 
-    def codes_apply(table: Tensor, member: int, *held: Any) -> None:
-        backend.codes_apply(Messages(table, -1, member), *_coded(*held))
+    def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
+        backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
 
     same = {name: getattr(backend, name) for name in map(_name, SCHEMAS) if name not in locals()}
     own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
@@ -105,8 +105,8 @@ def _name(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def _coded(held: Tensor, slots: Tensor, slot_of: Tensor, part: Sequence[int]) -> tuple[Codes, Part]:
-    return Codes(held, slots, slot_of, part[0]), Part(*part[1:])
+def _coded(stored: Tensor, param_indices: Tensor, param_index_of: Tensor, part: Sequence[int]) -> tuple[Codes, Part]:
+    return Codes(stored, param_indices, param_index_of, part[0]), Part(*part[1:])
 
 
 def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -> list[View]:

@@ -179,8 +179,8 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
         part: the blocks to publish.
     """
     _check_masters(masters, part)
-    _check_devices(masters.table, codes.held)
-    spec, device = ChangeSpec(codes.block), codes.held.device
+    _check_devices(masters.table, codes.stored)
+    spec, device = ChangeSpec(codes.block), codes.stored.device
     scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
     counts = torch.empty(part.blocks, spec.tiles, dtype=torch.uint8, device=device)
     steps = torch.empty(part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device)
@@ -208,8 +208,8 @@ def encode_changes(
     Returns:
         uint8 ``[nbytes]``.
     """
-    _check_devices(masters.table, codes.held, change.scales)
-    message = allocate(nbytes, dtype=torch.uint8, device=codes.held.device)
+    _check_devices(masters.table, codes.stored, change.scales)
+    message = allocate(nbytes, dtype=torch.uint8, device=codes.stored.device)
     chunks, at = -(-part.blocks // CHUNK), ChangeSpec(codes.block).counts_offset(part.blocks)
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
@@ -231,7 +231,7 @@ def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> N
     """
     if messages.shape[0] * messages.shape[1] != part.members:
         raise ValueError(f"messages {tuple(messages.shape)} are not one for each of {part.members} members")
-    _check_devices(messages, codes.held)
+    _check_devices(messages, codes.stored)
     OPS.codes_apply.default(messages[None], without, *_code_arguments(codes, part))
 
 
@@ -249,7 +249,7 @@ def _own_arguments(masters: Masters) -> tuple[Tensor, list[int]]:
 
 def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     numbers = [codes.block, part.begin, part.end, part.rows, part.members]
-    return codes.held, codes.slots, codes.slot_of, numbers
+    return codes.stored, codes.param_indices, codes.param_index_of, numbers
 
 
 # -- sparse modes ------------------------------------------------------------------------------------------------------
@@ -407,9 +407,9 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     _check_rows(rows)
-    sketch = torch.zeros(*x.shape[:-1], rows, reference.LANES, dtype=torch.float32, device=x.device)
+    sketch = torch.zeros(*x.shape[:-1], rows, reference.SKETCH_WIDTH, dtype=torch.float32, device=x.device)
     if x.numel():
-        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.LANES))
+        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.SKETCH_WIDTH))
     return sketch
 
 
@@ -429,8 +429,8 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         ValueError: for tensors of other shapes or dtypes.
     """
     _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
-    if sketch.dim() != 2 or sketch.shape[1] != reference.LANES:
-        raise ValueError(f"a sketch is [rows, {reference.LANES}], not {tuple(sketch.shape)}")
+    if sketch.dim() != 2 or sketch.shape[1] != reference.SKETCH_WIDTH:
+        raise ValueError(f"a sketch is [rows, {reference.SKETCH_WIDTH}], not {tuple(sketch.shape)}")
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
     _check_devices(sketch, bits)

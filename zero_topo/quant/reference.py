@@ -63,7 +63,7 @@ from zero_topo.quant.spec import (
 OPS: Any = torch.ops.zero_topo  # in what GPUs do by torch's operations: their kernels serve parts of it
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
-LANES = 1024
+SKETCH_WIDTH = 1024
 UPDATED = 1 << 22  # elements that the optimizer updates at once: bounds the scratch memory
 _MASK = (1 << 64) - 1
 
@@ -307,9 +307,9 @@ def _coded(x: Tensor, scales: Tensor) -> Tensor:
 
 def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
     """Return for each block column the six numbers of its parameter, and its index among the parameter's columns."""
-    slot = codes.slots[codes.slot_of[part.begin : part.end].long()]
-    here = torch.arange(part.begin, part.end, dtype=torch.int64, device=slot.device) - slot[:, 3]
-    return (*slot.unbind(1), here)
+    param_index = codes.param_indices[codes.param_index_of[part.begin : part.end].long()]
+    here = torch.arange(part.begin, part.end, dtype=torch.int64, device=param_index.device) - param_index[:, 3]
+    return (*param_index.unbind(1), here)
 
 
 def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
@@ -324,15 +324,15 @@ def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
 def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Return copies of the codes, as FP32 ``[blocks, block]``, and of the scales."""
     codes_at, scales_at = _offsets(codes, part, member)
-    stored = codes.held[codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)]
-    return stored.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
+    stored = codes.stored[codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)]
+    return stored.view(torch.int8).to(torch.float32), codes.stored.view(torch.float32)[scales_at // 4]
 
 
 def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
     codes_at, scales_at = _offsets(codes, part, member)
     index = codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)
-    codes.held[index] = new.to(torch.int8).view(torch.uint8)
-    codes.held.view(torch.float32)[scales_at // 4] = scales
+    codes.stored[index] = new.to(torch.int8).view(torch.uint8)
+    codes.stored.view(torch.float32)[scales_at // 4] = scales
 
 
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
@@ -419,18 +419,18 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     Returns:
         The number of elements that are sent, int64 ``[1]``.
     """
-    block, picks, low, dtype = form
+    block, selections, low, dtype = form
     sizes = x.gather(1, indices).abs_()
     void = sizes == 0
-    count = picks - void.sum(dim=1, keepdim=True)
+    count = selections - void.sum(dim=1, keepdim=True)
     scale = (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float().to(FLOATS[dtype])
     del sizes
     first = indices.masked_fill(void, block).amin(dim=1, keepdim=True) % block
     index = torch.where(void, first, indices).cummax(dim=1).values  # a void repeats the position before it
     del void
     device, rows = x.device, len(packets)
-    ones = (index >> low) + torch.arange(picks, dtype=torch.int64, device=device)
-    high = torch.zeros(len(x), picks + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
+    ones = (index >> low) + torch.arange(selections, dtype=torch.int64, device=device)
+    high = torch.zeros(len(x), selections + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
     del ones
     lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
     flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1)
@@ -442,21 +442,21 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
 
 def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor) -> None:
     """Write the positions and values of packets; the arguments are those of ``ops.ternary_decode``."""
-    block, picks, low, dtype = form
+    block, selections, low, dtype = form
     (rows, of_row), device = begins.shape, packets.device
-    parts = [of_row * bits for bits in (picks + (block >> low), picks * low, picks)]
+    parts = [of_row * bits for bits in (selections + (block >> low), selections * low, selections)]
     scales = packets[:, -(-sum(parts) // 8) :].clone(memory_format=torch.contiguous_format).view(FLOATS[dtype])
     bits = packets[:, : -(-sum(parts) // 8)].contiguous()
     flags = torch.empty(rows, 8 * bits.shape[1], dtype=torch.bool, device=device)
     OPS.mask_unpack.default(bits.view(-1), flags.view(-1))
     high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
     blocks = rows * of_row
-    ones = set_positions(high.reshape(blocks, -1), blocks * picks)[:, 1].view(blocks, picks)
+    ones = set_positions(high.reshape(blocks, -1), blocks * selections)[:, 1].view(blocks, selections)
     places = torch.arange(low, dtype=torch.int16, device=device)
-    lower = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2, dtype=torch.int16)
-    index = ((ones - torch.arange(picks, dtype=torch.int64, device=device)) << low) + lower
+    lower = (lows.reshape(blocks, selections, -1).short() << places).sum(dim=2, dtype=torch.int16)
+    index = ((ones - torch.arange(selections, dtype=torch.int64, device=device)) << low) + lower
     scale = scales.float().view(blocks, 1)
-    signed = torch.where(signs.reshape(blocks, picks), -scale, scale)
+    signed = torch.where(signs.reshape(blocks, selections), -scale, scale)
     signed[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
     indices.copy_((index + begins.reshape(blocks, 1)).view(-1))
     values.copy_(signed.view(-1))
@@ -468,7 +468,7 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     See Note [Count sketch].
     """
     sketch.zero_()
-    for block, part in enumerate(x.split(LANES, dim=1)):
+    for block, part in enumerate(x.split(SKETCH_WIDTH, dim=1)):
         for row, sign in _hashed_rows(seed, block, sketch.shape[1]):
             sketch[:, row, : part.shape[1]] += sign * part
 
@@ -479,12 +479,12 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     Returns:
         The number of elements that peeling did not resolve, int64 ``[1]``.
     """
-    blocks = -(-out.numel() // LANES)
-    present = torch.zeros(blocks * LANES, dtype=torch.bool, device="cpu")
+    blocks = -(-out.numel() // SKETCH_WIDTH)
+    present = torch.zeros(blocks * SKETCH_WIDTH, dtype=torch.bool, device="cpu")
     mask_unpack(bits.cpu(), present[: out.numel()])
     # All lanes in parallel: a lane does not depend on the others.
-    table, unresolved = sketch.cpu(), present.view(blocks, LANES)
-    values = torch.zeros(blocks, LANES, dtype=torch.float32, device="cpu")
+    table, unresolved = sketch.cpu(), present.view(blocks, SKETCH_WIDTH)
+    values = torch.zeros(blocks, SKETCH_WIDTH, dtype=torch.float32, device="cpu")
     places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
     counts = torch.zeros(table.shape, dtype=torch.int32, device="cpu")
     for block, three in enumerate(places):

@@ -243,24 +243,24 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     tile, _ = _mine(work)
     block = _blocks(tile, SPEC)
     bits = x.to(tl.int32, bitcast=True)
-    span = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
-    good = (span.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
+    largest = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    good = (largest.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     if SPEC.name == "nf4":
-        unit = tl.div_rn(span, tl.full(span.shape, 127, tl.float32)).to(tl.int32, bitcast=True)
+        unit = tl.div_rn(largest, tl.full(largest.shape, 127, tl.float32)).to(tl.int32, bitcast=True)
         step = tl.maximum((unit - (FIRST_SCALE - NEAREST)) >> 21, 0)
         good &= step < 255
         stored = tl.where(good, step, 255).to(tl.uint8)
-        inverse = tl.div_rn(tl.full(span.shape, 1, tl.float32), _nf4_scale(step))
+        inverse = tl.div_rn(tl.full(largest.shape, 1, tl.float32), _nf4_scale(step))
         y = x * inverse[:, None]
         q = tl.full(x.shape, -8, tl.int32)
         for k in tl.static_range(15):
             q += (y > BOUNDS[k]).to(tl.int32)
     else:
         tl.static_assert(SPEC.name == "int8" or SPEC.name == "int4")
-        levels = tl.full(span.shape, SPEC.levels, tl.float32)
-        tiny = span < TINY
-        stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(span, levels)), float("nan"))
-        inverse = tl.where(tiny, 0.0, tl.div_rn(levels, span))
+        levels = tl.full(largest.shape, SPEC.levels, tl.float32)
+        tiny = largest < TINY
+        stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(largest, levels)), float("nan"))
+        inverse = tl.where(tiny, 0.0, tl.div_rn(levels, largest))
         q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
     q = tl.where((good & (block * SPEC.block_size < numel))[:, None], q, 0)
     if SPEC.bits == 4:

@@ -30,8 +30,8 @@ class _Weights(NamedTuple):
     """Holds INT8 weights and the part that a launch processes. Integers are ``4 n + 2``, see `triton_blocks.Work`."""
 
     data: Tensor
-    slots: Tensor
-    slot_of: Tensor
+    param_indices: Tensor
+    param_index_of: Tensor
     begin: int
     width: int
     blocks: int
@@ -123,7 +123,7 @@ def _coded(number: int) -> int:
 
 def _weights(codes: Codes, part: Part) -> _Weights:
     numbers = part.begin, part.end - part.begin, part.blocks, part.members
-    return _Weights(codes.held, codes.slots, codes.slot_of, *map(_coded, numbers))
+    return _Weights(codes.stored, codes.param_indices, codes.param_index_of, *map(_coded, numbers))
 
 
 def _own(masters: Masters) -> _Own:
@@ -137,12 +137,12 @@ def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.con
     width = weights.width >> 2
     row = block // width
     column = block - row * width + (weights.begin >> 2)
-    slot = weights.slots + tl.load(weights.slot_of + column).to(tl.int64) * 6
-    here = column - tl.load(slot + 3)
-    index = (row * (weights.members >> 2) + member) * tl.load(slot + 2) + here
-    codes = tl.multiple_of(tl.load(slot) + index * SIZE, 16)
+    param_index = weights.param_indices + tl.load(weights.param_index_of + column).to(tl.int64) * 6
+    here = column - tl.load(param_index + 3)
+    index = (row * (weights.members >> 2) + member) * tl.load(param_index + 2) + here
+    codes = tl.multiple_of(tl.load(param_index) + index * SIZE, 16)
     inside = here * SIZE
-    return codes, tl.load(slot + 1) + index * 4, row, tl.load(slot + 4) + inside, tl.load(slot + 5) - inside
+    return codes, tl.load(param_index + 1) + index * 4, row, tl.load(param_index + 4) + inside, tl.load(param_index + 5) - inside
 
 
 @triton.jit
@@ -340,8 +340,8 @@ def _emit_new(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexp
         new = tl.reshape(new, (FEWER // SIZE, SIZE // VALUES, VALUES))
         sent = (changed == 1) & (rank < tl.where(count >= LARGELY, number, 0)[:, :, None])
         tl.store(out[:, :, None] + rank, new.to(tl.uint8, bitcast=True), mask=sent)
-        held = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
-        tl.store(held, new, mask=sent)
+        stored = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
+        tl.store(stored, new, mask=sent)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = tl.constexpr(2048)
-LANES = tl.constexpr(1024)
+SKETCH_WIDTH = tl.constexpr(1024)
 AGES = tl.constexpr(257)
 # Lanes of a peeling program, which is one warp of 32 or 64 threads. The interpreter is not slower with more lanes.
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
@@ -89,10 +89,10 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     A program peels ``PART`` lanes, block after block like the reference; lanes are independent.
     """
     places = _places(out, seed, sketch.shape[0])
-    unresolved = torch.zeros(places.blocks * LANES.value, dtype=torch.uint8, device=out.device)
+    unresolved = torch.zeros(places.blocks * SKETCH_WIDTH.value, dtype=torch.uint8, device=out.device)
     mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
     counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
-    left = torch.empty(LANES.value // PART.value, dtype=torch.int64, device=out.device)
+    left = torch.empty(SKETCH_WIDTH.value // PART.value, dtype=torch.int64, device=out.device)
     launch(_sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1)
     return left.sum().view(1)
 
@@ -104,7 +104,7 @@ def aged_adamw(
     # Rounded as the kernel's arguments are.
     scalars = torch.tensor(settings, dtype=torch.float32, device="cpu").tolist()
     aged = _Aged(p, g, mean, square, age, table)
-    launch(_aged_adamw, triton.cdiv(p.numel(), LANES.value), aged, p.numel(), *scalars)
+    launch(_aged_adamw, triton.cdiv(p.numel(), SKETCH_WIDTH.value), aged, p.numel(), *scalars)
 
 
 def _counts(x: Tensor, threshold: float) -> Tensor:
@@ -115,11 +115,11 @@ def _counts(x: Tensor, threshold: float) -> Tensor:
 
 
 def _places(x: Tensor, seed: int, rows: int) -> _Places:
-    blocks = triton.cdiv(x.numel(), LANES.value)
+    blocks = triton.cdiv(x.numel(), SKETCH_WIDTH.value)
     at = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
     signs = torch.empty(3, blocks, dtype=torch.float32, device=x.device)
     signed = (seed + 2**63) % 2**64 - 2**63
-    launch(_hash, triton.cdiv(3 * blocks, LANES.value), at, signs, blocks, rows, signed)
+    launch(_hash, triton.cdiv(3 * blocks, SKETCH_WIDTH.value), at, signs, blocks, rows, signed)
     return _Places(at, signs, blocks)
 
 
@@ -197,7 +197,7 @@ def _compact_above(
 @triton.jit
 def _aged_adamw(aged: _Aged, n: int, decay: float, correction: float, eps: float, rate: float) -> None:
     """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    at = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
     exists = at < n
     sums = tl.load(aged.g + at, mask=exists, other=0)
     waited = tl.load(aged.age + at, mask=exists, other=0).to(tl.int32)
@@ -230,7 +230,7 @@ def _mix(z: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["seed"])
 def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) -> None:
     """Compute the row and sign of each block in each third of the sketch."""
-    index = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
     third, block = index // blocks, index % blocks
     steps = (3 * block + third + 1).to(tl.uint64)
     mixed = _mix(tl.cast(seed, tl.int64).to(tl.uint64) + steps * 0x9E3779B97F4A7C15)
@@ -246,13 +246,13 @@ def _sketch_insert(
 ) -> None:
     """Compute one row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    total = tl.zeros((LANES,), tl.float32)
+    column = tl.arange(0, SKETCH_WIDTH)
+    total = tl.zeros((SKETCH_WIDTH,), tl.float32)
     for position in tl.range(tl.load(starts + row), tl.load(starts + row + 1)):
         place = tl.load(order + position)
-        element = place % places.blocks * LANES + lane
+        element = place % places.blocks * SKETCH_WIDTH + column
         total += tl.load(places.signs + place) * tl.load(x + element, mask=element < n, other=0.0)
-    tl.store(sketch + row * LANES + lane, total)
+    tl.store(sketch + row * SKETCH_WIDTH + column, total)
 
 
 @triton.jit
@@ -263,9 +263,9 @@ def _sketch_peel(
 
     A barrier follows each block: the next block may share its rows, and a lane may move to another thread.
     """
-    lane = _lanes()
+    column = _columns()
     for block in tl.range(places.blocks):
-        here = tl.load(unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
+        here = tl.load(unresolved + tl.cast(block, tl.int64) * SKETCH_WIDTH + column).to(tl.int32)
         for third in tl.static_range(3):
             cell, _ = _cell(places, third, block)
             tl.store(counts + cell, tl.load(counts + cell) + here)
@@ -278,7 +278,7 @@ def _sketch_peel(
             tl.debug_barrier()
     guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
-        element = tl.cast(block, tl.int64) * LANES + lane
+        element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
         here = tl.load(unresolved + element).to(tl.int32)
         a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
         tl.store(values + element, _middle(a, b, c), mask=here != 0)
@@ -294,10 +294,10 @@ def _visit(
 
     The value comes from the first such row, which is not read again: subtracting the value from it too is harmless.
     """
-    lane = _lanes()
-    element = tl.cast(block, tl.int64) * LANES + lane
+    column = _columns()
+    element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
     here = tl.load(unresolved + element) != 0
-    known = lane < 0
+    known = column < 0
     if tl.max(here.to(tl.int32), axis=0) > 0:
         value = tl.zeros((PART,), tl.float32)
         for third in tl.static_range(3):
@@ -315,7 +315,7 @@ def _visit(
 
 
 @triton.jit
-def _lanes() -> tl.tensor:
+def _columns() -> tl.tensor:
     """Return the program's lanes, ``[PART]``."""
     return tl.program_id(0) * PART + tl.arange(0, PART)
 
@@ -324,7 +324,7 @@ def _lanes() -> tl.tensor:
 def _cell(places: _Places, third: int, block: int) -> tl.tuple:
     """Return the offsets ``[PART]`` of a block in a third of the sketch, and its sign."""
     place = tl.cast(block, tl.int64) + third * places.blocks
-    return tl.load(places.rows + place).to(tl.int64) * LANES + _lanes(), tl.load(places.signs + place)
+    return tl.load(places.rows + place).to(tl.int64) * SKETCH_WIDTH + _columns(), tl.load(places.signs + place)
 
 
 @triton.jit

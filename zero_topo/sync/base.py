@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.config.modes import AGED_REFUSED
-from zero_topo.mesh import Mesh, Route
+from zero_topo.mesh import Mesh, Hierarchy
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import Range, merged
 from zero_topo.sync.optimizers import AgedAdamW
@@ -27,7 +27,7 @@ class Parameter:
         name: its name in the model.
         numel: its number of elements.
         dims: its number of dimensions.
-        span: its columns in a gradient shard, set once the layout exists.
+        shard_range: its columns in a gradient shard, set once the layout exists.
         persistent: whether it is a persistent parameter of DeepSpeed.
         place: its position in the order in which the model needs the parameters.
         whole: whether the optimizer's update is a function of the whole matrix (Muon).
@@ -38,7 +38,7 @@ class Parameter:
     name: str
     numel: int
     dims: int
-    span: Range = (0, 0)
+    shard_range: Range = (0, 0)
     persistent: bool = False
     place: int = 0
     whole: bool = False
@@ -112,10 +112,10 @@ class SyncContext:
         """Index of the rank's own world shard among the rows of the gradient shard."""
         return self.plan.row(self.mesh.rank, self.plan.gradients)
 
-    def across(self, degree: int) -> Route:
+    def across(self, degree: int) -> Hierarchy:
         """Return the process groups of a collective from shards of ``degree`` to world shards."""
-        *inner, last = self.mesh.route(degree, self.plan.world_size).hops
-        return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last)).metered("sync")
+        *inner, last = self.mesh.hierarchy(degree, self.plan.world_size).groups
+        return Hierarchy((*inner, self.mesh.over_mpi(last) if self.mpi else last)).metered("sync")
 
 
 class SyncMode:
@@ -223,7 +223,7 @@ class SyncMode:
         """
         raise ValueError(
             "the checkpoint has residuals of sync, but this sync mode keeps none; set the same mode, or "
-            "delete zero_topo_owed.pt from the checkpoint to drop them"
+            "delete zero_topo_residuals.pt from the checkpoint to drop them"
         )
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather_views, members, reduce_scatter, rows_of
-from zero_topo.mesh import Route
+from zero_topo.mesh import Hierarchy
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
@@ -32,10 +32,10 @@ class Crossing(SyncMode, ABC):
 
     def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
-        hops = context.across(context.plan.gradients).hops
+        groups = context.across(context.plan.gradients).groups
         # The group inside the node, if gradient domains are smaller than a node: the table then has sums over it.
-        self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self.peers = hops[-1]
+        self._inner = Hierarchy(groups[:-1]) if len(groups) > 1 else None
+        self.peers = groups[-1]
         self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
 
     def members(self) -> list[int]:
@@ -131,15 +131,15 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(
-    context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format
+    context: SyncContext, shard: Tensor, ranges: Sequence[Range], hierarchy: Hierarchy, wire: Format
 ) -> Handle[None] | None:
     """Begin to gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
 
     There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay
     equal if the format rounds.
     """
-    if route.size == 1:
+    if hierarchy.size == 1:
         return None
-    step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
-    rows = members(shard[context.own_row % step :: step], route.size)
-    return all_gather_views(route, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype))
+    step = hierarchy.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
+    rows = members(shard[context.own_row % step :: step], hierarchy.size)
+    return all_gather_views(hierarchy, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype))

@@ -43,9 +43,9 @@ from torch.nn.functional import pad
 from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import (
+from zero_topo.sync.selection import (
     TINY,
-    Picked,
+    Selected,
     Records,
     above,
     added,
@@ -97,7 +97,7 @@ class OkTopk(Sparse):
         return share(self.density, self.numel)
 
     @property
-    def picks(self) -> int:
+    def selections(self) -> int:
         """Number of elements that this rank selects."""
         return share(self.density, self._open)
 
@@ -106,11 +106,11 @@ class OkTopk(Sparse):
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
         state: OkTopkState = self._state
         own = self._own(total)
-        picked, threshold, recomputed = self._picked(total, state, exact)
+        selected, threshold, recomputed = self._selected(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
-            bounds = self._balanced(picked)
-        begin, sums, world = self._summed(picked, bounds, state.world, own)
+            bounds = self._balanced(selected)
+        begin, sums, world = self._summed(selected, bounds, state.world, own)
         past, sharded = begin + len(sums), self.config.sharded
         chosen, counts, after = self._exact(sums) if exact else self._reused(sums, world)
         if sharded:
@@ -120,17 +120,17 @@ class OkTopk(Sparse):
             chosen.indices.add_(begin)
             chosen = self._records.gather(self.peers, *self._spread(chosen, counts))
             reduced = sums.new_zeros(self.numel).index_copy_(0, chosen.indices, chosen.values)
-            picked = Picked(picked.indices, torch.where(reduced[picked.indices] != 0, picked.values, 0.0))
+            selected = Selected(selected.indices, torch.where(reduced[selected.indices] != 0, selected.values, 0.0))
             received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
             left = None if self.dtype == sums.dtype else torch.where(received != 0, sums - received, 0.0)
 
         def settle(again: Tensor) -> None:
-            picked.subtract_from(again)
+            selected.subtract_from(again)
             if left is not None:
                 again[begin:past] = left if sharded else again[begin:past] + left
 
         report = Report(
-            density=len(picked) / self._open,
+            density=len(selected) / self._open,
             union=chosen.values.count_nonzero().double() / self.numel,
             recomputed=float(recomputed) + float(exact),
         )
@@ -146,58 +146,58 @@ class OkTopk(Sparse):
         row.zero_()
         return own
 
-    def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
+    def _selected(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Selected, float, bool]:
         """Select elements, rounded to the wire dtype, so that the residual loses exactly what the owners add up.
 
         Also return the next local threshold, and whether it was computed anew. One host synchronization, or two.
         """
         if not exact:
-            at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
+            at, low, k = state.local, max(state.local / NEAR, TINY), self.selections
             room = 5 * k // 4
             indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
             reached, near = self.to_host(reaching, ops.count_above(total, low))
             few = 5 * reached < 4 * k
             count = near if few else reached
             if k <= near and count <= MOST_TAKEN * k:
-                picked = Picked(indices[:count], values[:count])
+                selected = Selected(indices[:count], values[:count])
                 if few or count > room:
-                    picked = above(total, low if few else at, count)
-                    picked = picked.where(largest(picked.values, k).indices)
-                return picked.rounded(self.dtype), max(at * _moved(reached / k), TINY), False
-        bound = kth_largest(total, self.picks)
+                    selected = above(total, low if few else at, count)
+                    selected = selected.where(largest(selected.values, k).indices)
+                return selected.rounded(self.dtype), max(at * _moved(reached / k), TINY), False
+        bound = kth_largest(total, self.selections)
         threshold, reaching = self.to_host(bound, count_reaching(total, bound))
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
-    def _balanced(self, picked: Picked) -> Tensor:
+    def _balanced(self, selected: Selected) -> Tensor:
         """Return the bounds of regions with equal shares of each rank's selected elements, averaged over the ranks."""
         size, device = self.peers.size, self.context.device
         shares = torch.arange(size + 1, dtype=torch.int64, device=device)
         bounds = shares * self.numel // size
-        own = picked.indices[shares[1:-1] * len(picked) // size] if len(picked) else bounds[1:-1]
+        own = selected.indices[shares[1:-1] * len(selected) // size] if len(selected) else bounds[1:-1]
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
-    def _summed(self, picked: Picked, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
+    def _summed(self, selected: Selected, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
         """Sum the selected elements of this rank's region; one host synchronization.
 
         Return the region's begin, the sums in FP32 (added to ``own`` in place, if given), and the global threshold.
         """
         size, mine = self.peers.size, self.peers.index
-        sizes = picked.counts(bounds)
+        sizes = selected.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
-        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values, own)), *others)
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, selected.values, own)), *others)
         *_, begin, end, bits = numbers
         if self.config.sharded:
-            picked = Picked(picked.indices % self._columns, picked.values)
-        received = self._records.scatter(self.peers, picked, numbers[:size], numbers[size : 2 * size])
-        del picked
+            selected = Selected(selected.indices % self._columns, selected.values)
+        received = self._records.scatter(self.peers, selected, numbers[:size], numbers[size : 2 * size])
+        del selected
         if not self.config.sharded:
             received.indices.sub_(begin)
         zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
         return begin, added(received, zeros), _from_bits(bits)
 
-    def _exact(self, sums: Tensor) -> tuple[Picked, list[int], Tensor]:
+    def _exact(self, sums: Tensor) -> tuple[Selected, list[int], Tensor]:
         """Choose the k largest sums; also return all ranks' counts and the threshold. One host synchronization."""
         most = min(self.k, MOST_SHARES * -(-self.k // self.peers.size))
         magnitudes = largest(sums, most).values.abs()
@@ -207,7 +207,7 @@ class OkTopk(Sparse):
         *counts, bits = self.to_host(reaching, threshold.view(torch.int64))
         return above(sums, _from_bits(bits), counts[self.peers.index]), counts, threshold
 
-    def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
+    def _reused(self, sums: Tensor, threshold: float) -> tuple[Selected, list[int], Tensor]:
         """Choose the sums that reach the old threshold, adjusted in number as in Note [Thresholds].
 
         Also return all ranks' counts and the next threshold. One host synchronization.
@@ -225,13 +225,13 @@ class OkTopk(Sparse):
         else:
             counts = (reaching if total <= most else most * reaching // total).tolist()
         own = reach[2 * mine + few]
-        picked = above(sums, low if few else threshold, own)
+        selected = above(sums, low if few else threshold, own)
         if counts[mine] < own:
-            picked = picked.where(largest(picked.values, counts[mine]).indices)
+            selected = selected.where(largest(selected.values, counts[mine]).indices)
         after = max(threshold * _moved(total / self.k), TINY)
-        return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
+        return selected, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
-    def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+    def _spread(self, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
         """Redistribute chosen sums equally if one rank has many more than the others; also return all ranks' counts."""
         size, total = self.peers.size, sum(counts)
         if max(counts) * size <= CROWDED * total:
@@ -287,12 +287,12 @@ class OkTopkByRow(Sparse):
             rows[own].zero_()
         indices = largest_of_rows(rows, k)
         places = (indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]).view(-1)
-        picked = Picked(places, total[places]).rounded(self.dtype)
-        packets = records.encode(Picked(indices.view(-1), picked.values), self.peers)
+        selected = Selected(places, total[places]).rounded(self.dtype)
+        packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
         arriving = self.peers.scatter_later(packets.view(size, k, -1))
         report = Report(density=k / width)
         left: list[Tensor] = []  # of the own row, where sums stay with their owners
-        errors: list[Picked] = []  # by which the chosen sums of the own row were rounded
+        errors: list[Selected] = []  # by which the chosen sums of the own row were rounded
 
         def finish() -> Tensor:
             added(records.decode(arriving.wait().flatten(0, 1)), lambda: sums)
@@ -305,13 +305,13 @@ class OkTopkByRow(Sparse):
             received = records.decode(self.peers.gather(records.encode(best, self.peers)).flatten(0, 1))
             reduced = sums.new_zeros(size, width)
             reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
-            picked.values.mul_(reduced.view(-1)[picked.indices] != 0)
+            selected.values.mul_(reduced.view(-1)[selected.indices] != 0)
             if self.dtype != sums.dtype:
-                errors.append(Picked(best.indices + own * width, best.rounded(self.dtype).values - best.values))
+                errors.append(Selected(best.indices + own * width, best.rounded(self.dtype).values - best.values))
             return reduced.view(-1)
 
         def settle(again: Tensor) -> None:
-            for sent in (picked, *errors):
+            for sent in (selected, *errors):
                 sent.subtract_from(again)
             if sharded:
                 again.view(size, width)[own] = left[0]

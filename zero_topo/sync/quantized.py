@@ -195,7 +195,7 @@ class Quantized(Crossing):
         if not self._feedback:
             return None
         owners = [rank for rank in self.members() if self.residual_in_shard or rank != self.context.mesh.rank]
-        return ResidualOwners(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
+        return ResidualOwners(owners, {p.name: (p.numel, *p.shard_range) for p in self.context.parameters})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual; call it only between steps."""

@@ -113,7 +113,7 @@ class Radius(Masked):
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
         for index, (parameter, (low, high)) in enumerate(zip(self._included, self._places, strict=True)):
-            first, past = parameter.span
+            first, past = parameter.shard_range
             if begin <= first < begin + score.numel():
                 count = max(1, int(self.density * (past - first)))
                 largest = torch.topk(score[first - begin : past - begin], count, sorted=False).indices

@@ -41,7 +41,7 @@ from zero_topo.quant import ops
 from zero_topo.quant.operands import Range, merged, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.optimizers import AdamS
-from zero_topo.sync.picks import largest, largest_of_each
+from zero_topo.sync.selection import largest, largest_of_each
 from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, masked_of_rows, unpacked
 
 
@@ -70,9 +70,9 @@ class Scape(Masked):
     config: ScapeSync
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
-        hops = context.across(context.plan.gradients).hops
+        groups = context.across(context.plan.gradients).groups
         # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
-        self._inside = hops[0] if len(hops) > 1 else None
+        self._inside = groups[0] if len(groups) > 1 else None
         # Rows of an optimizer shard are every such row of the gradient shard.
         self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)
@@ -144,7 +144,7 @@ class Scape(Masked):
         Neighbouring parameters are merged.
         """
         before = sum(past - first for first, past in run.ranges if first < begin)
-        columns = merged(span for span in run.ranges if begin <= span[0] < begin + width)
+        columns = merged(shard_range for shard_range in run.ranges if begin <= shard_range[0] < begin + width)
         return [
             (slice(first - begin, past - begin), slice(before + low, before + high))
             for (first, past), (low, high) in zip(columns, packed_ranges(columns), strict=True)
@@ -199,7 +199,7 @@ class Scape(Masked):
         """Return the residual with the momentum that waits at its owner, FP32 ``[P, F]``."""
         table = super().residual_table()
         for parameter, (first, past) in zip(self._included, self._places, strict=True):
-            begin, end = parameter.span
+            begin, end = parameter.shard_range
             table[self.peers.index, begin:end] += self._state.momentum[first:past]
         return table
 

@@ -51,14 +51,14 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.config import DenseSync
 from zero_topo.config.sparse_config import SparseSync, share
-from zero_topo.mesh import Route
+from zero_topo.mesh import Hierarchy
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, quantize
 from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.picks import added_rows, positions
+from zero_topo.sync.selection import added_rows, positions
 
 Report = dict[str, float | Tensor]
 """A mode's numbers of one run; tensors stay on the device until :meth:`Sparse.report` reads them."""
@@ -130,7 +130,7 @@ class Sparse(Crossing):
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._included = tuple(p for p in context.parameters if takes_part(p, config))
-        self._places = packed_ranges([p.span for p in self._included])  # their columns of the table
+        self._places = packed_ranges([p.shard_range for p in self._included])  # their columns of the table
         self._columns = self._places[-1][1] if self._places else 0
         self.numel = self.peers.size * self._columns
         self.runs = self._build_runs()
@@ -158,12 +158,12 @@ class Sparse(Crossing):
     def _build_runs(self) -> dict[tuple[Range, ...], Run]:
         """Return the runs of the engine, by the ranges for which it calls :meth:`start`."""
         runs, first, low = {}, 0, 0
-        included = {p.span for p in self._included}
-        for number, spans in enumerate(self.context.runs):
-            ranges = tuple(span for span in spans if span in included)
-            others = tuple(span for span in spans if span not in included)
+        included = {p.shard_range for p in self._included}
+        for number, shard_ranges in enumerate(self.context.runs):
+            ranges = tuple(shard_range for shard_range in shard_ranges if shard_range in included)
+            others = tuple(shard_range for shard_range in shard_ranges if shard_range not in included)
             width = sum(end - begin for begin, end in ranges)
-            runs[spans] = Run(number, ranges, others, first, low, width)
+            runs[shard_ranges] = Run(number, ranges, others, first, low, width)
             first, low = first + len(ranges), low + width
         return runs
 
@@ -321,7 +321,7 @@ class Sparse(Crossing):
         """Gather the sums inside the node if its ranks need more rows; collective there."""
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
-            within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),)).metered("sync")
+            within = Hierarchy((self.context.mesh.group(plan.optimizer, self._inner.hi),)).metered("sync")
             back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
             if back is not None:
                 back.wait()
@@ -336,9 +336,9 @@ class Sparse(Crossing):
         """
         if run.number in self._reopened:
             left.zero_()
-        shard, spans = self.context.shard, merged(run.ranges)
-        if len(spans) == 1 and exchange.replaced is None and exchange.scale == 1:
-            left += self.rows(shard)[:, slice(*spans[0])]
+        shard, shard_ranges = self.context.shard, merged(run.ranges)
+        if len(shard_ranges) == 1 and exchange.replaced is None and exchange.scale == 1:
+            left += self.rows(shard)[:, slice(*shard_ranges[0])]
         else:
             table = self.columns(shard, run.ranges)
             if exchange.replaced is not None:
@@ -390,7 +390,7 @@ class Sparse(Crossing):
         rows = self.residual_rows()
         if rows is not None:
             for parameter, (first, past) in zip(self._included, self._places, strict=True):
-                begin, end = parameter.span
+                begin, end = parameter.shard_range
                 table[:, begin:end] = rows[:, first:past]
         return table
 

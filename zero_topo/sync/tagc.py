@@ -48,9 +48,9 @@ from torch import Tensor
 from zero_topo.config.sparse_config import share
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
-from zero_topo.quant.reference import LANES
+from zero_topo.quant.reference import SKETCH_WIDTH
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions
+from zero_topo.sync.selection import Selected, added, added_rows, largest, largest_of_each, positions
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag, unpacked
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,9 @@ class Tagc(Sparse):
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
         state: int = self._state
-        picked = self._largest(total, run)
-        index = self._index(picked, run.width)
-        picked = picked.non_zero(sum(index.sizes))
+        selected = self._largest(total, run)
+        index = self._index(selected, run.width)
+        selected = selected.non_zero(sum(index.sizes))
         densest = max(index.counts) / run.width
         ratio = self.config.safe_ratio(densest, run.width)
         warming = self.density > self._scheduled.density  # a warm-up is configured to be denser
@@ -120,52 +120,52 @@ class Tagc(Sparse):
         stuck: int = 0
         estimated: float | Tensor = 0.0
         if ratio is None:
-            picked = picked.rounded(self.dtype)
-            row = self._plain(picked, index)
+            selected = selected.rounded(self.dtype)
+            row = self._plain(selected, index)
         else:  # sketches and separate values are FP32
             row, stuck, estimated = self._sketched(index, total, ratio)
         report = Report(
-            density=len(picked) / len(total),
+            density=len(selected) / len(total),
             union=sum(index.counts) / len(total),
             ratio=float(ratio or 0),  # 0: no sketch
-            beside=float(stuck),
+            repeated=float(stuck),
             estimated=estimated,
             fallbacks=float(state + fell_back),
         )
         reduced = self._table_of(row, index)
-        return lambda: reduced, Exchange(picked.subtract_from, report, state + fell_back)
+        return lambda: reduced, Exchange(selected.subtract_from, report, state + fell_back)
 
     def decided(self, exchanges: Sequence[Exchange]) -> int:
         """Count a step with less than the configured compression in any run."""
         return max(self._state, *(exchange.state or 0 for exchange in exchanges))
 
-    def _largest(self, total: Tensor, run: Run) -> Picked:
+    def _largest(self, total: Tensor, run: Run) -> Selected:
         """Select the configured share of all elements, or of each parameter's part of each row."""
         if self.config.select != "parameter":
             return largest(total, share(self.density, len(total)))
         parts, count = self.shares(self.density, self.peers.size, run)
         indices = positions(largest_of_each(total, *parts), count)
-        return Picked(indices, total[indices])
+        return Selected(indices, total[indices])
 
-    def _index(self, picked: Picked, width: int) -> _Index:
+    def _index(self, selected: Selected, width: int) -> _Index:
         """Send the bits of every row to its owner; collective, and one host synchronization."""
         size = self.peers.size
-        mask = torch.zeros(size, width, dtype=torch.bool, device=picked.indices.device)
-        mask.view(-1)[picked.indices] = picked.values != 0
+        mask = torch.zeros(size, width, dtype=torch.bool, device=selected.indices.device)
+        mask.view(-1)[selected.indices] = selected.values != 0
         received = self.peers.scatter(_bits(mask))
         masks = unpacked(received, 0, width)
         union = masks.any(dim=0)
-        counts = self.peers.gather(counts_or_flag(union.sum(), picked.values))
+        counts = self.peers.gather(counts_or_flag(union.sum(), selected.values))
         numbers = self.to_host(counts, mask.sum(dim=1), masks.sum(dim=1))
         lengths = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
         return _Index(mask, received, union, _bits(union[None])[0], *lengths)
 
-    def _plain(self, rounded: Picked, index: _Index) -> Tensor:
+    def _plain(self, rounded: Selected, index: _Index) -> Tensor:
         """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the bits."""
         width = index.mask.shape[1]
         received = self.peers.scatter_known(rounded.values.to(self.dtype), index.sizes, index.expected)
         places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
-        return added(Picked(places, received.float()), partial(received.new_zeros, width, dtype=torch.float32))
+        return added(Selected(places, received.float()), partial(received.new_zeros, width, dtype=torch.float32))
 
     def _sketched(self, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
         """Sum the own row from sketches; also return the number of values sent separately, and of estimates."""
@@ -173,7 +173,7 @@ class Tagc(Sparse):
         rows = self.config.sketch_rows(width, ratio)
         stuck, counts = self._stuck(index, rows)
         table = torch.where(index.mask, total.view(size, width), 0.0)
-        beside = total.new_zeros(0)
+        repeated = total.new_zeros(0)
         if any(counts):
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
             owners = torch.arange(size, dtype=torch.int64, device=total.device)
@@ -181,15 +181,15 @@ class Tagc(Sparse):
             places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
-            beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
+            repeated = self.peers.scatter_known(values, counts, [len(stuck)] * size)
         sketches = ops.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = ops.peel(summed.view(rows, LANES), _bits(inside[None])[0], SEED, width)
+        own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), _bits(inside[None])[0], SEED, width)
         if any(counts):
-            own[stuck] = added_rows(beside.view(size, -1))
+            own[stuck] = added_rows(repeated.view(size, -1))
         return own, len(stuck), left
 
     def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:

@@ -30,7 +30,7 @@ from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.config.sparse_config import TernarySync
 from zero_topo.quant import ops
 from zero_topo.sync.base import build_mode
-from zero_topo.sync.picks import Picked, added
+from zero_topo.sync.selection import Selected, added
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse
 
 
@@ -62,8 +62,8 @@ class Ternary(Sparse):
         def finish() -> Tensor:
             messages = received.wait()
             messages = torch.cat([messages[:own], messages[own + 1 :]])
-            picked = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
-            mine[0, :width] += added(picked, lambda: mine.new_zeros(width))
+            selected = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
+            mine[0, :width] += added(selected, lambda: mine.new_zeros(width))
             sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
             if self.everywhere:
                 sums_sent = self.peers.gather(sums_sent[0])
@@ -82,11 +82,11 @@ class Ternary(Sparse):
 
     def _encoded(self, blocks: Tensor, rows: int, now: TernarySync) -> tuple[Tensor, Tensor]:
         """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how many were sent."""
-        return ops.ternary_encode(blocks, rows, ops.row_largest(blocks, now.picks), now.low_bits, self.dtype)
+        return ops.ternary_encode(blocks, rows, ops.row_largest(blocks, now.selections), now.low_bits, self.dtype)
 
-    def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Picked:
+    def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Selected:
         """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block begins."""
-        return Picked(*ops.ternary_decode(packets, begins, BLOCK, now.picks, now.low_bits, self.dtype))
+        return Selected(*ops.ternary_decode(packets, begins, BLOCK, now.selections, now.low_bits, self.dtype))
 
 
 build_mode.register(TernarySync, Ternary)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, PickingSync, TopkASync, TopkDsaSync, share
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import (
+from zero_topo.sync.selection import (
     LONGEST,
     TINY,
-    Picked,
+    Selected,
     Records,
     added,
     count_reaching,
@@ -54,21 +54,21 @@ class TopkA(Sparse):
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Gather and add up all ranks' selected elements."""
-        picked = self.pick(total).rounded(self.dtype)
+        picked_ = self.choose(total).rounded(self.dtype)
         numel, records = len(total), Records(self.dtype, len(total))
-        report = Report(density=picked.values.count_nonzero().double() / numel)
-        message = self.peers.gather_later(records.encode(picked, self.peers))
+        report = Report(density=picked_.values.count_nonzero().double() / numel)
+        message = self.peers.gather_later(records.encode(picked_, self.peers))
         received = message.then(lambda found: records.decode(found.flatten(0, 1)))
         del message  # its buffer is freed once it is decoded
 
         def finish() -> Tensor:
-            reduced = added(received.wait(), partial(picked.values.new_zeros, numel))
+            reduced = added(received.wait(), partial(picked_.values.new_zeros, numel))
             report["union"] = reduced.count_nonzero().double() / numel
             return reduced
 
-        return finish, Exchange(picked.subtract_from, report)
+        return finish, Exchange(picked_.subtract_from, report)
 
-    def pick(self, total: Tensor) -> Picked:
+    def choose(self, total: Tensor) -> Selected:
         """Select the elements that this rank sends."""
         return largest(total, share(self.density, len(total)))
 
@@ -81,14 +81,14 @@ class GaussianK(TopkA):
     4/3 k elements, so the host waits for no count: zeros fill it up, and what does not fit stays in the residual.
     """
 
-    def pick(self, total: Tensor) -> Picked:
+    def choose(self, total: Tensor) -> Selected:
         """Select the elements that reach the threshold, NaN included."""
         bound = self.threshold(total, share(self.density, len(total)))
         reaching = (total < bound).logical_not_().logical_or_(total <= -bound)
         room = share(self.config.ROOM * self.density, len(total))
         indices = positions(reaching, room)
         selected = torch.arange(room, dtype=torch.int64, device=total.device) < reaching.sum()
-        return Picked(indices, torch.where(selected, total[indices], 0.0))
+        return Selected(indices, torch.where(selected, total[indices], 0.0))
 
     def threshold(self, total: Tensor, k: int) -> Tensor:
         """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``."""
@@ -116,15 +116,15 @@ class TopkDsa(Sparse):
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce selected elements at the owners of their rows, then gather the sums if all ranks need them."""
         size, width = self.peers.size, run.width
-        picked = largest(total, share(self.density, len(total))).rounded(self.dtype)
+        picked_ = largest(total, share(self.density, len(total))).rounded(self.dtype)
         records = Records(self.dtype, width)
-        sizes = picked.counts(torch.arange(size + 1, dtype=torch.int64, device=total.device) * width)
-        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values)))
-        report = Report(density=len(picked) / len(total))
-        errors: list[Picked] = []
+        sizes = picked_.counts(torch.arange(size + 1, dtype=torch.int64, device=total.device) * width)
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked_.values)))
+        report = Report(density=len(picked_) / len(total))
+        errors: list[Selected] = []
 
         def finish() -> Tensor:
-            sent = Picked(picked.indices % width, picked.values)
+            sent = Selected(picked_.indices % width, picked_.values)
             received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
             del sent
             own = added(received, partial(received.values.new_zeros, width))
@@ -134,12 +134,12 @@ class TopkDsa(Sparse):
             return self._gathered(own, union, errors) if self.everywhere else own
 
         def settle(again: Tensor) -> None:
-            for sent in (picked, *errors):
+            for sent in (picked_, *errors):
                 sent.subtract_from(again)
 
         return finish, Exchange(settle, report)
 
-    def _gathered(self, own: Tensor, union: Tensor, errors: list[Picked]) -> Tensor:
+    def _gathered(self, own: Tensor, union: Tensor, errors: list[Selected]) -> Tensor:
         """Gather the sums of all rows; their owner's residual keeps the rounding errors, which ``errors`` gets."""
         size, width, index = self.peers.size, own.numel(), self.peers.index
         records, counts = Records(self.dtype, width), self.peers.gather(union.view(1)).view(-1)
@@ -150,14 +150,14 @@ class TopkDsa(Sparse):
         if all(numbers[size:]):
             return self.peers.gather_known(own[None], numbers[size:]).view(-1)
         indices = positions(own != 0, numbers[index])
-        sums = Picked(indices, own[indices])
+        sums = Selected(indices, own[indices])
         if self.dtype != own.dtype:
-            errors.append(Picked(indices + index * width, sums.rounded(self.dtype).values - sums.values))
-        picks = records.gather(self.peers, sums, numbers[:size])
+            errors.append(Selected(indices + index * width, sums.rounded(self.dtype).values - sums.values))
+        gathered = records.gather(self.peers, sums, numbers[:size])
         every = torch.arange(size, dtype=torch.int64, device=own.device)
-        rows = every.repeat_interleave(counts, output_size=len(picks))
+        rows = every.repeat_interleave(counts, output_size=len(gathered))
         reduced = own.new_zeros(size, width)
-        reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
+        reduced.view(-1)[rows.mul_(width).add_(gathered.indices)] = gathered.values
         if any(numbers[size:]):
             received = self.peers.gather_known(own[None][: numbers[size + index]], numbers[size:])
             reduced[positions(dense != 0, len(received))] = received
@@ -176,31 +176,31 @@ class GTopk(Sparse):
         """Merge selected elements up a tree of peers, then send the result down the tree."""
         numel, k = len(total), share(self.density, len(total))
         first, records = largest(total, k), Records(self.dtype, len(total))
-        dropped: list[Picked] = []  # sums that this rank does not pass on, or their rounding errors
+        dropped: list[Selected] = []  # sums that this rank does not pass on, or their rounding errors
         report = Report(density=k / numel)
 
         def finish() -> Tensor:
-            picked, steps = first, [1 << level for level in range((self.peers.size - 1).bit_length())]
+            picked_, steps = first, [1 << level for level in range((self.peers.size - 1).bit_length())]
             for step in steps:
                 parent, child = self._neighbours(step)
                 if parent is not None:
-                    picked = self._rounded(picked, dropped)
-                received = self._pass(records, picked, parent, child)
+                    picked_ = self._rounded(picked_, dropped)
+                received = self._pass(records, picked_, parent, child)
                 if received is not None:
-                    both = torch.cat([picked.indices, received.indices]), torch.cat([picked.values, received.values])
-                    sums = in_runs(Picked(*both))
+                    both = torch.cat([picked_.indices, received.indices]), torch.cat([picked_.values, received.values])
+                    sums = in_runs(Selected(*both))
                     best = largest(sums.values, k).indices
                     others = torch.ones_like(sums.indices, dtype=torch.bool).index_fill_(0, best, False)
                     dropped.append(sums.where(positions(others, len(sums) - k)))
-                    picked = sums.where(best)
+                    picked_ = sums.where(best)
             if self.peers.index == 0:
-                picked = self._rounded(picked, dropped)
+                picked_ = self._rounded(picked_, dropped)
             for step in reversed(steps):
                 parent, child = self._neighbours(step)
-                received = self._pass(records, picked, child, parent)
-                picked = picked if received is None else received
-            report["union"] = picked.values.count_nonzero().double() / numel
-            return added(picked, partial(picked.values.new_zeros, numel))
+                received = self._pass(records, picked_, child, parent)
+                picked_ = picked_ if received is None else received
+            report["union"] = picked_.values.count_nonzero().double() / numel
+            return added(picked_, partial(picked_.values.new_zeros, numel))
 
         def settle(again: Tensor) -> None:
             first.subtract_from(again)
@@ -216,22 +216,22 @@ class GTopk(Sparse):
             return index - step, None
         return None, index + step if index % (2 * step) == 0 and index + step < self.peers.size else None
 
-    def _rounded(self, picked: Picked, dropped: list[Picked]) -> Picked:
+    def _rounded(self, picked_: Selected, dropped: list[Selected]) -> Selected:
         """Round the elements for sending; ``dropped`` gets the errors."""
-        rounded = picked.rounded(self.dtype)
+        rounded = picked_.rounded(self.dtype)
         if self.dtype != torch.float32:
-            dropped.append(Picked(picked.indices, picked.values - rounded.values))
+            dropped.append(Selected(picked_.indices, picked_.values - rounded.values))
         return rounded
 
-    def _pass(self, records: Records, picked: Picked, target: int | None, source: int | None) -> Picked | None:
+    def _pass(self, records: Records, picked_: Selected, target: int | None, source: int | None) -> Selected | None:
         """Send the elements to one group rank, and receive as many from another."""
         size = self.peers.size
         sizes, expected = [0] * size, [0] * size
         if target is not None:
-            sizes[target] = len(picked)
+            sizes[target] = len(picked_)
         if source is not None:
-            expected[source] = len(picked)
-        received = self.peers.scatter_known(records.encode(picked, self.peers)[: sum(sizes)], sizes, expected)
+            expected[source] = len(picked_)
+        received = self.peers.scatter_known(records.encode(picked_, self.peers)[: sum(sizes)], sizes, expected)
         return None if source is None else records.decode(received)
 
 

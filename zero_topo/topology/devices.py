@@ -4,7 +4,7 @@
 Note [Packages]
     A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an AMD MI250X, are the
     ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports the type XGMI, one
-    ``hop`` and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
+    ``group`` and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ class DeviceTree:
     def origins(self, links: Mapping[str, Any]) -> dict[str, str]:
         """Return the sources of the topology's fields that follow from the devices."""
         packages = self.sources.get("packages", f"{self.tool} does not report them: every device is taken for a GPU")
-        told = {"gpus_per_node": packages, "ranks_per_gpu": packages}
+        known = {"gpus_per_node": packages, "ranks_per_gpu": packages}
         if links:
-            told["links"] = f"{self.sources['links']}; latency assumed"
-        return told
+            known["links"] = f"{self.sources['links']}; latency assumed"
+        return known
 
     def warnings(self) -> list[str]:
         """Return warnings about the reliability of the tree."""

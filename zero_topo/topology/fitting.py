@@ -149,8 +149,8 @@ def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[s
     """
     met = meeting(topology, pairs)
     links = {domain: Link(rate, median(link.latency for link in met[domain])) for domain, rate in shared.items()}
-    told = {"links": "measured: bandwidth of each rank with all ranks of the domain talking, latency of pairs"}
-    return replace(topology, links=links, sources={**topology.sources, **(told if links else {})})
+    known = {"links": "measured: bandwidth of each rank with all ranks of the domain talking, latency of pairs"}
+    return replace(topology, links=links, sources={**topology.sources, **(known if links else {})})
 
 
 def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Link]]:

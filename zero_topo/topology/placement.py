@@ -6,7 +6,7 @@ Note [Devices and launchers]
     ``devices[local rank]`` is read from ``--gpu-bind``, from a list of visible devices with one entry per
     local rank, or is the local rank itself if there are as many devices. Only variables that are equal on all ranks of
     a node may be read, because all ranks must find the same topology. A rank's own single visible device is therefore
-    ignored here (the ranks compare those at start-up, see ``seats.py``).
+    ignored here (the ranks compare those at start-up, see ``placements.py``).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ ALL_PAIRS = 16
 
 def tournament(members: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of disjoint pairs in which each two members meet once (the circle method)."""
-    seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    half, rounds = len(seats) // 2, []
-    for _ in range(len(seats) - 1):
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+    placements: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    half, rounds = len(placements) // 2, []
+    for _ in range(len(placements) - 1):
+        facing = zip(placements[:half], reversed(placements[half:]), strict=True)
         rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        placements = [placements[0], placements[-1], *placements[1:-1]]
     return rounds
 
 

@@ -168,10 +168,10 @@ def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
     """
     rounds = range(0, per_node, plane)
     return tuple(
-        node * per_node + slot
+        node * per_node + param_index
         for first in rounds
         for node in range(nodes)
-        for slot in range(first, min(first + plane, per_node))
+        for param_index in range(first, min(first + plane, per_node))
     )
 
 
@@ -300,5 +300,5 @@ def _arbitrary_order(env: Mapping[str, str], per_node: int, hosts: Sequence[str]
             f"{name} is {env[name]!r}, which does not put {per_node} tasks on each of {', '.join(hosts)}; start "
             "equally many on every node"
         )
-    slots = {host: iter(range(node * per_node, (node + 1) * per_node)) for node, host in enumerate(hosts)}
-    return tuple(next(slots[host]) for host in tasks)
+    param_indices = {host: iter(range(node * per_node, (node + 1) * per_node)) for node, host in enumerate(hosts)}
+    return tuple(next(param_indices[host]) for host in tasks)

@@ -3,7 +3,7 @@
 
 For each directly linked pair of devices, the driver reports ``min-max`` MB/s: of one link, and of all of them
 (``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X share 4 links, and no devices of
-different packages do (OLCF Frontier User Guide). ``hops`` is 1 over XGMI whether direct or not, and
+different packages do (OLCF Frontier User Guide). ``groups`` is 1 over XGMI whether direct or not, and
 ``weight`` counts these, not links, so neither is read.
 
 An MI300 in a partition mode (DPX, TPX, QPX, CPX) is 2 to 8 devices of one package. The driver gives them one PCI

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zero_topo.topology import Topology, emulated, load_preset, resolve_topology
 from zero_topo.topology.devices import DeviceLink, DeviceTree
-from zero_topo.topology.seats import Seat, check_hosts, check_seats, take_seat
+from zero_topo.topology.placements import Placement, check_hosts, check_placements, take_placement
 
 NODE = DeviceTree(
     "test",
@@ -23,8 +23,8 @@ NODE = DeviceTree(
 )
 
 
-def seat(node: int, device: int) -> Seat:
-    return Seat(f"n{node}", f"boot{node}", f"0000:c{device}:00.0", device // 2)
+def placement(node: int, device: int) -> Placement:
+    return Placement(f"n{node}", f"boot{node}", f"0000:c{device}:00.0", device // 2)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
@@ -68,27 +68,27 @@ def test_many_nodes_on_one_machine_must_be_said_to_be_emulated_and_are_then_not_
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
-    placed = [replace(seat(node, device), host="localhost") for node in range(2) for device in range(4)]
-    check_seats(Topology("test", 2, 2, 2), placed)
+    placed = [replace(placement(node, device), host="localhost") for node in range(2) for device in range(4)]
+    check_placements(Topology("test", 2, 2, 2), placed)
 
 
 def test_ranks_on_different_gpus_may_not_be_taken_for_dies_of_one() -> None:
-    placed = [seat(0, device) for device in (0, 2, 1, 3)]
+    placed = [placement(0, device) for device in (0, 2, 1, 3)]
     with pytest.raises(ValueError, match=r"puts ranks 0 and 1 on one GPU, but on host 'n0' they run on 0000:c0:00\.0"):
-        check_seats(Topology("test", 1, 2, 2), placed)
-    check_seats(Topology("test", 1, 2, 2, order=(0, 2, 1, 3)), placed)
-    check_seats(Topology("test", 1, 4, 1), placed)
-    check_seats(emulated(1, 2, 2), placed)
-    check_seats(Topology("test", 1, 2, 2), [replace(one, package=None) for one in placed])
+        check_placements(Topology("test", 1, 2, 2), placed)
+    check_placements(Topology("test", 1, 2, 2, order=(0, 2, 1, 3)), placed)
+    check_placements(Topology("test", 1, 4, 1), placed)
+    check_placements(emulated(1, 2, 2), placed)
+    check_placements(Topology("test", 1, 2, 2), [replace(one, package=None) for one in placed])
 
 
 def test_hosts_are_still_checked() -> None:
     with pytest.raises(ValueError, match="puts ranks 0-3 on node 0, but of these host 'n1' runs"):
-        check_seats(Topology("test", 2, 2, 2), [seat(rank % 2, rank // 2) for rank in range(8)])
+        check_placements(Topology("test", 2, 2, 2), [placement(rank % 2, rank // 2) for rank in range(8)])
 
 
 def test_a_seat_is_taken_by_bus_id() -> None:
-    taken = take_seat("n0", "00000000:C2:00.0", NODE)
+    taken = take_placement("n0", "00000000:C2:00.0", NODE)
     assert (taken.bus_id, taken.package) == ("0000:c2:00.0", 1)
-    assert take_seat("n0", "0000:ff:00.0", NODE).package is None
-    assert take_seat("n0", None, None).package is None
+    assert take_placement("n0", "0000:ff:00.0", NODE).package is None
+    assert take_placement("n0", None, None).package is None

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Checks the actual placement of each rank, as the rank reports it, against the topology (pure).
 
-The caller gathers one :class:`Seat` per rank, for example with ``all_gather_object``. Every rank then checks the same
+The caller gathers one :class:`Placement` per rank, for example with ``all_gather_object``. Every rank then checks the same
 list, so all pass or all raise the same error.
 """
 
@@ -20,7 +20,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """Holds the actual placement of one rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Seat:
         return self.boot_id or self.host
 
 
-def take_seat(host: str, bus_id: str | None, tree: DeviceTree | None) -> Seat:
+def take_placement(host: str, bus_id: str | None, tree: DeviceTree | None) -> Placement:
     """Return the placement of this rank.
 
     Args:
@@ -55,33 +55,33 @@ def take_seat(host: str, bus_id: str | None, tree: DeviceTree | None) -> Seat:
     address = None if bus_id is None else normal_bus_id(bus_id)
     packages = dict(zip(tree.bus_ids or (), tree.packages or (), strict=False)) if tree else {}
     boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return Seat(host, boot_id, address, packages.get(address or ""))
+    return Placement(host, boot_id, address, packages.get(address or ""))
 
 
-def check_seats(topology: Topology, seats: Sequence[Seat]) -> None:
+def check_placements(topology: Topology, placements: Sequence[Placement]) -> None:
     """Check that ranks share a host, and a GPU if it is known, exactly if they do in the topology.
 
     Args:
         topology: topology from the configuration, the tools or the launcher. An emulated one is not checked.
-        seats: placement of every rank, in rank order.
+        placements: placement of every rank, in rank order.
 
     Raises:
         ValueError: raised by :func:`check_hosts`, or naming two ranks and their host.
     """
-    names = Counter(host for host, _ in {(seat.host, seat.machine) for seat in seats})
-    labels = [seat.host if names[seat.host] == 1 else f"{seat.host} ({seat.machine[:8]})" for seat in seats]
+    names = Counter(host for host, _ in {(placement.host, placement.machine) for placement in placements})
+    labels = [placement.host if names[placement.host] == 1 else f"{placement.host} ({placement.machine[:8]})" for placement in placements]
     check_hosts(topology, labels)
-    if topology.emulated or topology.ranks_per_gpu == 1 or any(seat.package is None for seat in seats):
+    if topology.emulated or topology.ranks_per_gpu == 1 or any(placement.package is None for placement in placements):
         return
     for node in range(topology.nodes):
         ranks = topology.node_ranks(node)
         for first in range(0, len(ranks), topology.ranks_per_gpu):
             one, *others = ranks[first : first + topology.ranks_per_gpu]
-            odd = next((rank for rank in others if seats[rank].package != seats[one].package), None)
+            odd = next((rank for rank in others if placements[rank].package != placements[one].package), None)
             if odd is not None:
                 raise ValueError(
                     f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on host "
-                    f"{seats[one].host!r} they run on {seats[one].bus_id} and {seats[odd].bus_id}, which are different "
+                    f"{placements[one].host!r} they run on {placements[one].bus_id} and {placements[odd].bus_id}, which are different "
                     "GPUs; bind ranks in the order that `zero-topo topology` prints on a node, or state the order in "
                     "the topology's JSON"
                 )

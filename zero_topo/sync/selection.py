@@ -35,7 +35,7 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class Picked:
+class Selected:
     """Some elements of a vector.
 
     Attributes:
@@ -49,11 +49,11 @@ class Picked:
     def __len__(self) -> int:
         return self.indices.numel()
 
-    def where(self, chosen: Tensor) -> Picked:
+    def where(self, chosen: Tensor) -> Selected:
         """Return the elements at ``chosen``, ascending positions in this selection."""
-        return Picked(self.indices[chosen], self.values[chosen])
+        return Selected(self.indices[chosen], self.values[chosen])
 
-    def non_zero(self, count: int) -> Picked:
+    def non_zero(self, count: int) -> Selected:
         """Return the elements that are not zero, of which there are ``count``."""
         return self if count == len(self) else self.where(positions(self.values != 0, count))
 
@@ -61,9 +61,9 @@ class Picked:
         """Subtract the elements from a vector in place."""
         x.index_add_(0, self.indices, self.values, alpha=-1)
 
-    def rounded(self, dtype: torch.dtype) -> Picked:
+    def rounded(self, dtype: torch.dtype) -> Selected:
         """Return the elements with values rounded to ``dtype``, as a receiver gets them."""
-        return Picked(self.indices, self.values.to(dtype).float())
+        return Selected(self.indices, self.values.to(dtype).float())
 
     def counts(self, bounds: Tensor) -> Tensor:
         """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64 ``[P]``."""
@@ -87,32 +87,32 @@ class Records:
         """The bytes of one selected element as sent."""
         return index_bytes(self.numel) + self.dtype.itemsize
 
-    def encode(self, picked: Picked, peers: Group) -> Tensor:
-        """Encode as int32 ``[picks, nbytes / 4]``, or int16 if values have 2 bytes, in memory of the peers' group.
+    def encode(self, selected: Selected, peers: Group) -> Tensor:
+        """Encode as int32 ``[selections, nbytes / 4]``, or int16 if values have 2 bytes, in memory of the peers' group.
 
         4-byte indices are unsigned.
         """
         (head, tail), word = self._words, self._word
-        message = peers.allocate(len(picked), head + tail, dtype=word, device=picked.values.device)
-        message[:, :head] = picked.indices.to(self._index).view(word).view(-1, head)
-        message[:, head:] = picked.values.to(self.dtype).view(word).view(-1, tail)
+        message = peers.allocate(len(selected), head + tail, dtype=word, device=selected.values.device)
+        message[:, :head] = selected.indices.to(self._index).view(word).view(-1, head)
+        message[:, head:] = selected.values.to(self.dtype).view(word).view(-1, tail)
         return message
 
-    def decode(self, message: Tensor) -> Picked:
+    def decode(self, message: Tensor) -> Selected:
         """Invert :meth:`encode`, for any number of concatenated buffers."""
         indices, values = message.split(self._words, dim=1)
         places = indices.contiguous().view(-1).view(self._index).long()
         if self._index is torch.int32 and self.numel > LONGEST:
             places.bitwise_and_(0xFFFFFFFF)
-        return Picked(places, values.contiguous().view(-1).view(self.dtype).float())
+        return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
-    def scatter(self, peers: Group, picked: Picked, sizes: Sequence[int], expected: Sequence[int]) -> Picked:
+    def scatter(self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]) -> Selected:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the order of the peers."""
-        return self.decode(peers.scatter_known(self.encode(picked, peers), sizes, expected))
+        return self.decode(peers.scatter_known(self.encode(selected, peers), sizes, expected))
 
-    def gather(self, peers: Group, picked: Picked, counts: Sequence[int]) -> Picked:
+    def gather(self, peers: Group, selected: Selected, counts: Sequence[int]) -> Selected:
         """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on all."""
-        return self.decode(peers.gather_known(self.encode(picked, peers), counts))
+        return self.decode(peers.gather_known(self.encode(selected, peers), counts))
 
     @property
     def _index(self) -> torch.dtype:
@@ -140,11 +140,11 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
     return magnitudes.min().double().clamp_(min=TINY).nan_to_num_(torch.inf, torch.inf)
 
 
-def largest(x: Tensor, k: int) -> Picked:
+def largest(x: Tensor, k: int) -> Selected:
     """Select the ``k`` elements of largest magnitude, some of which may be zero; see Note [Selection]."""
     k = min(k, x.numel())
     indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
-    return Picked(indices, x[indices])
+    return Selected(indices, x[indices])
 
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
@@ -212,11 +212,11 @@ def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
-def above(x: Tensor, threshold: float, count: int) -> Picked:
+def above(x: Tensor, threshold: float, count: int) -> Selected:
     """Select the ``count`` elements that reach a threshold; at most one if the threshold is not finite."""
     room = count if math.isfinite(threshold) else min(count, 1)
     indices, values, _ = ops.compact_above(x, threshold, room)
-    return Picked(indices, values.float())
+    return Selected(indices, values.float())
 
 
 def positions(mask: Tensor, count: int) -> Tensor:
@@ -227,16 +227,16 @@ def positions(mask: Tensor, count: int) -> Tensor:
     return set_positions(mask, count)[:, 0]
 
 
-def added(picked: Picked, zeros: Callable[[], Tensor]) -> Tensor:
+def added(selected: Selected, zeros: Callable[[], Tensor]) -> Tensor:
     """Add up selected elements, those of equal index in their given order; Note [In order].
 
     Args:
-        picked: elements of one or more peers.
+        selected: elements of one or more peers.
         zeros: creates the result, FP32 ``[n]``; called after temporary buffers are freed.
     """
-    if not _on_cpu(picked.values):
-        picked = in_runs(picked)
-    return zeros().index_add_(0, picked.indices, picked.values)
+    if not _on_cpu(selected.values):
+        selected = in_runs(selected)
+    return zeros().index_add_(0, selected.indices, selected.values)
 
 
 def _on_cpu(x: Tensor) -> bool:
@@ -244,15 +244,15 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def in_runs(picked: Picked) -> Picked:
+def in_runs(selected: Selected) -> Selected:
     """Sort elements by index; the first of an index gets the sum, its duplicates zero. The length stays."""
-    indices, order = picked.indices.sort(stable=True)
-    values = picked.values[order][:, None]
+    indices, order = selected.indices.sort(stable=True)
+    values = selected.values[order][:, None]
     del order
     ends = torch.searchsorted(indices, indices, right=True)
-    lengths = ends.sub_(torch.arange(len(picked), dtype=torch.int64, device=indices.device))
+    lengths = ends.sub_(torch.arange(len(selected), dtype=torch.int64, device=indices.device))
     lengths[1:] *= indices.diff() != 0
-    return Picked(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
+    return Selected(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
 
 
 def added_rows(rows: Tensor) -> Tensor:
