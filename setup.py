@@ -1,12 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Which directories become which packages, and the native ops if asked for; all else is said in pyproject.toml.
+"""Which directories become which packages, and the native ops if asked for; all else is said in
+pyproject.toml.
 
-`op_builder/` and `csrc/` stand at the top of the checkout, where DeepSpeed projects keep them, and are installed inside
-the package as `zero_topo.op_builder` and `zero_topo.csrc`, from a wheel and from an editable install alike: a top-level
-`op_builder` in site-packages would collide with DeepSpeed's own build.
+`op_builder/` and `csrc/` stand at the top of the checkout, where DeepSpeed projects keep them, and
+are installed inside the package as `zero_topo.op_builder` and `zero_topo.csrc`, from a wheel and
+from an editable install alike: a top-level `op_builder` in site-packages would collide with
+DeepSpeed's own build.
 
-`ZT_BUILD_OPS=1 pip install --no-build-isolation .` compiles the ops now instead of at first use: those that this
-machine and torch can compile, or the install fails saying which of `ZT_BUILD_CPU=0` and `ZT_BUILD_GPU=0` leaves it out.
+`ZT_BUILD_OPS=1 pip install --no-build-isolation .` compiles the ops now instead of at first use:
+those that this machine and torch can compile, or the install fails saying which of `ZT_BUILD_CPU=0`
+and `ZT_BUILD_GPU=0` leaves it out.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ def native() -> dict[str, Any]:
     chosen = [builder for builder in builders if builder.wanted()]
     for builder in chosen:
         if why := builder.reason():
-            sys.exit(f"ZT_BUILD_OPS=1 cannot build {builder.name}: {why}; {builder.BUILD_VAR}=0 leaves it out")
+            sys.exit(
+                f"ZT_BUILD_OPS=1 cannot build {builder.name}: {why}; {builder.BUILD_VAR}=0 leaves "
+                "it out"
+            )
     return {
         "ext_modules": [builder.builder() for builder in chosen],
         "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=True)},
@@ -40,7 +46,11 @@ def native() -> dict[str, Any]:
 
 
 setup(
-    packages=[*find_packages(include=["zero_topo", "zero_topo.*"]), "zero_topo.op_builder", "zero_topo.csrc"],
+    packages=[
+        *find_packages(include=["zero_topo", "zero_topo.*"]),
+        "zero_topo.op_builder",
+        "zero_topo.csrc",
+    ],
     package_dir={"zero_topo.op_builder": "op_builder", "zero_topo.csrc": "csrc"},
     package_data={
         "zero_topo": [

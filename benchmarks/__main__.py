@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks``: what proves this repository's claims. To add one, write its command here."""
+"""``python -m benchmarks``: what proves this repository's claims. To add one, write its command
+here.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Blocks = Annotated[Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")]
+Blocks = Annotated[
+    Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")
+]
 Params = Annotated[str, typer.Option(help="Parameters of the GPT, about.")]
 Layers = Annotated[int, typer.Option(min=1, help="Its layers.")]
 InFp32 = Annotated[bool, typer.Option("--fp32", help="Train in FP32 instead of BF16.")]
@@ -60,29 +64,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class ClusterOptions(Outputs):
     """Of ``benchmarks cluster``."""
 
-    spec: Annotated[str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")] = "t8"
+    spec: Annotated[
+        str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")
+    ] = "t8"
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
         "zero3,zero++,paper,topo,topo-q4,topo-q4-gpu,codes-q4,zero2-q4,topo-ternary,node-ternary,zero2-ternary,"
         "all-reduce,topo-oktopk,topo-radius,topo-tagc,topo-scape"
     )
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
     steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 3
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them: Adam's first updates are the largest.")] = 10
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Steps before them: Adam's first updates are the largest.")
+    ] = 10
     params: Params = "20e6"
     layers: Layers = 4
-    context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16
-    lr: Annotated[float, typer.Option(help="Learning rate: how many codes change; a 20B model's.")] = 1e-4
+    context: Annotated[
+        int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")
+    ] = 16
+    lr: Annotated[
+        float, typer.Option(help="Learning rate: how many codes change; a 20B model's.")
+    ] = 1e-4
     bucket: Annotated[int, typer.Option(min=1, help="DeepSpeed's reduce_bucket_size.")] = 5_000_000
-    prefetch: Annotated[int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")] = 0
+    prefetch: Annotated[
+        int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")
+    ] = 0
     fp32: InFp32 = False
     blocks: Blocks = None
-    clean: Annotated[bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")] = False
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")
+    ] = False
 
 
 @app.command("cluster")
 @taking(ClusterOptions)
 def cluster_command(options: ClusterOptions) -> None:
-    """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links (needs root)."""
+    """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links
+    (needs root).
+    """
     if options.clean:
         print(f"removed {len(network.clean())} network namespaces of crashed runs")
         return
@@ -98,7 +116,9 @@ def cluster_command(options: ClusterOptions) -> None:
     )
     schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
-    wanted = cluster.ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps, options.warmup)
+    wanted = cluster.ClusterBench(
+        load_spec(options.spec), schemes, counts, setup, options.steps, options.warmup
+    )
     network.require()
     content = measure(options, cluster_report, wanted.ticks(), partial(cluster.run, wanted))
     spoiled = cluster.dropped(content["results"])
@@ -120,9 +140,13 @@ def fit_command(
 
 @app.command("rings")
 def rings_command(
-    files: Annotated[list[Path], typer.Argument(help="Outputs of all_gather_perf and reduce_scatter_perf.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Outputs of all_gather_perf and reduce_scatter_perf.")
+    ],
 ) -> None:
-    """Fit the rates of rings to outputs of rccl-tests or nccl-tests. Prints JSON for --set rates=FILE."""
+    """Fit the rates of rings to outputs of rccl-tests or nccl-tests. Prints JSON for --set
+    rates=FILE.
+    """
     rings.show_rings(files)
 
 
@@ -132,18 +156,25 @@ class QuantizerOptions(Outputs):
 
     size: Annotated[str, typer.Option(help="Bytes of the buffer before quantization.")] = "67108864"
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed calls per kernel, each next to a copy of the same bytes.")
+        int,
+        typer.Option(min=1, help="Timed calls per kernel, each next to a copy of the same bytes."),
     ] = 15
     threads: Annotated[str, typer.Option(help="Thread counts, comma-separated (CPU only).")] = "1,2"
-    dtypes: Annotated[str, typer.Option(help="Value types, comma-separated: fp32, bf16, fp16.")] = "fp32,bf16"
+    dtypes: Annotated[str, typer.Option(help="Value types, comma-separated: fp32, bf16, fp16.")] = (
+        "fp32,bf16"
+    )
     blocks: Annotated[str, typer.Option(help="Block sizes, comma-separated.")] = "256,2048"
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device: cpu or cuda (AMD GPUs too).")] = "cpu"
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="Device: cpu or cuda (AMD GPUs too).")
+    ] = "cpu"
 
 
 @app.command("quantizers")
 @taking(QuantizerOptions)
 def quantizers_command(options: QuantizerOptions) -> None:
-    """Time quantization kernels next to a copy of the same bytes. Other libraries' too, if installed."""
+    """Time quantization kernels next to a copy of the same bytes. Other libraries' too, if
+    installed.
+    """
     from benchmarks import quantizers, quantizers_report  # imports torch
 
     settings = quantizers.Settings(
@@ -161,7 +192,9 @@ def quantizers_command(options: QuantizerOptions) -> None:
 class ConvergenceOptions(Outputs):
     """Of ``benchmarks convergence``."""
 
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
+    )
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each scheme.")] = 3
     floors: Annotated[int, typer.Option(min=1, help="Of them with the chaos floor.")] = 3
@@ -170,30 +203,50 @@ class ConvergenceOptions(Outputs):
     layers: Layers = 2
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample.")] = 64
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
-    lr: Annotated[float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")] = 2e-3
-    rates: Annotated[str, typer.Option(help="Of the others instead, each at each, comma-separated.")] = ""
+    lr: Annotated[
+        float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")
+    ] = 2e-3
+    rates: Annotated[
+        str, typer.Option(help="Of the others instead, each at each, comma-separated.")
+    ] = ""
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x GCDs of a GPU.")] = "2x2x2"
     fp32: InFp32 = False
     blocks: Blocks = None
-    more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
-    again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
+    more: Annotated[
+        bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")
+    ] = False
+    again: Annotated[
+        str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")
+    ] = ""
     one_process: Annotated[
         bool,
-        typer.Option("--one-process", help="Ranks are threads, without DeepSpeed: only sync and optimizer differ."),
+        typer.Option(
+            "--one-process",
+            help="Ranks are threads, without DeepSpeed: only sync and optimizer differ.",
+        ),
     ] = False
 
 
 @app.command("convergence")
 @taking(ConvergenceOptions)
 def convergence_command(options: ConvergenceOptions) -> None:
-    """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
+    """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses
+    differ.
+    """
     width = width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers)
     schemes = schemes_named(words_of(options.schemes), load_blocks(options.blocks))
     rates = [read_rate(word) for word in words_of(options.rates)]
     wanted = convergence.Convergence(
-        schemes=tuple(scheme.at(rate) for scheme in schemes for rate in rates) if rates else tuple(schemes),
+        schemes=tuple(scheme.at(rate) for scheme in schemes for rate in rates)
+        if rates
+        else tuple(schemes),
         setup=TrainingSetup(
-            options.layers, width, options.context, options.batch, lr=options.lr, bf16=not options.fp32
+            options.layers,
+            width,
+            options.context,
+            options.batch,
+            lr=options.lr,
+            bf16=not options.fp32,
         ),
         steps=options.steps,
         seeds=tuple(range(options.seeds)),
@@ -212,9 +265,13 @@ class SparseOptions(Outputs):
     """Of ``benchmarks sparse``."""
 
     modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
-    densities: Annotated[str, typer.Option(help="Shares that a rank selects, comma-separated.")] = "0.1,0.01,0.001"
+    densities: Annotated[str, typer.Option(help="Shares that a rank selects, comma-separated.")] = (
+        "0.1,0.01,0.001"
+    )
     ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
-    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
+    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = (
+        "synthetic,model"
+    )
     numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
 
@@ -222,7 +279,9 @@ class SparseOptions(Outputs):
 @app.command("sparse")
 @taking(SparseOptions)
 def sparse_command(options: SparseOptions) -> None:
-    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they leave out."""
+    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they
+    leave out.
+    """
 
     wanted = sparse.SparseBench(
         modes=tuple(words_of(options.modes)) or sparse.MODES,
@@ -239,7 +298,9 @@ def sparse_command(options: SparseOptions) -> None:
 class ScatterOptions(Outputs):
     """Of ``benchmarks scatter``."""
 
-    widths: Annotated[str, typer.Option(help="Of the transformer, multiples of 64.")] = "64,128,256,512,1024"
+    widths: Annotated[str, typer.Option(help="Of the transformer, multiples of 64.")] = (
+        "64,128,256,512,1024"
+    )
     ranks: Annotated[str, typer.Option(help="Of a node.")] = "2,8"
     steps: Annotated[int, typer.Option(min=0, help="Of Adam before the gradients are taken.")] = 10
 
@@ -247,7 +308,9 @@ class ScatterOptions(Outputs):
 @app.command("scatter")
 @taking(ScatterOptions)
 def scatter_command(options: ScatterOptions) -> None:
-    """Compare what the INT4 scatter leaves of the gradients of vectors and matrices, by what shares a block."""
+    """Compare what the INT4 scatter leaves of the gradients of vectors and matrices, by what shares
+    a block.
+    """
     from benchmarks import scatter  # imports torch
 
     widths, ranks = (
@@ -262,9 +325,9 @@ def scatter_command(options: ScatterOptions) -> None:
 class FormatsOptions(Outputs):
     """Of ``benchmarks formats``."""
 
-    formats: Annotated[str, typer.Option(help="Of gradients: int8, int4, int4-64, nf4; or paper: weights too.")] = (
-        "int4,nf4"
-    )
+    formats: Annotated[
+        str, typer.Option(help="Of gradients: int8, int4, int4-64, nf4; or paper: weights too.")
+    ] = "int4,nf4"
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each format.")] = 8
     floors: Annotated[int, typer.Option(min=0, help="Of them with the chaos floor.")] = 3
@@ -273,10 +336,14 @@ class FormatsOptions(Outputs):
 @app.command("formats")
 @taking(FormatsOptions)
 def formats_command(options: FormatsOptions) -> None:
-    """Train in one process, in FP32, with each format of what ranks send, and show how far the losses differ."""
+    """Train in one process, in FP32, with each format of what ranks send, and show how far the
+    losses differ.
+    """
     from benchmarks import formats  # imports torch
 
-    wanted = formats.FormatsBench(tuple(words_of(options.formats)), options.steps, options.seeds, options.floors)
+    wanted = formats.FormatsBench(
+        tuple(words_of(options.formats)), options.steps, options.seeds, options.floors
+    )
     measure(options, convergence_report, len(wanted.jobs()), partial(formats.run, wanted))
 
 
@@ -284,9 +351,9 @@ def formats_command(options: FormatsOptions) -> None:
 class ScaleOptions(Outputs):
     """Of ``benchmarks scale``."""
 
-    ranks: Annotated[str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")] = (
-        "8,16,128,384,4096,75264"
-    )
+    ranks: Annotated[
+        str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")
+    ] = "8,16,128,384,4096,75264"
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
         "zero3,zero++,hsdp,paper,topo,topo-q8,topo-q4,oktopk,radius,tagc,scape"
     )
@@ -294,13 +361,17 @@ class ScaleOptions(Outputs):
     params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32
     numel: Annotated[str, typer.Option(help="Elements of each.")] = "131072"
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5
-    real_ranks: Annotated[int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")] = 8
+    real_ranks: Annotated[
+        int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")
+    ] = 8
 
 
 @app.command("scale")
 @taking(ScaleOptions)
 def scale_command(options: ScaleOptions) -> None:
-    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to 75,264 ranks."""
+    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to
+    75,264 ranks.
+    """
     from benchmarks.scale import ScaleBench, run  # imports torch
 
     wanted = ScaleBench(
@@ -325,9 +396,13 @@ class FaultsOptions(Outputs):
 @app.command("faults")
 @taking(FaultsOptions)
 def faults_command(options: FaultsOptions) -> None:
-    """Kill, stop, slow down, cut off ranks, raise in them: who reports it, and are the bits equal (needs root)?"""
+    """Kill, stop, slow down, cut off ranks, raise in them: who reports it, and are the bits equal
+    (needs root)?
+    """
     network.require()
-    content = measure(options, faults_report, options.rounds, partial(faults.run, options.rounds, options.seed))
+    content = measure(
+        options, faults_report, options.rounds, partial(faults.run, options.rounds, options.seed)
+    )
     if not all(row["equal"] for row in content["results"]):
         typer.echo("zero-topo: a run did not compute what the undisturbed one did", err=True)
         raise typer.Exit(FAILED)
@@ -344,7 +419,9 @@ class SoakOptions(Outputs):
 @app.command("soak")
 @taking(SoakOptions)
 def soak_command(options: SoakOptions) -> None:
-    """Train long with everything on, and check that no rank's memory, threads or descriptors grow."""
+    """Train long with everything on, and check that no rank's memory, threads or descriptors
+    grow.
+    """
     wanted = soak.Soak(options.steps, options.every)
     content = measure(options, soak_report, options.steps, partial(soak.run, wanted))
     grown = [row["name"] for row in content["results"] if not row["flat"]]

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The engine without DeepSpeed, a model or other ranks: its optimizer step phase by phase, in a world of any size."""
+"""The engine without DeepSpeed, a model or other ranks: its optimizer step phase by phase, in a
+world of any size.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from zero_topo.sync import Moment, Parameter
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Makes this process one rank of a world of any size; collectives return at once and bring what was sent.
+    """Makes this process one rank of a world of any size; collectives return at once and bring what
+    was sent.
 
     Where messages may differ in length, they bring zeros.
 
@@ -52,8 +55,12 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def matrices(numels: Sequence[int]) -> list[Parameter]:
-    """Parameters of these sizes, vectors if they have one element, in the order in which a model needs them."""
-    return [Parameter(f"p{place}", n, 1 if n == 1 else 2, place=place) for place, n in enumerate(numels)]
+    """Parameters of these sizes, vectors if they have one element, in the order in which a model
+    needs them.
+    """
+    return [
+        Parameter(f"p{place}", n, 1 if n == 1 else 2, place=place) for place, n in enumerate(numels)
+    ]
 
 
 def bare_engine(
@@ -88,17 +95,22 @@ class BareStep:
     Args:
         config: the engine's; nothing of it should overlap, or a phase ends in another.
         numels: elements of each parameter.
-        together: parameters that are scattered, synced and published in one collective; None is all.
+        together: parameters that are scattered, synced and published in one collective; None is
+            all.
 
     Attributes:
         engine: made for it.
     """
 
-    def __init__(self, config: ResolvedConfig, numels: Sequence[int], together: int | None = None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, numels: Sequence[int], together: int | None = None
+    ) -> None:
         padded = max(config.plan.world_size * config.plan.shard_numel(n) for n in numels)
         self._moments: list[Moment] = []
         bucket = padded * (together or len(numels))
-        self.engine = bare_engine(config, matrices(numels), torch.bfloat16, bucket, moments=lambda: self._moments)
+        self.engine = bare_engine(
+            config, matrices(numels), torch.bfloat16, bucket, moments=lambda: self._moments
+        )
         self.engine.weights.publish_world()
         self._masters = torch.zeros(self.engine.gradients.optimizer_rows().shape)
         self._moments.append(Moment(0, torch.zeros_like(self._masters), 0.9))
@@ -107,7 +119,9 @@ class BareStep:
         self._grads = [largest[:n] for n in numels]
 
     def phases(self) -> Mapping[str, Callable[[], None]]:
-        """What a step does, in order, by name; of the optimizer's update that part which is the engine's."""
+        """What a step does, in order, by name; of the optimizer's update that part which is the
+        engine's.
+        """
         return {
             "gather_forward": lambda: self._gather("gather_forward"),
             "gather_backward": lambda: self._gather("gather_backward"),
@@ -124,7 +138,9 @@ class BareStep:
 
     def _scatter(self) -> None:
         for bucket in self._buckets:
-            self.engine.gradients.scatter(bucket, self._grads[bucket.start : bucket.stop], bucket is self._buckets[-1])
+            self.engine.gradients.scatter(
+                bucket, self._grads[bucket.start : bucket.stop], bucket is self._buckets[-1]
+            )
 
     def _update(self) -> None:
         with self.engine.watched(self._masters.view(-1), 0, rate=0.1):

@@ -1,14 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks fit``: fits a machine's rates to measured steps, and predicts those of other schemes.
+"""``python -m benchmarks fit``: fits a machine's rates to measured steps, and predicts those of
+other schemes.
 
-A record of ``python -m benchmarks cluster --json`` holds what is needed: the cluster's links, the model, each scheme's
-block, and the median step at each number of micro-batches.
+A record of ``python -m benchmarks cluster --json`` holds what is needed: the cluster's links, the
+model, each scheme's block, and the median step at each number of micro-batches.
 
 Note [Fit]
-    FLOP/s follow from the record's time of a micro-batch without communication. Two factors of the machine are fitted:
-    the share of the links' rates that is reached, and bytes/s of packing and quantization. The sum of squared
-    logarithms of predicted over measured is minimized by a pattern search on a logarithmic scale: of a point and its
-    eight neighbours the best one is taken, and the distance is halved wherever that is the point itself.
+    FLOP/s follow from the record's time of a micro-batch without communication. Two factors of the
+    machine are fitted: the share of the links' rates that is reached, and bytes/s of packing and
+    quantization. The sum of squared
+    logarithms of predicted over measured is minimized by a pattern search on a logarithmic scale:
+        of a point and its
+    eight neighbours the best one is taken, and the distance is halved wherever that is the point
+    itself.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ MBIT = MB / 8
 LATENCY_S = 1e-3  # of a message between two processes on one host that share its cores
 FACTORS = ("links", "memory")
 FARTHEST = 50.0  # that a factor gets from 1, in powers of e
-STRIDE, LEAST = 1.0, 1e-4  # distances of the search's neighbours, first and last, in powers of e
+STRIDE = 1.0
+LEAST = 1e-4  # distances of the search's neighbours, first and last, in powers of e
 Point = tuple[float, ...]
 
 
@@ -134,31 +139,46 @@ def read_record(record: Mapping[str, Any]) -> list[Measured]:
     try:
         read(_Record, "record", record)
     except ValueError as error:
-        raise ValueError(f"not a record of 'python -m benchmarks cluster --json': {error}; give one") from None
-    settings, results, codes = record["settings"], record["results"], record.get("format") not in (None, 1)
-    cluster, setup = topology_of(settings["spec"]), settings["setup"]
+        raise ValueError(
+            f"not a record of 'python -m benchmarks cluster --json': {error}; give one"
+        ) from None
+    settings = record["settings"]
+    results = record["results"]
+    codes = record.get("format") not in (None, 1)
+    cluster = topology_of(settings["spec"])
+    setup = settings["setup"]
     blocks = {job["scheme"]: job["block"] for job in settings["jobs"] if job["block"] is not None}
     found = [
         Measured(
-            row["scheme"], _config(blocks[row["scheme"]], cluster, codes), _job(setup, row), row["step_s"]["median"]
+            row["scheme"],
+            _config(blocks[row["scheme"]], cluster, codes),
+            _job(setup, row),
+            row["step_s"]["median"],
         )
         for row in results
         if row["scheme"] in blocks
     ]
     if not found:
-        raise ValueError("the record holds no results of schemes that the model knows; measure some first")
+        raise ValueError(
+            "the record holds no results of schemes that the model knows; measure some first"
+        )
     return found
 
 
 def host_rates(record: Mapping[str, Any]) -> Rates:
-    """Where a fit begins: ranks that share a host's cores, whose links have the rates that the record names.
+    """Where a fit begins: ranks that share a host's cores, whose links have the rates that the
+    record names.
 
     Raises:
         ValueError: if the record has no time of computing.
     """
-    job, seconds = read_record(record)[0].job, record.get("compute_s_per_micro_batch")
+    job = read_record(record)[0].job
+    seconds = record.get("compute_s_per_micro_batch")
     if not isinstance(seconds, int | float) or not seconds > 0:
-        raise ValueError(f"the record's compute_s_per_micro_batch is {seconds!r}; it must be seconds, measured again")
+        raise ValueError(
+            f"the record's compute_s_per_micro_batch is {seconds!r}; it must be seconds, measured "
+            "again"
+        )
     return Rates(
         peak_flops=job.flops / job.micro_batches / seconds,
         compute_efficiency=1.0,
@@ -173,15 +193,28 @@ def host_rates(record: Mapping[str, Any]) -> Rates:
 
 def topology_of(spec: Mapping[str, Any]) -> Topology:
     """The machine of a record's ``spec``: a rank's share of each link when all ranks send."""
-    dies, gpus = spec["gcds_per_gpu"], spec["gpus_per_node"]
-    rates, sharers = spec["rates_mbit"], {"gpu": 1, "node": dies, "world": dies * gpus}
+    dies = spec["gcds_per_gpu"]
+    gpus = spec["gpus_per_node"]
+    rates = spec["rates_mbit"]
+    sharers = {"gpu": 1, "node": dies, "world": dies * gpus}
     levels = zip(LINKED_DOMAINS, ("gcd", "gpu", "node"), strict=True)
-    links = {domain: Link(rates[level] * MBIT / sharers[domain], LATENCY_S) for domain, level in levels}
-    return Topology(f"emulated-{spec.get('name', 'cluster')}", spec["nodes"], gpus, dies, links=links, emulated=True)
+    links = {
+        domain: Link(rates[level] * MBIT / sharers[domain], LATENCY_S) for domain, level in levels
+    }
+    return Topology(
+        f"emulated-{spec.get('name', 'cluster')}",
+        spec["nodes"],
+        gpus,
+        dies,
+        links=links,
+        emulated=True,
+    )
 
 
 def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> ResolvedConfig:
-    """A block on the record's cluster; those of format 1 had no INT8 weights, whatever the scheme's default is now."""
+    """A block on the record's cluster; those of format 1 had no INT8 weights, whatever the scheme's
+    default is now.
+    """
     keys = {key: value for key, value in block.items() if key != "topology"}
     bits = keys.get("quantize", {})
     if not codes and isinstance(bits, Mapping):
@@ -190,8 +223,11 @@ def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> Resolve
 
 
 def _job(setup: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
-    """The benchmark's GPT, whose DeepSpeed config prefetches nothing unless configured, and waits for every scatter."""
-    width, heads = setup["width"], setup["width"] // HEAD_WIDTH
+    """The benchmark's GPT, whose DeepSpeed config prefetches nothing unless configured, and waits
+    for every scatter.
+    """
+    width = setup["width"]
+    heads = setup["width"] // HEAD_WIDTH
     model = Transformer(
         name="benchmark",
         layers=setup["layers"],
@@ -206,7 +242,15 @@ def _job(setup: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
     )
     layer = model.params // model.layers
     ahead = setup["prefetch_numel"] // layer
-    return Job(model, setup["batch"], row["micro_batches"], False, prefetch=ahead, overlap_scatter=False, overlap=1.0)
+    return Job(
+        model,
+        setup["batch"],
+        row["micro_batches"],
+        False,
+        prefetch=ahead,
+        overlap_scatter=False,
+        overlap=1.0,
+    )
 
 
 def fit(measured: Sequence[Measured], start: Rates) -> Rates:
@@ -221,9 +265,12 @@ def fit(measured: Sequence[Measured], start: Rates) -> Rates:
         rates = _scaled(start, dict(zip(FACTORS, logarithms, strict=True)))
         return sum(math.log(row.ratio) ** 2 for row in predict(measured, rates))
 
-    point, stride = (0.0, 0.0), STRIDE
+    point = (0.0, 0.0)
+    stride = STRIDE
     while stride > LEAST:
-        neighbours = [(point[0] + a * stride, point[1] + b * stride) for a, b in product((0, -1, 1), repeat=2)]
+        neighbours = [
+            (point[0] + a * stride, point[1] + b * stride) for a, b in product((0, -1, 1), repeat=2)
+        ]
         best = min(neighbours, key=error)
         point, stride = best, stride / 2 if best == point else stride
     return _scaled(start, dict(zip(FACTORS, point, strict=True)))
@@ -233,7 +280,9 @@ def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
     links, memory = (math.exp(max(-FARTHEST, min(FARTHEST, logarithms[name]))) for name in FACTORS)
     return replace(
         start,
-        link_efficiency={domain: start.link_efficiency.get(domain, 1.0) * links for domain in LINKED_DOMAINS},
+        link_efficiency={
+            domain: start.link_efficiency.get(domain, 1.0) * links for domain in LINKED_DOMAINS
+        },
         memory_bandwidth=start.memory_bandwidth * memory,
     )
 
@@ -241,7 +290,12 @@ def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
 def predict(measured: Iterable[Measured], rates: Rates) -> list[Prediction]:
     """The model's step for each measured one."""
     return [
-        Prediction(row.scheme, row.job.micro_batches, row.step_s, predict_step(row.config, row.job, rates).seconds)
+        Prediction(
+            row.scheme,
+            row.job.micro_batches,
+            row.step_s,
+            predict_step(row.config, row.job, rates).seconds,
+        )
         for row in measured
     ]
 
@@ -255,7 +309,9 @@ def measured_schemes(measured: Sequence[Measured], schemes: Sequence[str]) -> li
     known = list(dict.fromkeys(row.scheme for row in measured))
     for name in schemes:
         if name not in known:
-            raise ValueError(f"scheme {name!r} is not in the record{did_you_mean(name, known)} ({known})")
+            raise ValueError(
+                f"scheme {name!r} is not in the record{did_you_mean(name, known)} ({known})"
+            )
     return [row for row in measured if row.scheme in schemes]
 
 
@@ -274,20 +330,30 @@ def show_fit(path: Path, on: Sequence[str], wanted: Sequence[str], as_json: bool
     record = parse_object(read_text(path, f"record {path}"), f"record {path}")
     measured = read_record(record)
     wanted = wanted or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
-    fitting, others = measured_schemes(measured, on), measured_schemes(measured, wanted)
+    fitting = measured_schemes(measured, on)
+    others = measured_schemes(measured, wanted)
     if not fitting:
         raise ValueError(f"--on {','.join(on)!r} names no scheme; give one or more of the record's")
     rates = fit(fitting, host_rates(record))
-    fitted, predicted = predict(fitting, rates), predict(others, rates)
+    fitted = predict(fitting, rates)
+    predicted = predict(others, rates)
     if as_json:
-        rows = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
+        rows = [
+            {**asdict(row), "ratio": row.ratio, "fitted": row in fitted}
+            for row in (*fitted, *predicted)
+        ]
         print_json({"rates": to_json(rates), "results": rows})
         return
-    table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
+    table = figures_table(
+        ["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step"
+    )
     for rows_of, what in ((fitted, "fitted"), (predicted, "predicted")):
         for row in rows_of:
             cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)
             table.add_row(row.scheme, str(row.micro_batches), *cells)
     show(table)
     links = ", ".join(f"{domain} {share:.2f}" for domain, share in rates.link_efficiency.items())
-    print(f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' rates: {links}")
+    print(
+        f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' "
+        f"rates: {links}"
+    )

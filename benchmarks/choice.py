@@ -14,7 +14,9 @@ from benchmarks.schemes import KNOWN, BenchScheme
 from zero_topo.strict import did_you_mean
 
 
-def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
+def schemes_named(
+    names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})
+) -> list[BenchScheme]:
     """Schemes by name.
 
     Args:
@@ -24,10 +26,13 @@ def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = Mappi
     Raises:
         ValueError: for an unknown name, naming the nearest, or the same twice.
     """
-    known, wanted = {**KNOWN, **extra}, list(names)
+    known = {**KNOWN, **extra}
+    wanted = list(names)
     for name in wanted:
         if name not in known:
-            raise ValueError(f"unknown scheme {name!r}{did_you_mean(name, known)} (known: {list(known)})")
+            raise ValueError(
+                f"unknown scheme {name!r}{did_you_mean(name, known)} (known: {list(known)})"
+            )
     if len(set(wanted)) < len(wanted) or not wanted:
         raise ValueError(f"schemes {wanted} must be at least one, each named once")
     return [known[name] for name in wanted]
@@ -36,7 +41,8 @@ def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = Mappi
 def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
     """More schemes from a JSON file: an object of name -> ``zero_topo`` block without its topology.
 
-    Where another optimizer than AdamW steps: name -> ``{"block": the block, "optimizer": its type}``.
+    Where another optimizer than AdamW steps: name ->
+    ``{"block": the block, "optimizer": its type}``.
 
     Raises:
         ValueError: if the file is missing or of another form.
@@ -45,7 +51,9 @@ def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
         return {}
     data = _read("blocks", path)
     if not isinstance(data, dict) or not all(isinstance(entry, dict) for entry in data.values()):
-        raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
+        raise ValueError(
+            f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}"
+        )
     return {name: _scheme(name, entry) for name, entry in data.items()}
 
 

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks cluster``: optimizer steps of every scheme on an emulated cluster, counted by the kernel.
+"""``python -m benchmarks cluster``: optimizer steps of every scheme on an emulated cluster, counted
+by the kernel.
 
 1. build the network, start the ranks once;
-2. for every scheme and number of micro-batches: warm up on fast links, wait until no byte moves, read the counters,
-   take the steps, wait and read again;
+2. for every scheme and number of micro-batches: warm up on fast links, wait until no byte moves,
+   read the counters, take the steps, wait and read again;
 3. compare the bytes and the times with those of the cost formulas and the links' rates.
 """
 
@@ -37,7 +38,8 @@ class ClusterBench:
         micro_batches: per optimizer step; each scheme is measured with each.
         setup: model and DeepSpeed config.
         steps: measured optimizer steps.
-        warmup: steps before them, all but the last on fast links: Adam's first updates change more of the weights.
+        warmup: steps before them, all but the last on fast links: Adam's first updates change more
+            of the weights.
 
     Raises:
         ValueError: for a scheme that the config refuses, or numbers that are too small.
@@ -51,16 +53,28 @@ class ClusterBench:
     warmup: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.micro_batches, default=0) < 1 or len(set(self.micro_batches)) < len(self.micro_batches):
-            raise ValueError(f"micro-batches {list(self.micro_batches)} must be positive and different numbers")
+        if min(self.micro_batches, default=0) < 1 or len(set(self.micro_batches)) < len(
+            self.micro_batches
+        ):
+            raise ValueError(
+                f"micro-batches {list(self.micro_batches)} must be positive and different numbers"
+            )
         if self.steps < 2 or self.warmup < 1:
-            raise ValueError(f"{self.steps} steps after {self.warmup} to warm up: measure at least 2 after at least 1")
+            raise ValueError(
+                f"{self.steps} steps after {self.warmup} to warm up: measure at least 2 after at "
+                "least 1"
+            )
         for scheme in self.schemes:
             config = scheme.resolve(self.spec.topology())
-            dense = 0 if config is None else getattr(config.sync, "start", 0) + getattr(config.sync, "warmup", 0)
+            dense = (
+                0
+                if config is None
+                else getattr(config.sync, "start", 0) + getattr(config.sync, "warmup", 0)
+            )
             if dense > self.warmup:
                 raise ValueError(
-                    f"scheme {scheme.name!r}: its first {dense} steps send more than the later ones, and only "
+                    f"scheme {scheme.name!r}: its first {dense} steps send more than the later "
+                    "ones, and only "
                     f'{self.warmup} go before the measurement; set its "start" and "warmup" to 0'
                 )
             block = scheme.job_on(self.spec.topology_block())["block"]
@@ -79,7 +93,9 @@ class ClusterBench:
             "setup": asdict(self.setup),
             "steps": self.steps,
             "warmup": self.warmup,
-            "jobs": [self._job(scheme, count) for count in self.micro_batches for scheme in self.schemes],
+            "jobs": [
+                self._job(scheme, count) for count in self.micro_batches for scheme in self.schemes
+            ],
         }
 
     def _job(self, scheme: BenchScheme, micro_batches: int) -> dict[str, Any]:
@@ -92,21 +108,28 @@ def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
 
     Args:
         bench: what.
-        tick: called after each step and whenever something takes long, with a few words and the passes done since.
+        tick: called after each step and whenever something takes long, with a few words and the
+            passes done since.
 
     Yields:
-        The record so far, after each result: ``results``, one for each scheme and number of micro-batches;
+        The record so far, after each result: ``results``, one for each scheme and number of
+            micro-batches;
         ``message_bytes`` (the model in 16 bits); ``spec``; and how it was measured.
 
     Raises:
         ValueError: where no cluster can be built, or if a scheme is refused.
         RuntimeError: if a rank fails.
     """
-    host, settings, spec = machine(), bench.settings(), bench.spec
+    host = machine()
+    settings = bench.settings()
+    spec = bench.spec
     results: list[dict[str, Any]] = []
     tick("building the network", 0)
     # SIGTERM ends the block as Ctrl-C does, so that the network is taken down
-    with signal_handled(signal.SIGTERM, signal.default_int_handler), EmulatedNetwork(spec) as network:
+    with (
+        signal_handled(signal.SIGTERM, signal.default_int_handler),
+        EmulatedNetwork(spec) as network,
+    ):
         tick("starting the ranks", 0)
         with Ranks(PROGRAM, settings, _places(network)) as ranks:
             observer = _Observer(network, ranks, tick)
@@ -123,26 +146,40 @@ def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
 
 def dropped(results: Sequence[Mapping[str, Any]]) -> str | None:
     """One line that names the results spoiled by dropped packets, or None."""
-    spoiled = [f"{row['scheme']} at {row['micro_batches']} ({row['drops']})" for row in results if row["drops"]]
-    return f"packets were dropped, so these times are not valid: {', '.join(spoiled)}" if spoiled else None
+    spoiled = [
+        f"{row['scheme']} at {row['micro_batches']} ({row['drops']})"
+        for row in results
+        if row["drops"]
+    ]
+    return (
+        f"packets were dropped, so these times are not valid: {', '.join(spoiled)}"
+        if spoiled
+        else None
+    )
 
 
 def _places(network: EmulatedNetwork) -> list[Place]:
     spec = network.spec
     address = Address("eth0", spec.address(0), PORT)
     ranks = range(spec.world_size)
-    return [place(rank, spec.world_size, spec.ranks_per_node, address, network.space(rank)) for rank in ranks]
+    return [
+        place(rank, spec.world_size, spec.ranks_per_node, address, network.space(rank))
+        for rank in ranks
+    ]
 
 
 class _Observer:
-    """Serves rank 0 during a run: sets the links' rates, and reads the counters when all ranks stand still.
+    """Serves rank 0 during a run: sets the links' rates, and reads the counters when all ranks
+    stand still.
 
     Attributes:
         compute_s: forward and backward pass of one micro-batch.
     """
 
     def __init__(self, network: EmulatedNetwork, ranks: Ranks, tick: Tick) -> None:
-        self._network, self._ranks, self._tick = network, ranks, tick
+        self._network = network
+        self._ranks = ranks
+        self._tick = tick
         self._snapshots: list[Snapshot] = []
         self.compute_s = 0.0
 
@@ -170,7 +207,8 @@ class _Observer:
 
 
 def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[str, Any]:
-    """One result, from what rank 0 reported and the kernel counted over the measured steps; bytes are per step.
+    """One result, from what rank 0 reported and the kernel counted over the measured steps; bytes
+    are per step.
 
     Args:
         spec: the cluster.
@@ -178,7 +216,8 @@ def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[
         traffic: between the two fences.
     """
     seconds = measured["step_seconds"]
-    steps, step = measured["counted_steps"], Spread.of(seconds)
+    steps = measured["counted_steps"]
+    step = Spread.of(seconds)
     uplink = traffic.mean("node") / steps
     return {
         "scheme": measured["scheme"],
@@ -194,7 +233,8 @@ def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[
         },
         "level_bytes": {level: round(traffic.mean(level) / steps) for level in LEVELS},
         "level_rate_share": {
-            level: traffic.busiest(level) / steps / step.median / spec.rates_mbit.bytes_per_s(level) for level in LEVELS
+            level: traffic.busiest(level) / steps / step.median / spec.rates_mbit.bytes_per_s(level)
+            for level in LEVELS
         },
         "floor_s": measured["floor_s"],
         "cpu_s_per_step": measured["cpu_s"],

@@ -19,13 +19,32 @@ from zero_topo.units import MB, format_bytes, format_seconds
 BASELINE = "zero3"
 WIDTH = 112
 PICTURES = ("step_time.png", "bytes.png")
-COLOURS = ("#8c8c8c", "#bdbdbd", "#2f6db5", "#7fb0e0", "#d9822b", "#f0c08a", "#3f9c55", "#a5d6a0", "#8e5aa8", "#c9a7da")
-NOTE = (
-    "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the links need if all "
-    "collectives overlap, and if one follows the other. uplink: bytes that leave a node per step, by the kernel."
+COLOURS = (
+    "#8c8c8c",
+    "#bdbdbd",
+    "#2f6db5",
+    "#7fb0e0",
+    "#d9822b",
+    "#f0c08a",
+    "#3f9c55",
+    "#a5d6a0",
+    "#8e5aa8",
+    "#c9a7da",
 )
-STOCK_NOTE = "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, as NCCL and RCCL do."
-PHASE_NOTE = "Where rank 0's last step went: seconds it worked or waited for each phase; the rest is computing."
+NOTE = (
+    "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the "
+    "links need if all "
+    "collectives overlap, and if one follows the other. uplink: bytes that leave a node per step, "
+    "by the kernel."
+)
+STOCK_NOTE = (
+    "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, "
+    "as NCCL and RCCL do."
+)
+PHASE_NOTE = (
+    "Where rank 0's last step went: seconds it worked or waited for each phase; the rest "
+    "is computing."
+)
 LINKS = {"gcd": "of a GCD", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
 
@@ -35,8 +54,10 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     spec = Spec.from_json("spec", content["spec"])
     rates = " / ".join(str(getattr(spec.rates_mbit, level)) for level in LEVELS)
     console.print(
-        f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} GCDs, links of a GCD / GPU "
-        f"/ node {rates} Mbit/s; model {format_bytes(content['message_bytes'])} in 16 bits; forward and backward of a "
+        f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} GCDs, "
+        "links of a GCD / GPU "
+        f"/ node {rates} Mbit/s; model {format_bytes(content['message_bytes'])} in 16 bits; "
+        "forward and backward of a "
         f"micro-batch {format_seconds(content['compute_s_per_micro_batch'])} without communication",
         soft_wrap=True,
     )
@@ -50,7 +71,17 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of equal micro-batches."""
-    columns = ("K", "scheme", "step, median", "min - max", f"vs {BASELINE}", "floors", "uplink", "formula", "drops")
+    columns = (
+        "K",
+        "scheme",
+        "step, median",
+        "min - max",
+        f"vs {BASELINE}",
+        "floors",
+        "uplink",
+        "formula",
+        "drops",
+    )
     made = figures_table(columns, left=("scheme",))
     for count in dict.fromkeys(row["micro_batches"] for row in results):
         rows = [row for row in results if row["micro_batches"] == count]
@@ -63,7 +94,9 @@ def phase_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Seconds by phase of those results that have them: not stock DeepSpeed's."""
     made = figures_table(("K", "scheme", *PHASES, "rest"), left=("scheme",))
     for row in results:
-        seconds = {phase: found["seconds"] for phase, found in row["phases"].items() if "seconds" in found}
+        seconds = {
+            phase: found["seconds"] for phase, found in row["phases"].items() if "seconds" in found
+        }
         if not seconds:
             continue
         cells = [f"{seconds[phase]:.2f}" if phase in seconds else "-" for phase in PHASES]
@@ -100,15 +133,20 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """Median step time of each scheme with its spread and the floor, one panel for each number of micro-batches."""
+    """Median step time of each scheme with its spread and the floor, one panel for each number of
+    micro-batches.
+    """
     counts = list(dict.fromkeys(row["micro_batches"] for row in results))
     figure = Figure(figsize=(1.5 + 3.2 * len(counts), 4.5), dpi=120, layout="constrained")
     for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
         rows = [row for row in results if row["micro_batches"] == count]
         for place, row in enumerate(rows):
-            step, floor = row["step_s"], row["floor_s"]["serial"]
+            step = row["step_s"]
+            floor = row["floor_s"]["serial"]
             spread = [[step["median"] - step["min"]], [step["max"] - step["median"]]]
-            axes.bar(place, step["median"], 0.8, yerr=spread, capsize=2, color=_colour(results, row))
+            axes.bar(
+                place, step["median"], 0.8, yerr=spread, capsize=2, color=_colour(results, row)
+            )
             axes.plot([place - 0.4, place + 0.4], [floor, floor], color="black", linewidth=1.2)
             axes.annotate(f"{step['median']:.3g}", (place, step["max"]), (0, 3), **_ABOVE)
         axes.set_xticks(range(len(rows)), [row["scheme"] for row in rows], rotation=60, ha="right")
@@ -120,7 +158,9 @@ def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _level_bytes(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each level of links."""
+    """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each
+    level of links.
+    """
     schemes = list(dict.fromkeys(row["scheme"] for row in results))
     counts = list(dict.fromkeys(row["micro_batches"] for row in results))
     figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
@@ -131,7 +171,9 @@ def _level_bytes(results: Sequence[Mapping[str, Any]]) -> Figure:
             places = [counts.index(row["micro_batches"]) for row in rows]
             values = [row["level_bytes"][level] / MB for row in rows]
             axes.plot(places, values, "o-", color=_colour(results, rows[0]), label=scheme)
-        axes.set(yscale="log", title=f"link {LINKS[level]}", xlabel="micro-batches per optimizer step")
+        axes.set(
+            yscale="log", title=f"link {LINKS[level]}", xlabel="micro-batches per optimizer step"
+        )
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")

@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Control:
-    """A rank's line to its benchmark. That of rank 0 alone leads there: the others' words go nowhere.
+    """A rank's line to its benchmark. That of rank 0 alone leads there: the others' words go
+    nowhere.
 
     Args:
         line: owned by this object; None on the other ranks.
@@ -38,7 +39,8 @@ class Control:
     def send_results(
         self, jobs: Iterable[dict[str, Any]], measure: Callable[[dict[str, Any]], Mapping[str, Any]]
     ) -> None:
-        """Measure one job after the other and send what comes of each, as ``Ranks.results`` takes it.
+        """Measure one job after the other and send what comes of each, as ``Ranks.results`` takes
+        it.
 
         A job that is refused ends this, on every rank alike: by its block or its config.
         """

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks convergence``: the loss of every scheme against stock ZeRO-3, run by run the same data.
+"""``python -m benchmarks convergence``: the loss of every scheme against stock ZeRO-3, run by run
+the same data.
 
-Every scheme starts from the same weights as stock and sees the same batches, once for each seed. A difference says
-something only if it exceeds the *chaos floor*: stock against itself after a change of the initial weights by 1e-6,
-which training amplifies as it amplifies any rounding.
+Every scheme starts from the same weights as stock and sees the same batches, once for each seed. A
+difference says something only if it exceeds the *chaos floor*: stock against itself after a change
+of the initial weights by 1e-6, which training amplifies as it amplifies any rounding.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ class Convergence:
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, GCDs of a GPU.
         floors: number of seeds that also train the chaos floor.
-        before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not trained again.
+        before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not
+            trained again.
         again: schemes to train again, with stock, at every rate: for one whose code has changed.
-        one_process: train in plain data parallelism, without DeepSpeed, by ranks that are threads (``in_process.py``).
+        one_process: train in plain data parallelism, without DeepSpeed, by ranks that are threads
+            (``in_process.py``).
 
     Raises:
-        ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of other trainings.
+        ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of
+            other trainings.
     """
 
     schemes: tuple[BenchScheme, ...]
@@ -62,29 +66,42 @@ class Convergence:
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
-            raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
+            raise ValueError(
+                f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with "
+                "one"
+            )
         for scheme in self.schemes:
             scheme.resolve(emulated(*self.shape))
         quantized = any(of.block and of.block.get("quantize") != PLAIN for of in self.schemes)
-        if self.one_process and (self.setup.bf16 or self.micro_batches > 1 or self.shape[1:] != (1, 1) or quantized):
+        if self.one_process and (
+            self.setup.bf16 or self.micro_batches > 1 or self.shape[1:] != (1, 1) or quantized
+        ):
             raise ValueError(
-                "in one process only sync and the optimizer differ: give --fp32, a shape such as 4x1x1, one "
+                "in one process only sync and the optimizer differ: give --fp32, a shape such as "
+                "4x1x1, one "
                 "micro-batch, and schemes that quantize nothing else"
             )
         unknown = set(self.again) - {_plain(scheme.name) for scheme in self.schemes if self.before}
         if unknown:
-            raise ValueError(f"--again {', '.join(sorted(unknown))}: only what --schemes names and --more keeps")
+            raise ValueError(
+                f"--again {', '.join(sorted(unknown))}: only what --schemes names and --more keeps"
+            )
         if self.before is not None:
-            mine, kept = self.settings(), self.before["settings"]
-            kept = {**kept, "setup": asdict(TrainingSetup(**kept["setup"]))}  # older records lack newer fields
+            mine = self.settings()
+            kept = self.before["settings"]
+            # Older records lack newer fields
+            kept = {**kept, "setup": asdict(TrainingSetup(**kept["setup"]))}
             other = [key for key in mine if key != "jobs" and mine[key] != kept.get(key)]
             other += ["schemes"] * (_first_jobs(mine["jobs"]) != _first_jobs(kept["jobs"]))
             if other:
                 raise ValueError(
-                    f"the record is of other trainings, its {', '.join(other)} differ: give the same again"
+                    f"the record is of other trainings, its {', '.join(other)} differ: give the "
+                    "same again"
                 )
             if not self.left():
-                raise ValueError(f"the record has all {len(self.seeds)} seeds: ask for more of them")
+                raise ValueError(
+                    f"the record has all {len(self.seeds)} seeds: ask for more of them"
+                )
 
     def runs(self) -> list[BenchScheme]:
         """Stock, the chaos floor, and the other schemes."""
@@ -112,7 +129,9 @@ class Convergence:
         """
         jobs: list[dict[str, Any]] = self.settings()["jobs"]
         kept = self.before["curves"] if self.before else {}
-        lacking = {job["seed"] for job in jobs if str(job["seed"]) not in kept.get(job["scheme"], ())}
+        lacking = {
+            job["seed"] for job in jobs if str(job["seed"]) not in kept.get(job["scheme"], ())
+        }
         anew = {STOCK, *self.again} if self.again else set()
         return [job for job in jobs if job["seed"] in lacking or _plain(job["scheme"]) in anew]
 
@@ -129,8 +148,9 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
         tick: called after each step, with a few words and the steps done since.
 
     Yields:
-        The record so far, after each run of the first seed and each further seed (to parts of one nothing could be
-        added): ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
+        The record so far, after each run of the first seed and each further seed (to parts of one
+        nothing could be added): ``results``, one for each scheme; ``curves``, scheme -> seed ->
+        losses; and how it was measured.
 
     Raises:
         ValueError: if a scheme is refused.
@@ -153,7 +173,9 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
             results: Iterator[Any] = ((job, train(settings, nodes, stepped, job)) for job in jobs)
         else:
             places = on_loopback(nodes * gpus * dies, gpus * dies)
-            results = stack.enter_context(Ranks(PROGRAM, settings | {"jobs": jobs}, places)).results(jobs, stepped)
+            results = stack.enter_context(
+                Ranks(PROGRAM, settings | {"jobs": jobs}, places)
+            ).results(jobs, stepped)
         for job, curve in results:
             curves.setdefault(job["scheme"], {})[job["seed"]] = curve
             done += 1
@@ -169,13 +191,17 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
 
 
 def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Two records of the same trainings with other seeds as one, its head the newer's; the older's in ``before``.
+    """Two records of the same trainings with other seeds as one, its head the newer's; the older's
+    in ``before``.
 
     Of a seed that both have the newer's is taken.
     """
     newer = {row["scheme"]: row for row in made["results"]}
     results = [_joined_row(row, newer.pop(row["scheme"], None)) for row in before["results"]]
-    curves = {name: before["curves"].get(name, {}) | made["curves"].get(name, {}) for name in before["curves"] | newer}
+    curves = {
+        name: before["curves"].get(name, {}) | made["curves"].get(name, {})
+        for name in before["curves"] | newer
+    }
     head = {key: before[key] for key in ("when", "machine", "versions")}
     heads = [*before.get("before", []), head]
     return {**made, "results": [*results, *newer.values()], "curves": curves, "before": heads}
@@ -185,7 +211,8 @@ def _joined_row(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[s
     if new is None:
         return dict(old)
     seeds, newer = (set(row["last"]["difference"]["by_seed"]) for row in (old, new))
-    kept, come = len(seeds - newer), len(newer)
+    kept = len(seeds - newer)
+    come = len(newer)
 
     def weighed(one: float, other: float) -> float:
         return (kept * one + come * other) / (kept + come)
@@ -193,7 +220,10 @@ def _joined_row(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[s
     row: dict[str, Any] = {"scheme": old["scheme"]}
     for name in ("last", "overall", "evaluation"):
         by_seed = old[name]["difference"]["by_seed"] | new[name]["difference"]["by_seed"]
-        row[name] = {"loss": weighed(old[name]["loss"], new[name]["loss"]), "difference": _difference(by_seed)}
+        row[name] = {
+            "loss": weighed(old[name]["loss"], new[name]["loss"]),
+            "difference": _difference(by_seed),
+        }
     crossing = (old["crossing_bytes"], new["crossing_bytes"])
     return {**row, "crossing_bytes": None if None in crossing else weighed(*crossing)}
 
@@ -210,10 +240,12 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
         curves: scheme -> seed -> ``losses`` of the steps and ``evaluation`` loss.
 
     Returns:
-        One object for each scheme, stock first: for the last tenth of the run (``last``), all of it (``overall``) and
-        the evaluation at its end (``evaluation``) the mean ``loss`` over seeds, and the ``difference``: ``mean`` over
-        seeds, ``worst`` (of the largest magnitude), and ``by_seed``, as shares of stock's loss; and ``crossing_bytes``,
-        what a rank sent out of its node in a step for sync and publish, the mean over ranks, steps and seeds, or None.
+        One object for each scheme, stock first: for the last tenth of the run (``last``), all of it
+            (``overall``) and
+        the evaluation at its end (``evaluation``) the mean ``loss`` over seeds, and the
+        ``difference``: ``mean`` over seeds, ``worst`` (of the largest magnitude), and ``by_seed``,
+        as shares of stock's loss; and ``crossing_bytes``, what a rank sent out of its node in a
+        step for sync and publish, the mean over ranks, steps and seeds, or None.
     """
     measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "last": lambda run: _mean(run["losses"][-max(1, len(run["losses"]) // LAST_PART) :]),
@@ -224,8 +256,14 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
     for scheme, seeds in curves.items():
         row: dict[str, Any] = {"scheme": scheme}
         for name, measure in measures.items():
-            by_seed = {str(seed): measure(run) / measure(curves[STOCK][seed]) - 1 for seed, run in seeds.items()}
-            row[name] = {"loss": _mean([measure(run) for run in seeds.values()]), "difference": _difference(by_seed)}
+            by_seed = {
+                str(seed): measure(run) / measure(curves[STOCK][seed]) - 1
+                for seed, run in seeds.items()
+            }
+            row[name] = {
+                "loss": _mean([measure(run) for run in seeds.values()]),
+                "difference": _difference(by_seed),
+            }
         crossing = [run["crossing_bytes"] for run in seeds.values()]
         row["crossing_bytes"] = None if None in crossing else _mean(crossing)
         results.append(row)

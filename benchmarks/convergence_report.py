@@ -19,8 +19,10 @@ CHAOS = "chaos"
 WIDTH = 116
 PICTURES = ("convergence.png",)
 NOTE = (
-    "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
-    "stock after a small change of its initial weights: what is not larger than that says nothing. MB crossing: "
+    "Differences are from stock with the same seed, in percent of its loss; worst is the seed "
+    "farthest away. chaos is "
+    "stock after a small change of its initial weights: what is not larger than that says nothing. "
+    "MB crossing: "
     "what a rank sends out of its node in a step for sync and publish."
 )
 
@@ -30,7 +32,10 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     console = wide_console(WIDTH, console)
     settings = content["settings"]
     seeds = len({job["seed"] for job in settings["jobs"]})
-    console.print(f"{settings['steps']} optimizer steps, {seeds} seed{'s' * (seeds > 1)}, losses in nats per byte")
+    console.print(
+        f"{settings['steps']} optimizer steps, {seeds} seed{'s' * (seeds > 1)}, losses in nats per "
+        "byte"
+    )
     console.print(table(content["results"]))
     console.print(NOTE)
 
@@ -38,7 +43,9 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each scheme."""
     names = ("last tenth", "whole run", "evaluation")
-    made = figures_table(("scheme", *(column for name in names for column in (name, "mean", "worst")), "MB crossing"))
+    made = figures_table(
+        ("scheme", *(column for name in names for column in (name, "mean", "worst")), "MB crossing")
+    )
     for row in results:
         cells = [row["scheme"]]
         for measure in (row["last"], row["overall"], row["evaluation"]):
@@ -50,20 +57,31 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: losses, and differences from stock, both averaged over seeds and smoothed."""
+    """The picture, by its file's name: losses, and differences from stock, both averaged over seeds
+    and smoothed.
+    """
     curves = {name: _mean_curve(seeds) for name, seeds in content["curves"].items()}
     window = max(1, len(curves[STOCK]) // 20)
     figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     for index, (name, curve) in enumerate(curves.items()):
-        style = {"color": "black", "linestyle": ":"} if name == CHAOS else {"color": COLOURS[index % len(COLOURS)]}
-        smooth, stock = _smoothed(curve, window), _smoothed(curves[STOCK], window)
+        style = (
+            {"color": "black", "linestyle": ":"}
+            if name == CHAOS
+            else {"color": COLOURS[index % len(COLOURS)]}
+        )
+        smooth = _smoothed(curve, window)
+        stock = _smoothed(curves[STOCK], window)
         steps = range(window, window + len(smooth))
         left.plot(steps, smooth, label=name, linewidth=1.2, **style)
         if name != STOCK:
             shares = [100 * (mine / other - 1) for mine, other in zip(smooth, stock, strict=True)]
             right.plot(steps, shares, linewidth=1.2, **style)
-    left.set(xlabel="optimizer step", ylabel="loss, nats per byte", title=f"mean over seeds and {window} steps")
+    left.set(
+        xlabel="optimizer step",
+        ylabel="loss, nats per byte",
+        title=f"mean over seeds and {window} steps",
+    )
     right.set(xlabel="optimizer step", ylabel="percent", title="difference from stock")
     for axes in (left, right):
         axes.grid(alpha=0.3)

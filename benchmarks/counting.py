@@ -1,14 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Counts what a step asks of a device, without one: operations, calls of kernels, collectives, host syncs, memory.
+"""Counts what a step asks of a device, without one: operations, calls of kernels, collectives, host
+syncs, memory.
 
 Note [What is a launch]
-    An ATen operation that is neither a view nor an allocation, a call of a backend's kernel, a collective: each is
-    queued on a device by itself. What a kernel does inside is not counted. An operator that GPUs have no kernel for
-    counts, in launches and memory, as the reference's operations.
+    An ATen operation that is neither a view nor an allocation, a call of a backend's kernel, a
+    collective: each is queued on a device by itself. What a kernel does inside is not counted. An
+    operator that GPUs have no kernel for counts, in launches and memory, as the reference's
+    operations.
 
 Note [What is a host sync]
-    An operation whose result, or the size of it, the host must know before it goes on; or a tensor made of Python's
-    numbers, which a device gets from memory that is not pinned. On a CPU nothing waits: they are known by their names.
+    An operation whose result, or the size of it, the host must know before it goes on; or a tensor
+    made of Python's
+    numbers, which a device gets from memory that is not pinned. On a CPU nothing waits: they are
+        known by their names.
 """
 
 from __future__ import annotations
@@ -29,17 +33,36 @@ from zero_topo.quant import reference
 from zero_topo.quant.operators import OPS
 
 FREE = frozenset(
-    ("empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_")
+    (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "record_stream",
+        "resize_",
+    )
 )
 SYNCS = frozenset(
-    ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero", "unique_dim")
+    (
+        "_local_scalar_dense",
+        "_unique2",
+        "equal",
+        "is_nonzero",
+        "lift_fresh",
+        "masked_select",
+        "nonzero",
+        "unique_dim",
+    )
 )
 MASKED = frozenset(("index", "index_put", "index_put_"))
 BY_REFERENCE: dict[Any, Callable[..., Any]] = {
     OPS.ternary_encode.default: reference.ternary_encode,
     OPS.ternary_decode.default: reference.ternary_decode,
 }
-HOST_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))  # that a CPU's tensors do not dispatch
+# That a CPU's tensors do not dispatch
+HOST_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))
 
 
 @dataclass
@@ -84,21 +107,30 @@ class Allocations(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in BY_REFERENCE:
             with self:
                 return BY_REFERENCE[func](*args)
         result = func(*args, **(kwargs or {}))
-        # What is changed in place, or seen in another way, was made before; lift_fresh brings in what Python made.
-        if not (func._schema.is_mutable or func.is_view) or func is torch.ops.aten.lift_fresh.default:
+        # What is changed in place, or seen in another way, was made before; lift_fresh brings in
+        # what Python made.
+        if (
+            not (func._schema.is_mutable or func.is_view)
+            or func is torch.ops.aten.lift_fresh.default
+        ):
             for made in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(made, Tensor):
                     self._follow(made.untyped_storage())
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        nbytes = storage.nbytes()
         if key in self._known:
             return
         self._known[key] = weakref.ref(storage, lambda _: self._freed(key, nbytes))
@@ -131,7 +163,11 @@ class Launches(Allocations):
         self._now: Counts | None = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if self._now is not None:
             space, _, name = func._schema.name.partition("::")
@@ -155,7 +191,8 @@ class Launches(Allocations):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What is done inside is counted under a name; not to be nested."""
-        self._now, before = self.phases[name], self.live
+        self._now = self.phases[name]
+        before = self.live
         self.reset()
         try:
             with self, _HostReads(self._now):
@@ -170,7 +207,9 @@ class _HostReads(TorchFunctionMode):
         super().__init__()
         self._counts = counts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         self._counts.syncs += func in HOST_READS
         return func(*args, **(kwargs or {}))
 

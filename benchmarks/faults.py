@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks faults``: ranks die, raise, hang, slow down, compute NaN, nodes lose their network; then what?
+"""``python -m benchmarks faults``: ranks die, raise, hang, slow down, compute NaN, nodes lose their
+network; then what?
 
-Each round trains on an emulated cluster of two nodes with two ranks each, started by a launcher on each node, and
-meets one fault. It measures how long the others take to say so, and compares what the run, or its restart from the
-last checkpoint, computes with a run that nothing happened to: bit for bit.
+Each round trains on an emulated cluster of two nodes with two ranks each, started by a launcher on
+each node, and meets one fault. It measures how long the others take to say so, and compares what
+the run, or its restart from the last checkpoint, computes with a run that nothing happened to: bit
+for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ PORT = 29500
 SAID = re.compile("the run .*did not answer|rank 0, .*(does not answer|has not answered)")
 OF_KIND = {
     "slow": re.compile("every rank answers; .*faulty_training"),  # at the line that sleeps
-    "raised": re.compile("(every rank answers; .*ended by|cannot be written:) RuntimeError: a fault"),
+    "raised": re.compile(
+        "(every rank answers; .*ended by|cannot be written:) RuntimeError: a fault"
+    ),
 }
 Steps = dict[int, list[Any]]
 
@@ -69,7 +73,12 @@ def drawn(rounds: int, seed: int) -> list[Fault]:
     dice = random.Random(seed)
     phases = {kind: cycle(dice.sample(PHASES, len(PHASES))) for kind in ("cut", *ANYWHERE)}
     return [
-        Fault(kind, next(phases.get(kind, cycle(("forward",)))), dice.choice(STEPS), dice.randrange(SPEC.world_size))
+        Fault(
+            kind,
+            next(phases.get(kind, cycle(("forward",)))),
+            dice.choice(STEPS),
+            dice.randrange(SPEC.world_size),
+        )
         for kind in islice(cycle(KINDS), rounds)
     ]
 
@@ -83,13 +92,20 @@ def run(rounds: int, seed: int, tick: Tick) -> GrowingRecord:
         tick: called after each round.
 
     Yields:
-        The record so far: ``results``, one for each round, see :func:`meet`; and how it was measured.
+        The record so far: ``results``, one for each round, see :func:`meet`; and how it was
+            measured.
 
     Raises:
         ValueError: where no cluster can be built.
         RuntimeError: if a round ends in another way than it must.
     """
-    settings = {"rounds": rounds, "seed": seed, "spec": SPEC.to_json(), "watch_s": WATCH_S, "cut_s": CUT_S}
+    settings = {
+        "rounds": rounds,
+        "seed": seed,
+        "spec": SPEC.to_json(),
+        "watch_s": WATCH_S,
+        "cut_s": CUT_S,
+    }
     results: list[dict[str, Any]] = []
     tick("building the network, starting Python", 0)
     with tempfile.TemporaryDirectory(prefix="zero-topo-faults-") as folder, cluster() as nodes:
@@ -97,13 +113,16 @@ def run(rounds: int, seed: int, tick: Tick) -> GrowingRecord:
         undisturbed = whole(nodes, Path(folder) / "undisturbed")
         for number, fault in enumerate(drawn(rounds, seed)):
             tick(f"{fault.kind} in {fault.phase} of step {fault.step}", 0)
-            results.append({**asdict(fault), **meet(nodes, Path(folder) / str(number), fault, undisturbed)})
+            results.append(
+                {**asdict(fault), **meet(nodes, Path(folder) / str(number), fault, undisturbed)}
+            )
             yield record("faults", settings, {"results": results})
             tick("", 1)
 
 
 def whole(nodes: Cluster, folder: Path) -> Steps:
-    """What a run computes that nothing happens to, or that goes on from the checkpoint in the folder.
+    """What a run computes that nothing happens to, or that goes on from the checkpoint in the
+    folder.
 
     Raises:
         RuntimeError: if it does not end well.
@@ -119,8 +138,10 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
     """One round.
 
     Returns:
-        ``told_s``: by rank, the seconds until it reported the fault, if others can see one; where a rank ended,
-        those of the other node have to. ``ended_s``: seconds until the launch of a rank that ended had ended, else
+        ``told_s``: by rank, the seconds until it reported the fault, if others can see one; where a
+            rank ended,
+        those of the other node have to. ``ended_s``: seconds until the launch of a rank that ended
+            had ended, else
         None. ``restarted``, and whether what was computed in the end is ``equal``.
 
     Raises:
@@ -147,7 +168,12 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
             (folder / "latest").unlink()
     restarted = fault.kind in ("nan", *ENDED)
     found = whole(nodes, folder) if restarted else steps(folder)
-    return {"told_s": launch.told, "ended_s": ended_s, "restarted": restarted, "equal": found == undisturbed}
+    return {
+        "told_s": launch.told,
+        "ended_s": ended_s,
+        "restarted": restarted,
+        "equal": found == undisturbed,
+    }
 
 
 def steps(folder: Path) -> Steps:
@@ -172,8 +198,11 @@ class Cluster:
         """Start the launcher of a node; its logs and its status will be in the folder."""
         folder.mkdir(parents=True)
         meeting = Address("eth0", SPEC.address(0), PORT + self.launches)
-        first, count = node * SPEC.ranks_per_node, SPEC.ranks_per_node
-        ranks = [place(rank, SPEC.world_size, count, meeting).env for rank in range(first, first + count)]
+        first = node * SPEC.ranks_per_node
+        count = SPEC.ranks_per_node
+        ranks = [
+            place(rank, SPEC.world_size, count, meeting).env for rank in range(first, first + count)
+        ]
         space = str(self.network.space(first))
         assert self.process.stdin
         job = {"folder": str(folder), "space": space, "ranks": ranks, "words": words}
@@ -190,9 +219,12 @@ def cluster() -> Iterator[Cluster]:
     command = [sys.executable, "-m", "benchmarks.faulty_nodes"]
     env = environment() | {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
     with (
-        signal_handled(signal.SIGTERM, signal.default_int_handler),  # so that the network is taken down
+        # So that the network is taken down
+        signal_handled(signal.SIGTERM, signal.default_int_handler),
         EmulatedNetwork(SPEC) as network,
-        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
     ):
         assert process.stdout
         while (line := process.stdout.readline()) != "ready\n":
@@ -216,7 +248,8 @@ class Launch:
 
     def __init__(self, nodes: Cluster, folder: Path, fault: Fault) -> None:
         folder.mkdir(exist_ok=True)
-        self._folder, self._fault = folder, fault
+        self._folder = folder
+        self._fault = fault
         self._logs = folder / f"logs {len(list(folder.glob('logs*')))}"
         self.happened = 0.0
         self.told: dict[int, float] = {}
@@ -246,19 +279,26 @@ class Launch:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def check(self, status: int) -> None:
-        """Make sure that the launchers ended so, and that each rank that can has said what happened.
+        """Make sure that the launchers ended so, and that each rank that can has said what
+        happened.
 
         Raises:
             RuntimeError: with the ends of all logs.
         """
-        kind, ranks = self._fault.kind, range(SPEC.world_size)
+        kind = self._fault.kind
+        ranks = range(SPEC.world_size)
         silent = {rank for rank in ranks if kind not in ("none", "nan") and rank not in self.told}
         node = self._fault.rank // SPEC.ranks_per_node
         excused = {rank for rank in ranks if kind in ENDED and rank // SPEC.ranks_per_node == node}
         excused |= {self._fault.rank} if kind == "stopped" else set()
         if self.statuses() != [str(status)] * SPEC.nodes or silent > excused:
-            told = f"{self._fault}: launchers ended with {self.statuses()}, ranks {silent} said nothing"
-            raise RuntimeError("\n".join([told, *(f"rank {rank}:\n{self.said(rank)[-2000:]}" for rank in ranks)]))
+            told = (
+                f"{self._fault}: launchers ended with {self.statuses()}, ranks {silent} said "
+                "nothing"
+            )
+            raise RuntimeError(
+                "\n".join([told, *(f"rank {rank}:\n{self.said(rank)[-2000:]}" for rank in ranks)])
+            )
 
     def _look(self) -> None:
         faulty = self._folder / "faulty"

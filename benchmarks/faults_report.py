@@ -13,7 +13,10 @@ from zero_topo.observe.console import figures_table, wide_console
 WIDTH = 100
 PICTURES = ()
 COLUMNS = ("fault", "rounds", "reported by", "reported after", "launch ended after", "then", "bits")
-NOTE = "Seconds after the fault, the least and the most of all rounds; a rank waits {watch_s:g} s before it asks."
+NOTE = (
+    "Seconds after the fault, the least and the most of all rounds; a rank waits {watch_s:g} s "
+    "before it asks."
+)
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
@@ -37,7 +40,17 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         tellers = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts)}"
         then = "restarts" if same[0]["restarted"] else "goes on"
         equal = "equal" if all(row["equal"] for row in same) else "differ"
-        made.append([kind, str(len(same)), f"{tellers} ranks" if told else "-", _span(told), _span(ended), then, equal])
+        made.append(
+            [
+                kind,
+                str(len(same)),
+                f"{tellers} ranks" if told else "-",
+                _span(told),
+                _span(ended),
+                then,
+                equal,
+            ]
+        )
     return made
 
 

@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Node launchers of ``benchmarks faults``, forked of one process, which imports what takes seconds once for all.
+"""Node launchers of ``benchmarks faults``, forked of one process, which imports what takes seconds
+once for all.
 
-Each line of stdin starts the launcher of one node: JSON of ``folder`` for logs and the launcher's ``status``, ``space``
-(file of the node's network namespace), ``ranks`` (variables of the environment of each) and the training's ``words``.
-A launcher ends its other ranks when one fails, as `torchrun` does. All end with this process, which ends with stdin.
+Each line of stdin starts the launcher of one node: JSON of ``folder`` for logs and the launcher's
+``status``, ``space`` (file of the node's network namespace), ``ranks`` (variables of the
+environment of each) and the training's ``words``. A launcher ends its other ranks when one fails,
+as `torchrun` does. All end with this process, which ends with stdin.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from benchmarks.training import prepare
 
 def main() -> None:
     """Start launchers until stdin ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for launchers: they write their status
+    # Nobody waits for launchers: they write their status
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     prepare()
     gc.collect()
     gc.freeze()
@@ -39,7 +42,9 @@ def main() -> None:
 
 def launch(node: dict[str, Any]) -> None:
     """The life of a launcher."""
-    folder, status, own = Path(node["folder"]), 0, os.getpid()
+    folder = Path(node["folder"])
+    status = 0
+    own = os.getpid()
     children: dict[int, int] = {}
     enter_network(node["space"])
     for number, env in enumerate(node["ranks"]):

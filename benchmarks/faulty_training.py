@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A short training in which a rank meets a fault; started again in the same directory it goes on from its checkpoint.
+"""A short training in which a rank meets a fault; started again in the same directory it goes on
+from its checkpoint.
 
-Its words: DIRECTORY KIND PHASE STEP RANK TREE. Rank 0 adds each step's loss and a
-digest of the weights to DIRECTORY/steps.jsonl; the rank with the fault writes its process id to DIRECTORY/faulty.
+Its words: DIRECTORY KIND PHASE STEP RANK TREE. Rank 0 adds each step's loss and a digest of the
+weights to DIRECTORY/steps.jsonl; the rank with the fault writes its process id to DIRECTORY/faulty.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from benchmarks.training_setup import TrainingSetup
 from zero_topo.collectives.meter import Meter
 from zero_topo.hook.leaving import leave
 
-STEPS, SAVED_EVERY = 5, 2
+STEPS = 5
+SAVED_EVERY = 2
 SLOW_S = 8.0
 TREES = {"dies": (1, 1, 2), "nodes": (2, 1, 1), "both": (2, 1, 2)}
 SETUP = TrainingSetup(layers=2, width=64, context=8, batch=1, lr=1e-2)
@@ -59,7 +61,9 @@ def fault(kind: str, directory: Path) -> Callable[[], None]:
 
 
 def place(engine: Any, phase: str, step: int, happen: Callable[[], None]) -> ExitStack:
-    """Where it happens: in the module's forward or backward pass, one of the meter's phases, or while it saves."""
+    """Where it happens: in the module's forward or backward pass, one of the meter's phases, or
+    while it saves.
+    """
     layer = engine.module.blocks[1]
 
     def at(*_: Any) -> None:
@@ -70,7 +74,8 @@ def place(engine: Any, phase: str, step: int, happen: Callable[[], None]) -> Exi
         layer.register_forward_pre_hook(at)
     if phase == "backward":
         layer.register_full_backward_hook(at)
-    timing, save = Meter.timing, torch.save
+    timing = Meter.timing
+    save = torch.save
 
     def timed(meter: Meter, named: str) -> Any:
         if named == phase:
@@ -90,17 +95,28 @@ def place(engine: Any, phase: str, step: int, happen: Callable[[], None]) -> Exi
 
 def start(words: list[str]) -> None:
     """Train from the last checkpoint, if there is one, to the end, and end this process."""
-    directory, (kind, phase, step, rank, tree) = Path(words[0]), words[1:]
+    directory = Path(words[0])
+    kind, phase, step, rank, tree = words[1:]
     nodes, gpus, dies = TREES[tree]
     topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
-    block = {"scheme": "topo", "topology": topology, "sync": {"mode": "quantized"}, "debug_checks": True}
+    block = {
+        "scheme": "topo",
+        "topology": topology,
+        "sync": {"mode": "quantized"},
+        "debug_checks": True,
+    }
     bench = Bench.start({"setup": asdict(SETUP), "steps": STEPS, "warmup": 0}, Control(None))
-    with engine_of(build_model(SETUP, 0), SETUP.deepspeed(block, 1)) as engine, ExitStack() as placed:
+    with (
+        engine_of(build_model(SETUP, 0), SETUP.deepspeed(block, 1)) as engine,
+        ExitStack() as placed,
+    ):
         if (directory / "latest").exists():
             engine.load_checkpoint(str(directory))
         if int(rank) == dist.get_rank() and kind == "nan":
             engine.module.blocks[1].register_forward_pre_hook(
-                lambda module, args: (args[0] * torch.nan,) if engine.global_steps == int(step) else None
+                lambda module, args: (
+                    (args[0] * torch.nan,) if engine.global_steps == int(step) else None
+                )
             )
         elif int(rank) == dist.get_rank() and kind != "none":
             placed.enter_context(place(engine, phase, int(step), fault(kind, directory)))
@@ -117,7 +133,9 @@ def note(directory: Path, step: int, loss: float, engine: Any) -> None:
     dist.all_reduce(mean)
     weights = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(weights):
-        digest = hashlib.sha256(b"".join(weight.detach().float().numpy().tobytes() for weight in weights)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(weight.detach().float().numpy().tobytes() for weight in weights)
+        ).hexdigest()
     if dist.get_rank() == 0:
         with open(directory / "steps.jsonl", "a") as file:
             file.write(json.dumps([step, float(mean / dist.get_world_size()), digest]) + "\n")

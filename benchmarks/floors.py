@@ -1,15 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a step must move over each link of a cluster, by the cost formulas, and the time below which no step can be.
+"""What a step must move over each link of a cluster, by the cost formulas, and the time below which
+no step can be.
 
 Note [Loads]
-    The cost formulas give what a rank sends per phase and domain. It sends equal parts to the other ranks of that phase
-    and domain's process group. A link's load is what the ranks behind it send to all other ranks. Units of one level
-    are loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next
+    The cost formulas give what a rank sends per phase and domain. It sends equal parts to the other
+    ranks of that phase and domain's process group. A link's load is what the ranks behind it send
+    to all other ranks. Units of one level
+    are loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit
+        sends to the next
     unit, so all links of the tree carry the same.
 
 Note [Floors]
-    A collective cannot end before its busiest link has moved its load. Collectives that wait for one another add up:
-    ``serial``. If everything could overlap, the busiest link would still have to move the loads of all: ``overlapped``.
+    A collective cannot end before its busiest link has moved its load. Collectives that wait for
+    one another add up:
+    ``serial``. If everything could overlap, the busiest link would still have to move the loads of
+        all: ``overlapped``.
 """
 
 from __future__ import annotations
@@ -50,7 +55,10 @@ def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
     found = []
     for (phase, domain), nbytes in step_bytes(config, work).items():
         lo, hi = _hop(config, phase, domain)
-        out = {level: nbytes * _outside(config.plan, (lo, hi), spec.ranks_below(level)) for level in LEVELS}
+        out = {
+            level: nbytes * _outside(config.plan, (lo, hi), spec.ranks_below(level))
+            for level in LEVELS
+        }
         found.append(Load(phase, domain, out))
     return found
 
@@ -58,15 +66,24 @@ def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
 def stock_loads(
     numels: Iterable[int], micro_batches: int, spec: Spec, ring: bool, matrices: Iterable[int] = ()
 ) -> list[Load]:
-    """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the ring.
+    """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the
+    ring.
 
-    With Muon's ``matrices``, stock reduces all gradients on all ranks, which is as much as gloo's reduce-scatter.
+    With Muon's ``matrices``, stock reduces all gradients on all ranks, which is as much as gloo's
+    reduce-scatter.
     """
     ranks = spec.world_size
-    shards, whole = (sum(-(-numel // ranks) for numel in of) * ITEMSIZE for of in (numels, matrices))
+    shards, whole = (
+        sum(-(-numel // ranks) for numel in of) * ITEMSIZE for of in (numels, matrices)
+    )
     once = micro_batches * (ranks - 1) * shards
     scatter = once if ring else 2 * once
-    sent = {"gather_forward": once, "gather_backward": once, "scatter": scatter, "matrices": 4 * (ranks - 1) * whole}
+    sent = {
+        "gather_forward": once,
+        "gather_backward": once,
+        "scatter": scatter,
+        "matrices": 4 * (ranks - 1) * whole,
+    }
     return [Load(phase, "world", dict.fromkeys(LEVELS, nbytes)) for phase, nbytes in sent.items()]
 
 
@@ -102,15 +119,21 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
 
 def _hop(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
     """The process group of a phase that spans the domain."""
-    fitting = [group for group in config.plan.stages(*config.plan.pair_of(phase)) if config.topology.domain(group[1]) == domain]
+    fitting = [
+        group
+        for group in config.plan.stages(*config.plan.pair_of(phase))
+        if config.topology.domain(group[1]) == domain
+    ]
     assert fitting, f"{phase} has no process group in the {domain}"
     return fitting[-1]
 
 
 def _outside(plan: Plan, group: tuple[int, int], unit: int) -> float:
-    """How often what a rank sends in a group leaves a unit of ``unit`` ranks, times the ranks of the unit.
+    """How often what a rank sends in a group leaves a unit of ``unit`` ranks, times the ranks of
+    the unit.
 
-    Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of its group.
+    Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of
+    its group.
     """
     lo, hi = group
     others = hi // lo - 1

@@ -1,11 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks formats``: the loss of a training in which only what ranks send is quantized.
+"""``python -m benchmarks formats``: the loss of a training in which only what ranks send is
+quantized.
 
-All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is the format in which
-each rank's gradients reach the owners of its node, in ``int4-gpu`` and ``nf4-gpu`` through its GPU (``"two_hop":
-"gpu"``), and in ``paper`` also that of the weights, which the two GCDs of a GPU send each other. Model, data and
-optimizer are those of ``benchmarks convergence``, which trains with the whole engine and takes far longer. ``chaos`` is
-a run whose initial weights are changed: a smaller difference from ``stock``, whose gradients are exact, shows nothing.
+All ranks are in one process, in FP32, without DeepSpeed: the only difference between two runs is
+the format in which each rank's gradients reach the owners of its node, in ``int4-gpu`` and
+``nf4-gpu`` through its GPU (``"two_hop": "gpu"``), and in ``paper`` also that of the weights, which
+the two GCDs of a GPU send each other. Model, data and optimizer are those of
+``benchmarks convergence``, which trains with the whole engine and takes far longer. ``chaos`` is a
+run whose initial weights are changed: a smaller difference from ``stock``, whose gradients are
+exact, shows nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from zero_topo.quant.operands import View, at_blocks, total_numel
 from zero_topo.quant.operators import select
 from zero_topo.quant.spec import NF4, BlockSpec
 
-RANKS, OF_NODE, OF_GPU, EVALUATION_BATCHES = 8, 4, 2, 8
+RANKS = 8
+OF_NODE = 4
+OF_GPU = 2
+EVALUATION_BATCHES = 8
 SETUP = TrainingSetup(2, 128, 64, 4, lr=2e-3)
 RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
     STOCK: (None, None, 0.0),
@@ -47,7 +53,9 @@ RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
     "nf4-gpu": (NF4, None, 0.0),
     "paper": (BlockSpec("int4"), BlockSpec("int8"), 0.0),
 }
-"""The formats of gradients and of weights, and the standard deviation of a change of the initial weights."""
+"""The formats of gradients and of weights, and the standard deviation of a change of the initial
+weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,9 @@ class FormatsBench:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.runs if name not in RUNS]:
-            raise ValueError(f"{', '.join(unknown)}: no format of this benchmark; choose of {', '.join(RUNS)}")
+            raise ValueError(
+                f"{', '.join(unknown)}: no format of this benchmark; choose of {', '.join(RUNS)}"
+            )
 
     def jobs(self) -> list[tuple[str, int]]:
         """Names and seeds, one seed after the other."""
@@ -85,18 +95,34 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
     """Train everything; yield the record so far after each seed."""
     select(torch.device("cpu"))
     jobs = [{"scheme": name, "seed": seed} for name, seed in bench.jobs()]
-    settings = {"setup": asdict(SETUP), "ranks": RANKS, "node": OF_NODE, **asdict(bench), "jobs": jobs}
+    settings = {
+        "setup": asdict(SETUP),
+        "ranks": RANKS,
+        "node": OF_NODE,
+        **asdict(bench),
+        "jobs": jobs,
+    }
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     for name, seed in bench.jobs():
-        curves.setdefault(name, {})[seed] = train(*RUNS[name], bench, seed, OF_GPU if name.endswith("-gpu") else 1)
+        curves.setdefault(name, {})[seed] = train(
+            *RUNS[name], bench, seed, OF_GPU if name.endswith("-gpu") else 1
+        )
         tick(f"{name}, seed {seed}", 1)
         if name == bench.runs[-1]:
-            found = {of: {str(s): run["losses"] for s, run in seeds.items()} for of, seeds in curves.items()}
+            found = {
+                of: {str(s): run["losses"] for s, run in seeds.items()}
+                for of, seeds in curves.items()
+            }
             yield record("formats", settings, {"results": compare(curves), "curves": found})
 
 
 def train(
-    spec: BlockSpec | None, of_weights: BlockSpec | None, change: float, bench: FormatsBench, seed: int, summed: int
+    spec: BlockSpec | None,
+    of_weights: BlockSpec | None,
+    change: float,
+    bench: FormatsBench,
+    seed: int,
+    summed: int,
 ) -> dict[str, Any]:
     """One run: the mean loss of each step, and the evaluation loss at the end.
 
@@ -110,18 +136,26 @@ def train(
     """
     torch.manual_seed(seed)
     model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
-    params, generator = list(model.parameters()), torch.Generator().manual_seed(seed)
+    params = list(model.parameters())
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in params if change else ():
             param.add_(torch.randn(param.shape, generator=generator), alpha=change)
     adam = torch.optim.AdamW(params, SETUP.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     rates = LambdaLR(adam, partial(warm_up_and_cosine, bench.steps, bench.warmup))
-    corpus, shape, losses = Corpus.load(None, SETUP.context), (SETUP.batch, SETUP.context), []
+    corpus = Corpus.load(None, SETUP.context)
+    shape = (SETUP.batch, SETUP.context)
+    losses = []
     for step in range(bench.steps):
         data = [batch(corpus.train, shape, seed, step, rank) for rank in range(RANKS)]
         if spec is None:  # one batch has the same mean
-            data = [(torch.cat(tokens), torch.cat(targets)) for tokens, targets in [zip(*data, strict=True)]]
-        total, loss_sum, messages = [torch.zeros_like(param) for param in params], 0.0, list[Tensor]()
+            data = [
+                (torch.cat(tokens), torch.cat(targets))
+                for tokens, targets in [zip(*data, strict=True)]
+            ]
+        total = [torch.zeros_like(param) for param in params]
+        loss_sum = 0.0
+        messages = list[Tensor]()
         with as_gathered(params, of_weights):
             for tokens, targets in data:
                 loss = model(tokens, targets)
@@ -130,7 +164,9 @@ def train(
                 if spec is None:
                     total = list(grads)
                     continue
-                messages.append(ops.quantize(at_blocks(_shards(grads, OF_NODE), spec.block_size), spec))
+                messages.append(
+                    ops.quantize(at_blocks(_shards(grads, OF_NODE), spec.block_size), spec)
+                )
                 if len(messages) == summed:
                     scatter(messages, total, spec)
                     messages.clear()
@@ -150,26 +186,34 @@ def train(
 
 
 def scatter(messages: Sequence[Tensor], total: Sequence[Tensor], spec: BlockSpec) -> None:
-    """Add the gradients of one rank, or of the ranks of a GPU, to the totals, as the owners of their node receive them.
+    """Add the gradients of one rank, or of the ranks of a GPU, to the totals, as the owners of
+    their node receive them.
 
     Args:
         messages: of each rank, ``[owners, bytes]``; each parameter begins a block.
         total: the sums, changed in place.
         spec: their format.
     """
-    written, found = at_blocks(_shards(total, OF_NODE), spec.block_size), messages[0]
+    written = at_blocks(_shards(total, OF_NODE), spec.block_size)
+    found = messages[0]
     if len(messages) > 1:
-        found = ops.requantize(torch.stack(list(messages)), spec, torch.empty_like(found), total_numel(written))
+        found = ops.requantize(
+            torch.stack(list(messages)), spec, torch.empty_like(found), total_numel(written)
+        )
     ops.dequantize(found, spec, written, accumulate=True)
 
 
 @contextmanager
 def as_gathered(params: Sequence[Tensor], spec: BlockSpec | None) -> Iterator[None]:
-    """Within, the weights are those that the GCDs of a GPU gather from each other; afterwards the exact ones again."""
+    """Within, the weights are those that the GCDs of a GPU gather from each other; afterwards the
+    exact ones again.
+    """
     exact = [] if spec is None else [param.detach().clone() for param in params]
     if spec is not None:
         with torch.no_grad():
-            read, written = (at_blocks(_shards(tensors, OF_GPU), spec.block_size) for tensors in (exact, params))
+            read, written = (
+                at_blocks(_shards(tensors, OF_GPU), spec.block_size) for tensors in (exact, params)
+            )
             ops.dequantize(ops.quantize(read, spec), spec, written)
     yield
     with torch.no_grad():

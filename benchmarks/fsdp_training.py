@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The benchmark's model on FSDP2, plain or with our collectives, behind the few calls of a DeepSpeed engine."""
+"""The benchmark's model on FSDP2, plain or with our collectives, behind the few calls of a
+DeepSpeed engine.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ class Ring:
 
 
 class FsdpEngine:
-    """A model and its optimizer on FSDP2, with the calls of a DeepSpeed engine that the benchmark makes.
+    """A model and its optimizer on FSDP2, with the calls of a DeepSpeed engine that the benchmark
+    makes.
 
-    Plain FSDP2 stores FP32 weights, and gathers and reduces in 16 bits; ours stores 16 bits and FP32 masters.
+    Plain FSDP2 stores FP32 weights, and gathers and reduces in 16 bits; ours stores 16 bits and
+    FP32 masters.
 
     Attributes:
         module: the model.
@@ -54,14 +58,24 @@ class FsdpEngine:
         self._job = job
         self._count = 0
         settings = setup.deepspeed(None, 1)
-        adam = {key: value for key, value in settings["optimizer"]["params"].items() if key != "torch_adam"}
+        adam = {
+            key: value
+            for key, value in settings["optimizer"]["params"].items()
+            if key != "torch_adam"
+        }
         self._clip = settings["gradient_clipping"]
         self.module: Any = model
         if job["block"] is not None:
             topo.fully_shard(model.bfloat16() if setup.bf16 else model, job["block"])
-            self.optimizer: torch.optim.Optimizer = topo.shard_optimizer(torch.optim.AdamW, model, **adam)
+            self.optimizer: torch.optim.Optimizer = topo.shard_optimizer(
+                torch.optim.AdamW, model, **adam
+            )
             return
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if setup.bf16 else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+            if setup.bf16
+            else MixedPrecisionPolicy()
+        )
         mesh = _plain_mesh(job)
         modules: list[Any] = [*model.blocks, model]
         for module in modules:
@@ -114,4 +128,6 @@ def _plain_mesh(job: Mapping[str, Any]) -> DeviceMesh:
     if job["host"] == "fsdp":
         return init_device_mesh("cpu", (world,))
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    return init_device_mesh("cpu", (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        "cpu", (world // per_node, per_node), mesh_dim_names=("replicate", "shard")
+    )

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``benchmarks convergence --one-process``: the losses of modes of sync in plain data parallelism, without DeepSpeed.
+"""``benchmarks convergence --one-process``: the losses of modes of sync in plain data parallelism,
+without DeepSpeed.
 
-Ranks are threads that take turns, and train in FP32. Two runs differ only in what the mode delivers and in the
-optimizer. Stock, and any scheme with dense sync, trains the data of all ranks as one batch: its gradient is exact.
+Ranks are threads that take turns, and train in FP32. Two runs differ only in what the mode delivers
+and in the optimizer. Stock, and any scheme with dense sync, trains the data of all ranks as one
+batch: its gradient is exact.
 """
 
 from __future__ import annotations
@@ -31,24 +33,37 @@ from zero_topo.quant.operators import select
 from zero_topo.sync import Moment
 from zero_topo.sync.optimizers import AdamS, AgedAdamW
 
-OPTIMIZERS: Mapping[str, Any] = MappingProxyType({"AdamW": torch.optim.AdamW, "AdamS": AdamS, "AgedAdamW": AgedAdamW})
+OPTIMIZERS: Mapping[str, Any] = MappingProxyType(
+    {"AdamW": torch.optim.AdamW, "AdamS": AdamS, "AgedAdamW": AgedAdamW}
+)
 TIMEOUT_S = 36_000.0
 text = cache(partial(Corpus.load, None))
 
 
 class Trained(Optimizer):
-    """The optimizer of a job, on flat FP32 weights in the layout of their gradients, with clipping and a schedule."""
+    """The optimizer of a job, on flat FP32 weights in the layout of their gradients, with clipping
+    and a schedule.
+    """
 
-    def __init__(self, settings: Mapping[str, Any], job: Mapping[str, Any], weights: Tensor) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], job: Mapping[str, Any], weights: Tensor
+    ) -> None:
         setup = TrainingSetup(**settings["setup"])
-        params = {**setup.deepspeed(None, 1, "AdamS")["optimizer"]["params"], "lr": job.get("lr", setup.lr)}
+        params = {
+            **setup.deepspeed(None, 1, "AdamS")["optimizer"]["params"],
+            "lr": job.get("lr", setup.lr),
+        }
         self._weights = weights.requires_grad_()
         self._adam = OPTIMIZERS[job["optimizer"]]([weights], **params)
-        self._schedule = LambdaLR(self._adam, partial(warm_up_and_cosine, settings["steps"], settings["warmup"]))
+        self._schedule = LambdaLR(
+            self._adam, partial(warm_up_and_cosine, settings["steps"], settings["warmup"])
+        )
 
     def moments(self, engine: Stage3) -> list[Moment]:
         """As an engine asks for them."""
-        return engine.masters.moments(self._adam.state, [self._weights], [0], self._adam.param_groups)
+        return engine.masters.moments(
+            self._adam.state, [self._weights], [0], self._adam.param_groups
+        )
 
     def step(self, engine: Stage3, rows: Tensor) -> None:
         """One step, shown to the mode."""
@@ -62,10 +77,15 @@ class Trained(Optimizer):
 def train(
     settings: Mapping[str, Any], ranks: int, stepped: Callable[..., None], job: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One run, as ``training.train`` returns it; of the bytes, those that a rank sends in a step for sync."""
+    """One run, as ``training.train`` returns it; of the bytes, those that a rank sends in a step
+    for sync.
+    """
     select(torch.device("cpu"))
-    setup, seed = TrainingSetup(**settings["setup"]), job["seed"]
-    corpus, shape, start = text(setup.context), (setup.batch, setup.context), build_model(setup, seed)
+    setup = TrainingSetup(**settings["setup"])
+    seed = job["seed"]
+    corpus = text(setup.context)
+    shape = (setup.batch, setup.context)
+    start = build_model(setup, seed)
     change(start, job["change"], seed)
     sync = (job["block"] or {}).get("sync", {"mode": DENSE})
     threads = 1 if sync["mode"] == DENSE else ranks
@@ -75,16 +95,22 @@ def train(
         return model(*map(torch.cat, zip(*batches, strict=True)))
 
     def train_rank(rank: int) -> tuple[list[float], GPT, float]:
-        model, losses, sent = deepcopy(start), [], 0.0
+        model = deepcopy(start)
+        losses = []
+        sent = 0.0
         params = list(model.parameters())
         shapes = [param.shape for param in params]
         mode = Mode(shapes, data_parallel(sync))
         rows = mode.engine.gradients.optimizer_rows()
         places = mode.flat(torch.arange(rows.numel()).view(rows.shape))
-        weights = torch.zeros(rows.numel()).index_copy_(0, places, torch.cat([p.detach().view(-1) for p in params]))
+        weights = torch.zeros(rows.numel()).index_copy_(
+            0, places, torch.cat([p.detach().view(-1) for p in params])
+        )
         mode.optimizer = Trained(settings, job, weights)
         for step in range(settings["steps"]):
-            loss = loss_of(model, corpus.train, seed, step, range(ranks) if threads == 1 else [rank])
+            loss = loss_of(
+                model, corpus.train, seed, step, range(ranks) if threads == 1 else [rank]
+            )
             mode.add(torch.autograd.grad(loss, params))
             mode.reduce()
             sent += mode.end()[1] / settings["steps"]
@@ -96,7 +122,9 @@ def train(
                 stepped(job, "step")
         return losses, model, sent
 
-    curves, (model, *_), sent = zip(*run_threads(threads, train_rank, timeout=TIMEOUT_S), strict=True)
+    curves, (model, *_), sent = zip(
+        *run_threads(threads, train_rank, timeout=TIMEOUT_S), strict=True
+    )
     with torch.no_grad():
         last = [
             float(loss_of(model, corpus.evaluation, EVALUATION_SEED, number, range(ranks)))

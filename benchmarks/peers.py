@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Other people's 8-bit quantizers, as they come: what a user would reach for in place of ours.
 
-They do not send the same: fbgemm keeps a scale and a bias per row (of 256 here), asymmetric; bitsandbytes quantizes to
-a table of non-linear values. They do the same work for a link: one pass that makes a quarter or half of the bytes.
+They do not send the same: fbgemm keeps a scale and a bias per row (of 256 here), asymmetric;
+bitsandbytes quantizes to a table of non-linear values. They do the same work for a link: one pass
+that makes a quarter or half of the bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ COMPILER = ("g++", "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel: its name, how to run it once on buffers of its own, the bytes it reads and writes, its format.
+    """One kernel: its name, how to run it once on buffers of its own, the bytes it reads and
+    writes, its format.
 
     What ``prepare`` does before each run is not timed.
     """
@@ -83,13 +85,15 @@ def peers(device: torch.device, skipped: dict[str, str]) -> Iterator[Peer]:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc give back what was freed: peers allocate their outputs, and fresh pages cost up to ten times a copy.
+    """Have malloc give back what was freed: peers allocate their outputs, and fresh pages cost up
+    to ten times a copy.
 
     Does nothing where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        m_trim_threshold, m_mmap_max = -1, -4
+        m_trim_threshold = -1
+        m_mmap_max = -4
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
 
@@ -114,12 +118,16 @@ def _plain(quantize: Callable[..., Any], dequantize: Callable[..., Any], x: Tens
 
 
 def _compiled(x: Tensor) -> list[Op]:
-    """The same arithmetic, fused by torch's compiler, into outputs it allocates (they come back from its cache)."""
+    """The same arithmetic, fused by torch's compiler, into outputs it allocates (they come back
+    from its cache).
+    """
     return _plain(torch.compile(_quantize), torch.compile(_dequantize), x)
 
 
 def _fbgemm(x: Tensor) -> list[Op]:
-    """torch's copy of fbgemm's row-wise quantizer takes FP32 only: other types are converted first, which counts."""
+    """torch's copy of fbgemm's row-wise quantizer takes FP32 only: other types are converted first,
+    which counts.
+    """
     ops = torch.ops.quantized
     packed = ops.embedding_bag_byte_prepack(x.view(-1, ROW).float())
     traffic = x.nbytes + packed.nbytes
@@ -140,8 +148,11 @@ def _bitsandbytes(functional: Any, x: Tensor) -> list[Op]:
 
 
 def _deepspeed(module: Any, x: Tensor) -> list[Op]:
-    """What ZeRO++ calls, on FP16, which is all that it takes; its reduction quantizes the sum again."""
-    half, ops = x.half().view(SOURCES, -1), []
+    """What ZeRO++ calls, on FP16, which is all that it takes; its reduction quantizes the sum
+    again.
+    """
+    half = x.half().view(SOURCES, -1)
+    ops = []
     for bits, block in product((8, 4), (ROW, 2048)):
         groups = half.numel() // block
         args = groups, bits, module.Symmetric
@@ -150,10 +161,14 @@ def _deepspeed(module: Any, x: Tensor) -> list[Op]:
         calls = {
             "quantize": (partial(module.quantize, half, *args), half.nbytes),
             "dequantize": (partial(module.dequantize, q, scales, *args), half.nbytes),
-            "dequantize_reduce": (partial(module.quantized_reduction, *sums), (q.nbytes + scales.nbytes) // SOURCES),
+            "dequantize_reduce": (
+                partial(module.quantized_reduction, *sums),
+                (q.nbytes + scales.nbytes) // SOURCES,
+            ),
         }
         ops += [
-            Op(name, call, q.nbytes + scales.nbytes + alongside, bits, block) for name, (call, alongside) in calls.items()
+            Op(name, call, q.nbytes + scales.nbytes + alongside, bits, block)
+            for name, (call, alongside) in calls.items()
         ]
     return ops
 
@@ -162,12 +177,19 @@ def _plain_library() -> ctypes.CDLL:
     source = Path(__file__).parent / "plain_reduce.cpp"
     with tempfile.TemporaryDirectory(prefix="zero_topo_plain_") as folder:
         target = Path(folder) / "plain_reduce.so"
-        subprocess.run([*COMPILER, str(source), "-o", str(target)], check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [*COMPILER, str(source), "-o", str(target)],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         return ctypes.CDLL(str(target))  # mapped: the file may go
 
 
 class _Job(ctypes.Structure):
-    """What plain_reduce.cpp sums: messages, how many, values of each, block size, where scales begin."""
+    """What plain_reduce.cpp sums: messages, how many, values of each, block size, where scales
+    begin.
+    """
 
     _fields_ = [("messages", ctypes.c_void_p)] + [
         (name, ctypes.c_int64) for name in ("sources", "numel", "block_size", "scales_at")
@@ -175,7 +197,8 @@ class _Job(ctypes.Structure):
 
 
 def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
-    """Convert, multiply, add: the sum of ``SOURCES`` INT4 shards as one would first write it, one thread, whole blocks.
+    """Convert, multiply, add: the sum of ``SOURCES`` INT4 shards as one would first write it, one
+    thread, whole blocks.
 
     Raises:
         ValueError: where its bits are not those of the reference.
@@ -184,17 +207,22 @@ def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
     if kind is None or torch.get_num_threads() > 1:
         return []
     blocks = [block for block in (256, 2048) if len(x) >= SOURCES * block]
-    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec("int4", block)) for block in blocks]
+    return [
+        _loop(getattr(library, f"{how}_{kind}"), x, BlockSpec("int4", block)) for block in blocks
+    ]
 
 
 def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
     use("reference", x.device)
     parts = x[: len(x) // (SOURCES * spec.block_size) * SOURCES * spec.block_size].chunk(SOURCES)
     messages = torch.stack([ops.quantize(part, spec) for part in parts])
-    out, expected = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    out = torch.zeros_like(parts[0])
+    expected = torch.zeros_like(parts[0])
     pointers = (ctypes.c_void_p * SOURCES)(*(message.data_ptr() for message in messages))
     numel = out.numel()
-    job = _Job(ctypes.addressof(pointers), SOURCES, numel, spec.block_size, spec.scales_offset(numel))
+    job = _Job(
+        ctypes.addressof(pointers), SOURCES, numel, spec.block_size, spec.scales_offset(numel)
+    )
 
     def call(stored: object = (pointers, messages)) -> object:  # addresses keep nothing alive
         return function(job, ctypes.c_void_p(out.data_ptr()))

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of README and docs from the records: python -m benchmarks.pictures docs/pictures
+"""Draws the pictures of README and docs from the records: python -m benchmarks.pictures
+docs/pictures
 
 ``make docs`` does so. A test draws them again and compares each with the file committed.
 """
@@ -29,7 +30,14 @@ STOCK = "stock"
 WINDOW = 100
 """Steps of a mean in a picture of losses."""
 SERIES = MappingProxyType(
-    {"gather_forward": 0, "gather_backward": 5, "gather_exact": 3, "scatter": 1, "sync": 2, "publish": 4}
+    {
+        "gather_forward": 0,
+        "gather_backward": 5,
+        "gather_exact": 3,
+        "scatter": 1,
+        "sync": 2,
+        "publish": 4,
+    }
 )
 """Phase -> its series."""
 COMPUTING = 6
@@ -46,16 +54,20 @@ def _results(name: str, micro_batches: int) -> dict[str, Any]:
     return {row["scheme"]: row for row in found if row["micro_batches"] == micro_batches}
 
 
-# -- the emulated cluster ----------------------------------------------------------------------------------------------
+# -- the emulated cluster --------------------------------------------------------------------------
 
 
 def cluster(micro_batches: int) -> str:
     """Step time and bytes over a node's uplink; unmodified DeepSpeed where it was measured."""
-    rows = {name: row for name, row in _results("cluster-t8", micro_batches).items() if name in SHOWN}
+    rows = {
+        name: row for name, row in _results("cluster-t8", micro_batches).items() if name in SHOWN
+    }
     if micro_batches == 1:
         rows = {STOCK: _results("cluster-t8-stock", 1)[STOCK], **rows}
     plural = "micro-batch" if micro_batches == 1 else "micro-batches"
-    picture = Picture(f"Step time and bytes between nodes of the emulated cluster, {micro_batches} {plural}")
+    picture = Picture(
+        f"Step time and bytes between nodes of the emulated cluster, {micro_batches} {plural}"
+    )
     first = "zero3 is ZeRO-3 on our engine"
     if micro_batches == 1:
         first = f"{STOCK} is unmodified DeepSpeed ZeRO-3, {first}"
@@ -63,7 +75,9 @@ def cluster(micro_batches: int) -> str:
     picture.bars([_step_bar(name, row) for name, row in rows.items()])
     picture.heading("Sent by a node over its uplink in that step")
     picture.bars([_sent_bar(name, row) for name, row in rows.items()])
-    picture.note("2 nodes x 2 GPUs x 2 ranks on two CPU cores, links limited: only ratios are meaningful")
+    picture.note(
+        "2 nodes x 2 GPUs x 2 ranks on two CPU cores, links limited: only ratios are meaningful"
+    )
     return picture.svg()
 
 
@@ -73,7 +87,9 @@ def _series(name: str) -> int:
 
 def _step_bar(name: str, row: Mapping[str, Any]) -> Bar:
     step = row["step_s"]
-    return Bar(name, [(step["median"], _series(name))], f"{step['median']:.2f} s", step["min"], step["max"])
+    return Bar(
+        name, [(step["median"], _series(name))], f"{step['median']:.2f} s", step["min"], step["max"]
+    )
 
 
 def _sent_bar(name: str, row: Mapping[str, Any]) -> Bar:
@@ -85,7 +101,10 @@ def time() -> str:
     """Where a step of one micro-batch goes, on rank 0."""
     rows = _results("cluster-t8", 1)
     picture = Picture("Where the time of a step of the emulated cluster goes, by phase")
-    picture.heading("Where a step of one micro-batch goes", "seconds in which rank 0 worked or waited for each phase")
+    picture.heading(
+        "Where a step of one micro-batch goes",
+        "seconds in which rank 0 worked or waited for each phase",
+    )
     bars = []
     for name in SHOWN:
         phases = {phase: found.get("seconds", 0.0) for phase, found in rows[name]["phases"].items()}
@@ -99,7 +118,7 @@ def time() -> str:
     return picture.svg()
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+# -- losses ----------------------------------------------------------------------------------------
 
 
 def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
@@ -109,16 +128,21 @@ def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
-    """Loss over the steps, and its difference from unmodified DeepSpeed, of a record with one seed."""
+    """Loss over the steps, and its difference from unmodified DeepSpeed, of a record with one
+    seed.
+    """
     curves = {scheme: _means(_record(name)["curves"][scheme]["0"]) for scheme in schemes}
     picture = Picture(title)
     source = f"benchmarks/records/{name}.json"
     picture.heading("Training loss", f"nats per byte, means of {WINDOW} steps, one seed ({source})")
     lines = [
-        Line(schemes[scheme], index, points, dashed=index > 0) for index, (scheme, points) in enumerate(curves.items())
+        Line(schemes[scheme], index, points, dashed=index > 0)
+        for index, (scheme, points) in enumerate(curves.items())
     ]
     picture.lines(lines, "optimizer step", "{:.1f}")
-    picture.heading("Difference from stock", "chaos is stock with its initial weights changed by 1e-6")
+    picture.heading(
+        "Difference from stock", "chaos is stock with its initial weights changed by 1e-6"
+    )
     stock = dict(curves[STOCK])
     apart = []
     for index, (scheme, points) in enumerate(curves.items()):
@@ -132,17 +156,25 @@ def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
 def resident() -> str:
     """INT8 weights over 5,000 steps."""
     schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos", "topo": "topo, INT8 weights"}
-    return losses("resident-5000", schemes, "Loss of training with INT8 weights over 5,000 steps, compared with stock")
+    return losses(
+        "resident-5000",
+        schemes,
+        "Loss of training with INT8 weights over 5,000 steps, compared with stock",
+    )
 
 
 def sparse() -> str:
     """Sparse sync over 3,000 steps."""
     schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos"}
     schemes |= {"ternary-node": "ternary sync", "oktopk-aged": "Ok-Topk with AgedAdamW"}
-    return losses("sparse-3000", schemes, "Loss of training with sparse sync over 3,000 steps, compared with stock")
+    return losses(
+        "sparse-3000",
+        schemes,
+        "Loss of training with sparse sync over 3,000 steps, compared with stock",
+    )
 
 
-# -- predictions -------------------------------------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------------------
 
 
 def gain() -> str:
@@ -156,17 +188,29 @@ def gain() -> str:
         if len(gains) == 2 and all(gains):
             label = f"{cells[0]} {cells[1]}, {cells[2]}, K = {cells[3]}"
             entries = [(found, index) for index, found in enumerate(gains) if found is not None]
-            rows.append((label, [(float(of[2]), float(of[1]), float(of[3]), index) for of, index in entries]))
+            rows.append(
+                (
+                    label,
+                    [(float(of[2]), float(of[1]), float(of[3]), index) for of, index in entries],
+                )
+            )
     picture = Picture("Predicted gain over unmodified ZeRO-3 by machine")
-    picture.heading("How many times as fast as unmodified ZeRO-3", "predicted; machine, ranks, model, K micro-batches")
+    picture.heading(
+        "How many times as fast as unmodified ZeRO-3",
+        "predicted; machine, ranks, model, K micro-batches",
+    )
     picture.ranges(rows, start=0.9)
     picture.legend([("lossless plan", 0), ("lossy plan", 1)])
-    picture.note("dot: nothing is hidden by computation; line: from all hidden to none, and unknown rates")
+    picture.note(
+        "dot: nothing is hidden by computation; line: from all hidden to none, and unknown rates"
+    )
     return picture.svg()
 
 
 def memory() -> str:
-    """Memory of a rank by scheme: 20 billion parameters on 384 GCDs of Frontier, as in the table of schemes."""
+    """Memory of a rank by scheme: 20 billion parameters on 384 GCDs of Frontier, as in the table of
+    schemes.
+    """
     topology = load_preset("frontier", 384)
     work = Workload.uniform([20 * 10**9], micro_batches=4)
     bars = []
@@ -174,9 +218,18 @@ def memory() -> str:
         config = resolve_config(ZeroTopoConfig.parse({"scheme": name}), topology)
         stored = memory_bytes(config, work, accumulation_itemsize=2)
         total = sum(stored.values())
-        bars.append(Bar(name, [(stored.get(role, 0), index) for index, role in enumerate(ROLES)], format_bytes(total)))
+        bars.append(
+            Bar(
+                name,
+                [(stored.get(role, 0), index) for index, role in enumerate(ROLES)],
+                format_bytes(total),
+            )
+        )
     picture = Picture("Memory per rank by scheme, 20 billion parameters on 384 GCDs of Frontier")
-    picture.heading("Memory of a rank", "20 billion parameters on 384 GCDs of Frontier, BF16 with Adam, no activations")
+    picture.heading(
+        "Memory of a rank",
+        "20 billion parameters on 384 GCDs of Frontier, BF16 with Adam, no activations",
+    )
     picture.bars(bars)
     picture.legend((role, index) for index, role in enumerate(ROLES))
     return picture.svg()

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How fast block quantization is: every backend and its peers on the same buffers, against a plain copy.
+"""How fast block quantization is: every backend and its peers on the same buffers, against a plain
+copy.
 
 Note [Traffic]
-    A kernel that is bound by memory moves the bytes it reads and those it writes. ``gb_per_s`` is both together over
-    the median time, and ``memcpy_ratio`` compares that with a copy that moves as much in total. All kernels of a format
-    and their copies are timed in turns, so that a busy machine slows all alike. Outputs are allocated and touched
-    before. The reduction's traffic is what it reads from all sources and what it writes.
+    A kernel that is bound by memory moves the bytes it reads and those it writes. ``gb_per_s`` is
+    both together over the median time, and ``memcpy_ratio`` compares that with a copy that moves as
+    much in total. All kernels of a format and their copies are timed in turns, so that a busy
+    machine slows all alike. Outputs are allocated and touched before. The reduction's traffic is
+    what it reads from all sources and what it writes.
 """
 
 from __future__ import annotations
@@ -57,11 +59,16 @@ class Settings:
         unknown = [name for name in self.dtypes if name not in DTYPES]
         if unknown:
             raise ValueError(f"dtype {unknown[0]} cannot be quantized; choose of {list(DTYPES)}")
-        if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
-            raise ValueError(f"device {self.device} is not here; choose cpu, or cuda where there is a GPU")
+        if self.device not in ("cpu", "cuda") or (
+            self.device == "cuda" and not torch.cuda.is_available()
+        ):
+            raise ValueError(
+                f"device {self.device} is not here; choose cpu, or cuda where there is a GPU"
+            )
         if self.nbytes < SOURCES * ROW * 4:
             raise ValueError(
-                f"a buffer of {self.nbytes} bytes is too small to measure; give at least {SOURCES * ROW * 4}"
+                f"a buffer of {self.nbytes} bytes is too small to measure; give at least "
+                f"{SOURCES * ROW * 4}"
             )
         self.formats()  # refuses unknown ones
 
@@ -92,8 +99,10 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         tick: called after each format of each round, with the word for what is measured and 1.
 
     Yields:
-        The record so far, after each round of one dtype and number of threads; ``results`` has one entry per kernel and
-        number of threads: backend, op, dtype, bits, block_size, threads, seconds (with spread), gb_per_s,
+        The record so far, after each round of one dtype and number of threads; ``results`` has one
+        entry per kernel and
+        number of threads: backend, op, dtype, bits, block_size, threads, seconds (with spread),
+            gb_per_s,
         memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is not there.
     """
     results: list[dict[str, Any]] = []
@@ -101,7 +110,8 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
     before = torch.get_num_threads()
     keep_freed_memory()
     device = torch.device(settings.device)
-    backends, others = _backends(device, skipped), list(peers(device, skipped))
+    backends = _backends(device, skipped)
+    others = list(peers(device, skipped))
     name = torch.cuda.get_device_name() if settings.device == "cuda" else None
     for dtype, count in settings.rounds():
         torch.set_num_threads(count)
@@ -109,15 +119,32 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         x = _values(settings.nbytes, DTYPES[dtype], device)
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
         for spec in settings.formats():
-            own = [*_ops(spec, x), *(_code_ops(spec, x) if spec.bits == 8 and dtype == "fp32" else ())]
-            kernels = [(name, replace(op, prepare=partial(use, name, device))) for name in backends for op in own]
-            kernels += [(peer, op) for peer, op in alien if (op.bits, op.block_size) == (spec.bits, spec.block_size)]
+            own = [
+                *_ops(spec, x),
+                *(_code_ops(spec, x) if spec.bits == 8 and dtype == "fp32" else ()),
+            ]
+            kernels = [
+                (name, replace(op, prepare=partial(use, name, device)))
+                for name in backends
+                for op in own
+            ]
+            kernels += [
+                (peer, op)
+                for peer, op in alien
+                if (op.bits, op.block_size) == (spec.bits, spec.block_size)
+            ]
             timed = _timed([op for _, op in kernels], settings)
             for (backend, op), result in zip(kernels, timed, strict=True):
-                results.append({"backend": backend, "op": op.name, "dtype": dtype, **result, "threads": count})
+                results.append(
+                    {"backend": backend, "op": op.name, "dtype": dtype, **result, "threads": count}
+                )
             tick("kernels", 1)
         torch.set_num_threads(before)
-        yield record("quantizers", settings.to_json(), {"device": name, "results": results, "skipped": skipped})
+        yield record(
+            "quantizers",
+            settings.to_json(),
+            {"device": name, "results": results, "skipped": skipped},
+        )
 
 
 def _backends(device: torch.device, skipped: dict[str, str]) -> list[str]:
@@ -148,7 +175,12 @@ def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     return [
         Op("quantize", lambda: ops.quantize(x, spec, message), both, *kind),
         Op("dequantize", lambda: ops.dequantize(message, spec, back), both, *kind),
-        Op("dequantize_reduce", lambda: ops.dequantize_reduce(messages, spec, total), reduced, *kind),
+        Op(
+            "dequantize_reduce",
+            lambda: ops.dequantize_reduce(messages, spec, total),
+            reduced,
+            *kind,
+        ),
     ]
 
 
@@ -158,10 +190,15 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     part = Part(0, len(codes.param_index_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
     sizes = ChangeSpec(spec.block_size)
-    ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks))
+    ops.encode_changes(
+        before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks)
+    )
     change = ops.assess_changes(now, codes, part)
-    message = ops.encode_changes(now, codes, part, change, sizes.nbytes(part.blocks, *change.ends[-1].tolist()))
-    kind, masks = (spec.bits, spec.block_size), x.numel() // 4  # two bits for each value
+    message = ops.encode_changes(
+        now, codes, part, change, sizes.nbytes(part.blocks, *change.ends[-1].tolist())
+    )
+    kind = (spec.bits, spec.block_size)
+    masks = x.numel() // 4  # two bits for each value
     return [
         Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel() + masks, *kind),
         Op(
@@ -194,15 +231,21 @@ def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:
             op.prepare()
             begin = next(place)
             end = begin + op.traffic // 2
-            took = clock.time(op.call), clock.time(partial(target[begin:end].copy_, source[begin:end]))
+            took = (
+                clock.time(op.call),
+                clock.time(partial(target[begin:end].copy_, source[begin:end])),
+            )
             if turn >= 0:
                 times.append(took[0])
                 copied.append(took[1])
-    return [_result(op, Spread.of(a), Spread.of(b)) for op, a, b in zip(ops, own, copies, strict=True)]
+    return [
+        _result(op, Spread.of(a), Spread.of(b)) for op, a, b in zip(ops, own, copies, strict=True)
+    ]
 
 
 def _result(op: Op, own: Spread, copy: Spread) -> dict[str, Any]:
-    speed, copied = op.traffic / own.median / GB, op.traffic // 2 * 2 / copy.median / GB
+    speed = op.traffic / own.median / GB
+    copied = op.traffic // 2 * 2 / copy.median / GB
     return {
         "bits": op.bits,
         "block_size": op.block_size,

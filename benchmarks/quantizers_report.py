@@ -19,11 +19,16 @@ OPS = ("quantize", "dequantize", "dequantize_reduce")
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print a record: one line per buffer and kernel, GB/s and the share of a copy's traffic in brackets."""
+    """Print a record: one line per buffer and kernel, GB/s and the share of a copy's traffic in
+    brackets.
+    """
     console = wide_console(WIDTH, console)
     where = content["device"] or content["machine"]["processor"]
     size = format_bytes(content["settings"]["nbytes"])
-    console.print(f"{where}; buffers of {size}; GB/s read and written (share of a plain copy's in the same run)")
+    console.print(
+        f"{where}; buffers of {size}; GB/s read and written (share of a plain copy's in the same "
+        "run)"
+    )
     console.print(table(content["results"]))
     for name, why in content["skipped"].items():
         console.print(f"not measured: {name}: {why}", soft_wrap=True)
@@ -42,7 +47,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: bars of the share of a copy's traffic, by operation and backend."""
+    """The picture, by its file's name: bars of the share of a copy's traffic, by operation and
+    backend.
+    """
     shown = [row for row in content["results"] if row["threads"] == 1]
     groups = list(dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in shown))
     backends = list(dict.fromkeys(row["backend"] for row in shown))
@@ -51,13 +58,21 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     for panel, op in zip(panels, OPS, strict=True):
         for place, backend in enumerate(backends):
             rows = {
-                (r["dtype"], r["bits"], r["block_size"]): r for r in shown if (r["op"], r["backend"]) == (op, backend)
+                (r["dtype"], r["bits"], r["block_size"]): r
+                for r in shown
+                if (r["op"], r["backend"]) == (op, backend)
             }
             heights = [rows[group]["memcpy_ratio"] if group in rows else 0.0 for group in groups]
             middle = place - (len(backends) - 1) / 2
-            panel.bar([i + 0.8 * middle / len(backends) for i in range(len(groups))], heights, 0.8 / len(backends))
+            panel.bar(
+                [i + 0.8 * middle / len(backends) for i in range(len(groups))],
+                heights,
+                0.8 / len(backends),
+            )
         panel.axhline(1.0, color="0.5", linewidth=0.8)
         panel.set_ylabel(f"{op}\nshare of a copy", fontsize=8)
-    panels[-1].set_xticks(range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7)
+    panels[-1].set_xticks(
+        range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7
+    )
     panels[0].legend(backends, fontsize=7, ncols=len(backends))
     return {PICTURES[0]: figure}

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The parent of a benchmark's ranks: imports their program, forks them, and ends all when one fails.
+"""The parent of a benchmark's ranks: imports their program, forks them, and ends all when one
+fails.
 
-Started by ``ranks.py`` as ``python -m benchmarks.rank_main WORLD.json CONTROL_FD LIFELINE_FD``; see Note [One
-import, many ranks] there.
+Started by ``ranks.py`` as ``python -m benchmarks.rank_main WORLD.json CONTROL_FD LIFELINE_FD``; see
+Note [One import, many ranks] there.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ Program = Callable[[dict[str, Any], Control], None]
 
 def main(arguments: list[str]) -> int:
     """Run the ranks to their end; exit status 0 if all ended well."""
-    file, control_fd, lifeline = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    file = Path(arguments[0])
+    control_fd = int(arguments[1])
+    lifeline = int(arguments[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     world = json.loads(file.read_text(encoding="utf-8"))
     program = _load(world["program"])
     gc.collect()
-    gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
+    # What is imported stays: ranks neither look through it for garbage nor copy its pages
+    gc.freeze()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
+    assert threads == 1, (
+        f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
+    )
     children: dict[int, int] = {}
     parent = os.getpid()
     for rank, place in enumerate(world["places"]):
@@ -48,7 +54,10 @@ def main(arguments: list[str]) -> int:
         try:
             pid = os.fork()
         except OSError as error:
-            print(f"rank {rank} of {len(world['places'])} cannot be started ({error}): take fewer, or raise the limit")
+            print(
+                f"rank {rank} of {len(world['places'])} cannot be started ({error}): take fewer, "
+                "or raise the limit"
+            )
             return _end(children)
         if pid == 0:
             die_with(parent)
@@ -61,7 +70,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(name: str) -> Program:
-    """The function, of a module that may have a ``prepare()`` to be called once, before the fork."""
+    """The function, of a module that may have a ``prepare()`` to be called once, before the
+    fork.
+    """
     module_name, _, function = name.partition(":")
     module = importlib.import_module(module_name)
     getattr(module, "prepare", lambda: None)()
@@ -69,7 +80,7 @@ def _load(name: str) -> Program:
     return program
 
 
-# -- in a rank ---------------------------------------------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def die_with(parent: int) -> None:
@@ -126,11 +137,13 @@ def _run(program: Program, settings: dict[str, Any], control: Control) -> None:
         os._exit(status)
 
 
-# -- in the parent -----------------------------------------------------------------------------------------------------
+# -- in the parent ---------------------------------------------------------------------------------
 
 
 def _watch(children: dict[int, int], lifeline: int) -> int:
-    """Wait for all ranks (pid -> rank). A failure of one, or the end of whoever started us, ends the others."""
+    """Wait for all ranks (pid -> rank). A failure of one, or the end of whoever started us, ends
+    the others.
+    """
     while children:
         if _hung_up(lifeline, 0.05):
             return _end(children)
@@ -140,7 +153,11 @@ def _watch(children: dict[int, int], lifeline: int) -> int:
         rank = children.pop(pid)
         if status:
             code = os.waitstatus_to_exitcode(status)
-            print(f"failed: rank {rank}{f' killed by {signal.Signals(-code).name}' if code < 0 else ''}", flush=True)
+            print(
+                "failed: rank "
+                f"{rank}{f' killed by {signal.Signals(-code).name}' if code < 0 else ''}",
+                flush=True,
+            )
             return _end(children)
     return 0
 

@@ -2,9 +2,10 @@
 """Starts the ranks of a benchmark, listens to rank 0, and ends them whatever happens.
 
 Note [One import, many ranks]
-    Importing torch and DeepSpeed costs seconds of CPU and 300 MB a process. One parent process imports them and forks
-    the ranks (``rank_main.py``), each of which enters its own network namespace and sets its own environment before it
-    touches anything of torch. The parent has a single thread and no process group, so there is nothing to inherit.
+    Importing torch and DeepSpeed costs seconds of CPU and 300 MB a process. One parent process
+    imports them and forks the ranks (``rank_main.py``), each of which enters its own network
+    namespace and sets its own environment before it touches anything of torch. The parent has a
+    single thread and no process group, so there is nothing to inherit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ from typing import Any
 from benchmarks.room import check_room
 from zero_topo.doctor.files import warn_of_shortage
 
-_FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+_FOREIGN = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "CROSS_",
+    "GROUP_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "TORCHELASTIC_",
+)
 MEMORY = " (out of memory? `dmesg` says)"
 _SILENCE_S = 900.0  # longer than any step
 _ENDING_S = 5.0  # for the parent to end its ranks and itself
@@ -55,11 +67,13 @@ class Address:
     port: int
 
 
-def place(rank: int, world_size: int, per_node: int, address: Address, space: Path | None = None) -> Place:
+def place(
+    rank: int, world_size: int, per_node: int, address: Address, space: Path | None = None
+) -> Place:
     """The place of a rank on a node of ``per_node`` ranks.
 
-    DeepSpeed's all-reduce goes through shared memory, past every link, if ``LOCAL_SIZE`` is the world size: it is the
-    size of a node, of which there are at least two.
+    DeepSpeed's all-reduce goes through shared memory, past every link, if ``LOCAL_SIZE`` is the
+    world size: it is the size of a node, of which there are at least two.
     """
     env = {
         "RANK": rank,
@@ -71,11 +85,15 @@ def place(rank: int, world_size: int, per_node: int, address: Address, space: Pa
         "MASTER_PORT": address.port,
         "GLOO_SOCKET_IFNAME": address.interface,
     }
-    return Place({key: str(value) for key, value in env.items()}, None if space is None else str(space))
+    return Place(
+        {key: str(value) for key, value in env.items()}, None if space is None else str(space)
+    )
 
 
 def on_loopback(world_size: int, per_node: int) -> list[Place]:
-    """Places of ranks that talk over this machine's loopback interface, on a port that is free now."""
+    """Places of ranks that talk over this machine's loopback interface, on a port that is
+    free now.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = Address("lo", "127.0.0.1", int(probe.getsockname()[1]))
@@ -83,10 +101,12 @@ def on_loopback(world_size: int, per_node: int) -> list[Place]:
 
 
 class Ranks:
-    """Rank processes under way; use it in a ``with`` block, and take :meth:`messages` until they end.
+    """Rank processes under way; use it in a ``with`` block, and take :meth:`messages` until they
+    end.
 
     Args:
-        program: ``"package.module:function"``, called on every rank with the settings and a ``Control``.
+        program: ``"package.module:function"``, called on every rank with the settings and a
+            ``Control``.
         settings: JSON types.
         places: one for each rank.
 
@@ -97,14 +117,19 @@ class Ranks:
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
         check_room(len(places), 0)
         warn_of_shortage()
-        self._world = {"program": program, "settings": settings, "places": [asdict(place) for place in places]}
+        self._world = {
+            "program": program,
+            "settings": settings,
+            "places": [asdict(place) for place in places],
+        }
         self._folder = tempfile.TemporaryDirectory(prefix="zero-topo-bench-")
 
     def __enter__(self) -> Ranks:
         file = Path(self._folder.name) / "world.json"
         file.write_text(json.dumps(self._world), encoding="utf-8")
         self._control, theirs = Pipe()
-        self._lifeline_end, self._lifeline = os.pipe()  # the parent of the ranks ends them when this end is closed
+        # The parent of the ranks ends them when this end is closed
+        self._lifeline_end, self._lifeline = os.pipe()
         command = [sys.executable, "-m", "benchmarks.rank_main", str(file)]
         with open(self._log("parent"), "wb") as log:
             self._process = subprocess.Popen(
@@ -128,7 +153,8 @@ class Ranks:
                 self._process.wait(_ENDING_S)
                 break
             except subprocess.TimeoutExpired:  # such as while it compiles
-                os.killpg(self._process.pid, number)  # a session of its own: the parent, its ranks, its compilers
+                # A session of its own: the parent, its ranks, its compilers
+                os.killpg(self._process.pid, number)
         self._process.wait()
         self._folder.cleanup()
 
@@ -140,7 +166,9 @@ class Ranks:
         """
         while True:
             if not self._control.poll(_SILENCE_S):
-                raise RuntimeError(f"the ranks said nothing for {_SILENCE_S:.0f} s; {self._last_words(0)}")
+                raise RuntimeError(
+                    f"the ranks said nothing for {_SILENCE_S:.0f} s; {self._last_words(0)}"
+                )
             try:
                 message = self._control.recv()
             except (EOFError, OSError):  # rank 0 has ended, perhaps in the middle of a word
@@ -157,7 +185,8 @@ class Ranks:
 
         Args:
             jobs: those that the ranks were given, in their order.
-            hear: called for what else rank 0 says, with the job under way, the event, and what the message holds.
+            hear: called for what else rank 0 says, with the job under way, the event, and what the
+                message holds.
 
         Raises:
             ValueError: if a job is refused.
@@ -184,7 +213,11 @@ class Ranks:
         if failed is None:
             return f"their parent said:\n{said}"
         rank, killer = failed.groups()
-        why = "" if killer is None else f"rank {rank} was killed by {killer}{MEMORY if killer == 'SIGKILL' else ''}; "
+        why = (
+            ""
+            if killer is None
+            else f"rank {rank} was killed by {killer}{MEMORY if killer == 'SIGKILL' else ''}; "
+        )
         return why + self._last_words(int(rank))
 
     def _last_words(self, rank: int) -> str:
@@ -197,7 +230,9 @@ class Ranks:
 
 
 def environment() -> dict[str, str]:
-    """Of the ranks' parent: one thread each on the CPU, and nothing that a launcher around us has set."""
+    """Of the ranks' parent: one thread each on the CPU, and nothing that a launcher around us has
+    set.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     root = Path(__file__).resolve().parent.parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))

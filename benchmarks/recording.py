@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What commands that measure share: where results go, a record that grows, a bar, a failure in one line."""
+"""What commands that measure share: where results go, a record that grows, a bar, a failure in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,34 @@ FAILED = 1
 class Outputs:
     """Where the results of a command go; its own options are added to these."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")] = False
-    record: Annotated[Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of a table.")
+    ] = False
+    record: Annotated[
+        Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")
+    ] = None
     force: Force = False
-    plots: Annotated[Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")] = None
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")
+    ] = None
 
 
 def measure(
-    outputs: Outputs, report: ModuleType, total: int, run: Callable[[records.Tick], records.GrowingRecord]
+    outputs: Outputs,
+    report: ModuleType,
+    total: int,
+    run: Callable[[records.Tick], records.GrowingRecord],
 ) -> dict[str, Any]:
-    """Run a benchmark, write its record as it grows, then its pictures, and print the table or the JSON.
+    """Run a benchmark, write its record as it grows, then its pictures, and print the table or the
+    JSON.
 
-    If it fails, print what its ranks printed instead of a traceback of ours, and where to find what was measured.
+    If it fails, print what its ranks printed instead of a traceback of ours, and where to find what
+    was measured.
 
     Args:
         outputs: where to.
-        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of their files, those of
-            its ``PICTURES``.
+        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of
+            their files, those of its ``PICTURES``.
         total: ticks of the whole run.
         run: measures.
 

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """A record: a benchmark's numbers with all that is needed to judge or repeat them.
 
-Every benchmark's record is a JSON object with ``format``, ``benchmark``, ``when``, ``machine``, ``versions`` and
-``settings``, and the benchmark's own numbers next to them. Repeated measurements are given with their spread.
+Every benchmark's record is a JSON object with ``format``, ``benchmark``, ``when``, ``machine``,
+``versions`` and ``settings``, and the benchmark's own numbers next to them. Repeated measurements
+are given with their spread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ FORMAT = 2  # 1 is from before the scheme topo stored its weights as INT8
 Tick = Callable[[str, int], None]
 """Called with a few words on what is under way, and the units of work done since the last call."""
 GrowingRecord = Generator[dict[str, Any], None, None]
-"""The record so far, whenever something was measured: what is measured is not lost if the rest fails."""
+"""The record so far, whenever something was measured: what is measured is not lost if the rest
+fails.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Spread:
         return asdict(self)
 
 
-def record(benchmark: str, settings: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    benchmark: str, settings: Mapping[str, Any], results: Mapping[str, Any]
+) -> dict[str, Any]:
     """The record of a benchmark that ends now.
 
     Args:
@@ -66,8 +71,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 def machine() -> dict[str, Any]:
     """The host: processor, cores this process may use, memory, kernel, and how busy it is."""
     return {
-        "processor": _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": _line(Path("/proc/cpuinfo"), "model name")
+        or platform.processor()
+        or platform.machine(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release()}",
         "load_average": [round(load, 2) for load in os.getloadavg()],

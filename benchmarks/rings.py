@@ -2,11 +2,13 @@
 """``python -m benchmarks rings``: fits the rates of rings to outputs of rccl-tests and nccl-tests.
 
 Note [Rings of a machine]
-    ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each step of the ring,
-    ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes. ``a`` has one value, and another for small
-    messages, which RCCL and NCCL send by a separate protocol (LL) up to a size that is fitted too. The fit minimizes
-    the sum of squared logarithms of model over measurement, so that short and long messages count equally. The model is
-    linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round before.
+    ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each
+    step of the ring, ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes.
+    ``a`` has one value, and another for small messages, which RCCL and NCCL send by a separate
+    protocol (LL) up to a size that is fitted too. The fit minimizes the sum of squared logarithms
+    of model over measurement, so that short and long messages count equally. The model is
+    linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round
+        before.
 """
 
 from __future__ import annotations
@@ -31,17 +33,22 @@ ENOUGH_POINTS = 4
 ROUNDS = 20
 TINY = 1e-15  # seconds for a step or a byte: less than on any machine
 
-_NAME = re.compile(r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf")
+_NAME = re.compile(
+    r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf"
+)
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s", re.MULTILINE)
 _ROW = re.compile(
-    r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+(?:[a-z]\w*\s+)?(?:-?\d+\s+)?([\d.]+)\s+[\d.]+\s+[\d.]+\s", re.MULTILINE
+    r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+(?:[a-z]\w*\s+)?(?:-?\d+\s+)?([\d.]+)\s+[\d.]+\s+[\d.]+\s",
+    re.MULTILINE,
 )
 """Size, count, type, since 2.11 the operation and the root, then time and bandwidths."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Describes one measured collective: ``ranks`` on ``nodes`` nodes, ``nbytes`` in all, ``seconds``."""
+    """Describes one measured collective: ``ranks`` on ``nodes`` nodes, ``nbytes`` in all,
+    ``seconds``.
+    """
 
     collective: Collective
     ranks: int
@@ -75,20 +82,35 @@ def read_tests(path: Path) -> list[Timed]:
     ranks = dict(_RANK.findall(text))
     rows = [(int(nbytes), float(us)) for nbytes, us in _ROW.findall(text)]
     if named is None or named[1] is None or not rows or not ranks:
-        missing = "rows of times" if not rows else "its '# Rank' lines" if not ranks else "the name of its collective"
+        missing = (
+            "rows of times"
+            if not rows
+            else "its '# Rank' lines"
+            if not ranks
+            else "the name of its collective"
+        )
         what = f"of {named[2]}" if named and named[2] else f"without {missing}"
         raise ValueError(
-            f"{path}: output {what}, from which no ring's rate can be computed; give outputs of all_gather_perf or "
-            "reduce_scatter_perf of rccl-tests or nccl-tests, with the collective in their text or file name"
+            f"{path}: output {what}, from which no ring's rate can be computed; give outputs of "
+            "all_gather_perf or "
+            "reduce_scatter_perf of rccl-tests or nccl-tests, with the collective in their text or "
+            "file name"
         )
-    world, nodes, collective = len(ranks), len(set(ranks.values())), COLLECTIVES[named[1]]
+    world = len(ranks)
+    nodes = len(set(ranks.values()))
+    collective = COLLECTIVES[named[1]]
     if world != 1 + max(map(int, ranks)):
-        raise ValueError(f"{path}: lists {world} of {1 + max(map(int, ranks))} ranks; give the whole output")
-    return [Timed(collective, world, nodes, float(nbytes), us * 1e-6) for nbytes, us in rows if nbytes]
+        raise ValueError(
+            f"{path}: lists {world} of {1 + max(map(int, ranks))} ranks; give the whole output"
+        )
+    return [
+        Timed(collective, world, nodes, float(nbytes), us * 1e-6) for nbytes, us in rows if nbytes
+    ]
 
 
 def fit_rings(timed: Iterable[Timed]) -> dict[Collective, dict[str, Ring]]:
-    """Fit the rings to measured collectives, by collective and domain; see Note [Rings of a machine].
+    """Fit the rings to measured collectives, by collective and domain; see Note [Rings of a
+    machine].
 
     Raises:
         ValueError: if a collective has too few measurements for the parameters to fit.
@@ -103,16 +125,24 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
     rows = [row for row in rows if row.ranks > 1]
     if len(rows) < ENOUGH_POINTS or len({row.nbytes for row in rows}) < ENOUGH_POINTS:
         raise ValueError(
-            f"{len(rows)} measurements of a collective cannot separate latency from bandwidth; measure at least "
+            f"{len(rows)} measurements of a collective cannot separate latency from bandwidth; "
+            "measure at least "
             f"{ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
         )
     found = min((_fit_class(rows, small) for small in SMALL_CLASSES), key=lambda tried: tried[0])[1]
-    shares = {name: [abs(row.ratio(found) - 1) for row in rows if row.domain == name] for name in found}
-    return {name: replace(found[name], spread=min(1.0, sum(off) / len(off) or 1e-9)) for name, off in shares.items()}
+    shares = {
+        name: [abs(row.ratio(found) - 1) for row in rows if row.domain == name] for name in found
+    }
+    return {
+        name: replace(found[name], spread=min(1.0, sum(off) / len(off) or 1e-9))
+        for name, off in shares.items()
+    }
 
 
 def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring]]:
-    """Return the error and the rings if messages up to ``small`` bytes have a separate step time."""
+    """Return the error and the rings if messages up to ``small`` bytes have a separate step
+    time.
+    """
     domains = list(dict.fromkeys(row.domain for row in rows))
     large = {(row.domain, row.nbytes) for row in rows if row.message > small}
     if any(sum(name == domain for name, _ in large) < 2 for domain in domains):
@@ -124,10 +154,15 @@ def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring
         + [(row.ranks - 1) * row.message if row.domain == domain else 0.0 for domain in domains]
         for row in rows
     ]
-    model, found = [row.seconds for row in rows], [0.0]
+    model = [row.seconds for row in rows]
+    found = [0.0]
     for _ in range(ROUNDS):
-        weighted = [[cell / seconds for cell in cells] for cells, seconds in zip(matrix, model, strict=True)]
-        wanted = [1 - math.log(seconds / row.seconds) for row, seconds in zip(rows, model, strict=True)]
+        weighted = [
+            [cell / seconds for cell in cells] for cells, seconds in zip(matrix, model, strict=True)
+        ]
+        wanted = [
+            1 - math.log(seconds / row.seconds) for row, seconds in zip(rows, model, strict=True)
+        ]
         found = [max(value, TINY) for value in _least_squares(weighted, wanted)]
         model = [sum(map(mul, cells, found)) for cells in matrix]
     step, *few = found[: len(steps)]
@@ -138,10 +173,15 @@ def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """Return the ``x`` that minimizes the squares of ``rows x - wanted``, by elimination in the normal equations."""
+    """Return the ``x`` that minimizes the squares of ``rows x - wanted``, by elimination in the
+    normal equations.
+    """
     width = range(len(rows[0]))
     table = [
-        [*(sum(row[i] * row[j] for row in rows) for j in width), sum(map(mul, (row[i] for row in rows), wanted))]
+        [
+            *(sum(row[i] * row[j] for row in rows) for j in width),
+            sum(map(mul, (row[i] for row in rows), wanted)),
+        ]
         for i in width
     ]
     for i in width:
@@ -152,10 +192,18 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
 
 
 def show_rings(files: Iterable[Path]) -> None:
-    """Fit rings to outputs of rccl-tests or nccl-tests, and print them as ``--set rates=FILE`` reads them.
+    """Fit rings to outputs of rccl-tests or nccl-tests, and print them as ``--set rates=FILE``
+    reads them.
 
     Raises:
         ValueError: if a file is no such output.
     """
     found = fit_rings(row for path in files for row in read_tests(path))
-    print_json({"rings": {kind: {name: asdict(ring) for name, ring in of.items()} for kind, of in found.items()}})
+    print_json(
+        {
+            "rings": {
+                kind: {name: asdict(ring) for name, ring in of.items()}
+                for kind, of in found.items()
+            }
+        }
+    )

@@ -9,7 +9,9 @@ from pathlib import Path
 from zero_topo.units import MB, format_bytes
 
 RANK = 64 * MB
-"""Bytes that a forked rank has of its own before it holds a tensor: torch's, Gloo's and Python's."""
+"""Bytes that a forked rank has of its own before it holds a tensor: torch's, Gloo's and
+Python's.
+"""
 
 
 def check_room(ranks: int, each: int, root: Path = Path("/")) -> None:
@@ -26,14 +28,18 @@ def check_room(ranks: int, each: int, root: Path = Path("/")) -> None:
     available = min(_available(root), default=None)
     if available is not None and ranks * (each + RANK) > available:
         raise ValueError(
-            f"{ranks:,} ranks of {format_bytes(each + RANK)} each want {format_bytes(ranks * (each + RANK))} of memory "
-            f"and {format_bytes(available)} are available: take at most {available // (each + RANK):,} ranks, or "
+            f"{ranks:,} ranks of {format_bytes(each + RANK)} each want "
+            f"{format_bytes(ranks * (each + RANK))} of memory "
+            f"and {format_bytes(available)} are available: take at most "
+            f"{available // (each + RANK):,} ranks, or "
             "smaller ones"
         )
 
 
 def _available(root: Path) -> Iterator[int]:
-    """Bytes by the kernel, and by each control group that this process is in; empty if neither is known."""
+    """Bytes by the kernel, and by each control group that this process is in; empty if neither is
+    known.
+    """
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
@@ -42,7 +48,11 @@ def _available(root: Path) -> Iterator[int]:
         if kind in ("", "memory"):
             base = root / "sys/fs/cgroup" / kind
             own = base / path.strip("/")
-            names = ("memory.max", "memory.current") if not kind else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            names = (
+                ("memory.max", "memory.current")
+                if not kind
+                else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            )
             for folder in (own, *own.parents):
                 limit, used = (_text(folder / name).strip() for name in names)
                 if limit.isdecimal() and used.isdecimal():

@@ -1,9 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each real rank of ``benchmarks scale`` runs: a step in DeepSpeed's engine, stock or ours, counted alike.
+"""What each real rank of ``benchmarks scale`` runs: a step in DeepSpeed's engine, stock or ours,
+counted alike.
 
 Note [What DeepSpeed's engine adds]
-    The model is a chain of matrices, each a parameter. What plain PyTorch launches for its forward and backward pass,
-    and for AdamW on as many tensors as DeepSpeed steps, is counted first and subtracted: what is left gathers, scatters
+    The model is a chain of matrices, each a parameter. What plain PyTorch launches for its forward
+    and backward pass,
+    and for AdamW on as many tensors as DeepSpeed steps, is counted first and subtracted: what is
+        left gathers, scatters
     and publishes, measures the gradients' norm and checks it.
 """
 
@@ -25,7 +28,8 @@ from zero_topo.examples.process import behave
 from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 
-WIDTH, WARM_UP = 64, 3
+WIDTH = 64
+WARM_UP = 3
 Step = Mapping[str, Callable[[], Any]]
 
 
@@ -47,18 +51,26 @@ def measure(params: int, job: dict[str, Any]) -> dict[str, Any]:
     """Launches and host syncs of a step by pass, beyond those of plain PyTorch, and these."""
     launches = Launches()
     engine, *_ = zero_topo.initialize(model=_model(params), config=config(job["block"], params))
-    plain, added = _counted(Launches(), _plain_step(_model(params))), _counted(launches, _engine_step(engine))
+    plain = _counted(Launches(), _plain_step(_model(params)))
+    added = _counted(launches, _engine_step(engine))
     engine.destroy()
     differences = {
         phase: {kind: count - _kinds(plain[phase])[kind] for kind, count in _kinds(counts).items()}
         for phase, counts in added.items()
     }
     own = {phase: _kinds(counts) for phase, counts in plain.items()}
-    return {"scheme": job["scheme"], "ranks": dist.get_world_size(), "phases": differences, "plain": own}
+    return {
+        "scheme": job["scheme"],
+        "ranks": dist.get_world_size(),
+        "phases": differences,
+        "plain": own,
+    }
 
 
 def config(block: Mapping[str, Any] | None, params: int) -> dict[str, Any]:
-    """DeepSpeed's, as the other benchmarks have it: BF16, AdamW, clipping; all gradients in one bucket."""
+    """DeepSpeed's, as the other benchmarks have it: BF16, AdamW, clipping; all gradients in one
+    bucket.
+    """
     zero = {
         "stage": 3,
         "overlap_comm": False,
@@ -79,7 +91,9 @@ def config(block: Mapping[str, Any] | None, params: int) -> dict[str, Any]:
 
 
 def _kinds(counts: Counts) -> dict[str, int]:
-    return {kind: getattr(counts, kind) for kind in ("operations", "kernels", "collectives", "syncs")}
+    return {
+        kind: getattr(counts, kind) for kind in ("operations", "kernels", "collectives", "syncs")
+    }
 
 
 def _model(params: int) -> nn.Module:
@@ -98,7 +112,9 @@ def _plain_step(model: nn.Module) -> Step:
     return _step(model, lambda loss: loss.backward(), optimizer.step)
 
 
-def _step(model: Callable[..., Any], backward: Callable[[Any], Any], update: Callable[[], Any]) -> Step:
+def _step(
+    model: Callable[..., Any], backward: Callable[[Any], Any], update: Callable[[], Any]
+) -> Step:
     losses = []
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     return {

@@ -16,25 +16,31 @@ WIDTH = 100
 PICTURES = ("scale.png",)
 LAUNCHING = ("operations", "kernels", "collectives")
 NOTE = (
-    "Launches: ATen operations that are neither views nor allocations, calls of kernels, and collectives. Milliseconds "
-    "are this host's, without any network. Inside DeepSpeed's engine, what it does beyond moving bytes is in them."
+    "Launches: ATen operations that are neither views nor allocations, calls of kernels, and "
+    "collectives. Milliseconds "
+    "are this host's, without any network. Inside DeepSpeed's engine, what it does beyond moving "
+    "bytes is in them."
 )
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record."""
     console = wide_console(WIDTH, console)
-    params, results = content["settings"]["params"], content["results"]
+    params = content["settings"]["params"]
+    results = content["results"]
     for row in content["real"]:
         syncs = sum(counts["syncs"] for counts in row["phases"].values())
         added, own = (launches(row[part]) / params for part in ("phases", "plain"))
         console.print(
-            f"{row['scheme']} inside DeepSpeed's engine on {row['ranks']} real ranks: {added:.1f} launches per "
+            f"{row['scheme']} inside DeepSpeed's engine on {row['ranks']} real ranks: {added:.1f} "
+            "launches per "
             f"parameter and {syncs} host syncs, beyond the model's and AdamW's {own:.1f}"
         )
     if results:
         console.print(by_ranks(results, "launches per parameter and step, by ranks", _launches))
-        console.print(by_ranks(results, "milliseconds of the host per step, by ranks", _milliseconds))
+        console.print(
+            by_ranks(results, "milliseconds of the host per step, by ranks", _milliseconds)
+        )
         console.print(by_phase(results, params))
     console.print(NOTE)
 
@@ -44,7 +50,9 @@ def launches(phases: Mapping[str, Any]) -> int:
     return sum(counts[kind] for counts in phases.values() for kind in LAUNCHING)
 
 
-def by_ranks(results: Sequence[Mapping[str, Any]], title: str, cell: Callable[[Mapping[str, Any]], str]) -> Table:
+def by_ranks(
+    results: Sequence[Mapping[str, Any]], title: str, cell: Callable[[Mapping[str, Any]], str]
+) -> Table:
     """A line for each scheme, a column for each number of ranks."""
     sizes = sorted({row["ranks"] for row in results})
     made = figures_table(("scheme", *(f"{size:,}" for size in sizes)), title)
@@ -55,9 +63,17 @@ def by_ranks(results: Sequence[Mapping[str, Any]], title: str, cell: Callable[[M
 
 
 def by_phase(results: Sequence[Mapping[str, Any]], params: int) -> Table:
-    """A line for each scheme on the most ranks it was measured on: launches by phase, and what else is counted."""
+    """A line for each scheme on the most ranks it was measured on: launches by phase, and what else
+    is counted.
+    """
     phases = list(results[0]["phases"])
-    words = ("scheme", "ranks", *(phase.replace("gather_", "") for phase in phases), "host syncs", "groups")
+    words = (
+        "scheme",
+        "ranks",
+        *(phase.replace("gather_", "") for phase in phases),
+        "host syncs",
+        "groups",
+    )
     made = figures_table(words, "launches per parameter, by phase")
     most = {row["scheme"]: row for row in sorted(results, key=lambda row: int(row["ranks"]))}
     for scheme, row in most.items():
@@ -69,7 +85,9 @@ def by_phase(results: Sequence[Mapping[str, Any]], params: int) -> Table:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: launches per parameter, and the host's milliseconds, by ranks."""
+    """The picture, by its file's name: launches per parameter, and the host's milliseconds, by
+    ranks.
+    """
     figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     results = sorted(content["results"], key=lambda row: int(row["ranks"]))
@@ -81,7 +99,9 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     for row in content["real"]:
         if row["scheme"] == "stock":
             height = launches(row["phases"]) / content["settings"]["params"]
-            left.axhline(height, color="black", linestyle=":", label=f"stock, {row['ranks']} real ranks")
+            left.axhline(
+                height, color="black", linestyle=":", label=f"stock, {row['ranks']} real ranks"
+            )
     left.set(ylabel="launches per parameter and step")
     right.set(ylabel="host milliseconds per step")
     for axes in (left, right):

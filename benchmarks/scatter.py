@@ -1,12 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks scatter``: what the INT4 scatter leaves of each gradient, by what shares a block's scale.
+"""``python -m benchmarks scatter``: what the INT4 scatter leaves of each gradient, by what shares a
+block's scale.
 
-The gradients are those of a transformer with biases, after some steps on the example's text. Each rank of a node has
-the same ones, so that all error is that of one quantization. Three ways to send a bucket:
+The gradients are those of a transformer with biases, after some steps on the example's text. Each
+rank of a node has the same ones, so that all error is that of one quantization. Three ways to send
+a bucket:
 
 - ``joined``: parameters one after the other, so that a block holds values of two.
 - ``blocks``: each parameter begins a block. This is what the engine does.
-- ``bf16``: matrices so, and parameters of one dimension in BF16, which is an encoding and a sum more per bucket.
+- ``bf16``: matrices so, and parameters of one dimension in BF16, which is an encoding and a sum
+  more per bucket.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from zero_topo.quant.operands import View, at_blocks
 from zero_topo.quant.operators import select
 from zero_topo.quant.spec import BlockSpec, Cast, Format
 
-INT4, BF16 = BlockSpec("int4"), Cast("bf16")
+INT4 = BlockSpec("int4")
+BF16 = Cast("bf16")
 WAYS = ("joined", "blocks", "bf16")
 SHAPE = (4, 64)
 HEAD_WIDTH = 64
@@ -59,14 +63,18 @@ def run(bench: ScatterBench, tick: Tick) -> GrowingRecord:
     """Measure every width and number of ranks.
 
     Yields:
-        The record so far; ``results``: for each the ``bytes`` of a rank's message to another, and :func:`losses`.
+        The record so far; ``results``: for each the ``bytes`` of a rank's message to another, and
+        :func:`losses`.
     """
     settings = {"layers": bench.layers, "steps": bench.steps, "shape": SHAPE, "spec": str(INT4)}
     results: list[dict[str, Any]] = []
     for width in bench.widths:
         grads = gradients(width, bench.layers, bench.steps)
         for ranks in bench.ranks:
-            results += [{"width": width, "ranks": ranks, "way": way, **sent(grads, ranks, way)} for way in WAYS]
+            results += [
+                {"width": width, "ranks": ranks, "way": way, **sent(grads, ranks, way)}
+                for way in WAYS
+            ]
             tick(f"width {width}, {ranks} ranks", 1)
         yield record("scatter", settings, {"results": results})
 
@@ -74,26 +82,39 @@ def run(bench: ScatterBench, tick: Tick) -> GrowingRecord:
 def gradients(width: int, layers: int, steps: int) -> dict[str, Tensor]:
     """Of each parameter, in the order in which a backward pass is done with them."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(width, width // HEAD_WIDTH, 4 * width, 0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(
+        width, width // HEAD_WIDTH, 4 * width, 0.0, batch_first=True, norm_first=True
+    )
     inner = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-    model = nn.Sequential(nn.Embedding(BYTES, width), inner, nn.LayerNorm(width), nn.Linear(width, BYTES))
-    adam, text = torch.optim.Adam(model.parameters(), 1e-3), Corpus.load(None, SHAPE[1]).train
+    model = nn.Sequential(
+        nn.Embedding(BYTES, width), inner, nn.LayerNorm(width), nn.Linear(width, BYTES)
+    )
+    adam = torch.optim.Adam(model.parameters(), 1e-3)
+    text = Corpus.load(None, SHAPE[1]).train
     for step in range(steps + 1):
         tokens, targets = batch(text, SHAPE, 0, step, 0)
         adam.zero_grad()
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         if step < steps:
             adam.step()
-    return {name: param.grad for name, param in reversed(list(model.named_parameters())) if param.grad is not None}
+    return {
+        name: param.grad
+        for name, param in reversed(list(model.named_parameters()))
+        if param.grad is not None
+    }
 
 
 def sent(grads: Mapping[str, Tensor], ranks: int, way: str) -> dict[str, Any]:
     """What a bucket of all gradients costs, and what comes."""
     small = {name for name, grad in grads.items() if grad.dim() == 1 and way == "bf16"}
     came = {name: torch.zeros_like(grad) for name, grad in grads.items()}
-    plan, nbytes = Plan(ranks, 1, None, ranks, ranks), 0
+    plan = Plan(ranks, 1, None, ranks, ranks)
+    nbytes = 0
     for names, spec in ((grads.keys() - small, INT4), (small, BF16)):
-        read, written = ([shard_view(of[n].view(-1), plan, ranks) for n in of if n in names] for of in (grads, came))
+        read, written = (
+            [shard_view(of[n].view(-1), plan, ranks) for n in of if n in names]
+            for of in (grads, came)
+        )
         if names:
             nbytes += through(read, written, spec, 1 if way == "joined" else spec.block_size)
     return {"bytes": nbytes, **losses(grads, came)}
@@ -103,8 +124,8 @@ def losses(grads: Mapping[str, Tensor], came: Mapping[str, Tensor]) -> dict[str,
     """What is lost of gradients, relative to the norm of each.
 
     Returns:
-        Of vectors the mean share of elements that became ``zeros``, the mean ``error``, and the ``largest`` with the
-        name of its parameter, ``worst``; of ``matrices`` the mean error.
+        Of vectors the mean share of elements that became ``zeros``, the mean ``error``, and the
+        ``largest`` with the name of its parameter, ``worst``; of ``matrices`` the mean error.
     """
     errors = {name: float((came[name] - grad).norm() / grad.norm()) for name, grad in grads.items()}
     vectors = [name for name, grad in grads.items() if grad.dim() == 1]
@@ -128,13 +149,23 @@ def through(read: Sequence[View], written: Sequence[View], spec: Format, block: 
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row of cells for each width and number of ranks; those of the three ways with arrows between them."""
+    """A row of cells for each width and number of ranks; those of the three ways with arrows
+    between them.
+    """
     cells = []
     for first in range(0, len(results), len(WAYS)):
         ways = results[first : first + len(WAYS)]
-        shares = [[f"{way[key]:.0%}" for way in ways] for key in ("zeros", "error", "largest", "matrices")]
+        shares = [
+            [f"{way[key]:.0%}" for way in ways] for key in ("zeros", "error", "largest", "matrices")
+        ]
         figures = [*shares, [f"{way['bytes']:,}" for way in ways]]
-        cells.append([f"{ways[0]['width']:,}", str(ways[0]["ranks"]), *(" → ".join(found) for found in figures)])
+        cells.append(
+            [
+                f"{ways[0]['width']:,}",
+                str(ways[0]["ranks"]),
+                *(" → ".join(found) for found in figures),
+            ]
+        )
     return cells
 
 
@@ -142,7 +173,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record's table."""
     console = wide_console(120, console)
     console.print(
-        f"Zeros, mean and largest error of vectors; error of matrices; bytes to each rank: {' → '.join(WAYS)}"
+        "Zeros, mean and largest error of vectors; error of matrices; bytes to each rank: "
+        f"{' → '.join(WAYS)}"
     )
     made = figures_table(("width", "ranks", "zeros", "error", "largest", "matrices", "bytes"))
     for cells in rows(content["results"]):

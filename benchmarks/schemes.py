@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The schemes that benchmarks compare, by name: each a ``zero_topo`` block, or stock DeepSpeed without one."""
+"""The schemes that benchmarks compare, by name: each a ``zero_topo`` block, or stock DeepSpeed
+without one.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ class BenchScheme:
     Attributes:
         name: on the command line and in tables.
         block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
-        ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock and plain FSDP2 only.
+        ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock and plain
+            FSDP2 only.
         optimizer: ``optimizer.type`` of the DeepSpeed config.
-        lr: its learning rate; None is the benchmark's. Muon's is of its matrices; the others keep the benchmark's.
-        change: size of a random change of the initial weights; "benchmarks convergence" alone makes it.
-        stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's all-reduce.
-        host: "fsdp" for FSDP2 instead of DeepSpeed; without a block FSDP2's own collectives, over all ranks, or for
-            "hsdp-fsdp" over those of a node with replicas on the others.
+        lr: its learning rate; None is the benchmark's. Muon's is of its matrices; the others keep
+            the benchmark's.
+        change: size of a random change of the initial weights; "benchmarks convergence" alone makes
+            it.
+        stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's
+            all-reduce.
+        host: "fsdp" for FSDP2 instead of DeepSpeed; without a block FSDP2's own collectives, over
+            all ranks, or for "hsdp-fsdp" over those of a node with replicas on the others.
     """
 
     name: str
@@ -42,7 +48,9 @@ class BenchScheme:
         return replace(self, name=f"{self.name}@{lr:g}", lr=lr)
 
     def job_on(self, topology: Mapping[str, Any]) -> dict[str, Any]:
-        """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer`` and others."""
+        """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer``
+        and others.
+        """
         block = None if self.block is None else {"topology": dict(topology), **self.block}
         job: dict[str, Any] = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
         job |= {} if self.stage == 3 else {"stage": self.stage}
@@ -55,7 +63,11 @@ class BenchScheme:
         Raises:
             ValueError: the config's own refusal of the block.
         """
-        return None if self.block is None else resolve_config(ZeroTopoConfig.parse(dict(self.block)), topology)
+        return (
+            None
+            if self.block is None
+            else resolve_config(ZeroTopoConfig.parse(dict(self.block)), topology)
+        )
 
 
 def _quantized(bits: int) -> dict[str, Any]:
@@ -64,7 +76,11 @@ def _quantized(bits: int) -> dict[str, Any]:
 
 
 def _synced(
-    name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replicated: bool = False, **others: Any
+    name: str,
+    sync: Mapping[str, Any],
+    optimizer: str = "AdamW",
+    replicated: bool = False,
+    **others: Any,
 ) -> BenchScheme:
     """Topo with nothing quantized: what a mode of sync costs in loss, by itself.
 
@@ -72,12 +88,16 @@ def _synced(
     """
     place = REPLICATED if replicated else {}
     return BenchScheme(
-        name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer, **others
+        name,
+        {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync},
+        optimizer=optimizer,
+        **others,
     )
 
 
 RADIUS = {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}
-INT4, TERNARY = {"mode": "quantized", "bits": 4}, {"mode": "ternary"}
+INT4 = {"mode": "quantized", "bits": 4}
+TERNARY = {"mode": "ternary"}
 REPLICATED = {"optimizer": "node"}
 SHARDED = {"sharded": True}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
@@ -98,25 +118,43 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word in ("", "-ring")
             ),
             BenchScheme("fsdp-paper", {"scheme": "paper"}, host="fsdp"),
-            BenchScheme("fsdp-q4", {"scheme": "paper", "sync": INT4, "publish": {"delta": "int4"}}, host="fsdp"),
+            BenchScheme(
+                "fsdp-q4",
+                {"scheme": "paper", "sync": INT4, "publish": {"delta": "int4"}},
+                host="fsdp",
+            ),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
             BenchScheme("topo-q4-gpu", {**_quantized(4), "two_hop": "gpu"}),
             BenchScheme("topo-16bit", {"scheme": "topo", "quantize": {"resident": None}}),
             # INT4 sync with INT8 weights; such names fit a table.
-            BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
+            BenchScheme(
+                "codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}
+            ),
             BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
             # Sparse sync with INT8 weights; where the optimizer is replicated nothing is published.
             BenchScheme(
-                "topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk", **SHARDED}}, optimizer="AgedAdamW"
+                "topo-oktopk",
+                {"scheme": "topo", "sync": {"mode": "oktopk", **SHARDED}},
+                optimizer="AgedAdamW",
             ),
             BenchScheme("topo-ternary", {"scheme": "topo", "sync": TERNARY}, optimizer="AgedAdamW"),
             BenchScheme("topo-radius", {"scheme": "topo", "sync": {"mode": "radius"}}),
             BenchScheme("topo-tagc", {"scheme": "topo", "sync": {"mode": "tagc", "ratio": 10}}),
-            BenchScheme("topo-scape", {"scheme": "topo", **REPLICATED, "sync": {"mode": "scape"}}, optimizer="AdamS"),
-            BenchScheme("node-ternary", {"scheme": "topo", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"),
             BenchScheme(
-                "zero2-ternary", {"scheme": "topo-zero2", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"
+                "topo-scape",
+                {"scheme": "topo", **REPLICATED, "sync": {"mode": "scape"}},
+                optimizer="AdamS",
+            ),
+            BenchScheme(
+                "node-ternary",
+                {"scheme": "topo", **REPLICATED, "sync": TERNARY},
+                optimizer="AgedAdamW",
+            ),
+            BenchScheme(
+                "zero2-ternary",
+                {"scheme": "topo-zero2", **REPLICATED, "sync": TERNARY},
+                optimizer="AgedAdamW",
             ),
             # Muon, and AdamW under the same plan: the optimizer is replicated between nodes.
             BenchScheme("stock-muon", None, **MUON),
@@ -132,11 +170,17 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("muon", {"mode": "dense"}, replicated=True, **MUON),
             _synced("muon-changed", {"mode": "dense"}, replicated=True, **MUON, change=1e-3),
             _synced("muon-q4", INT4, replicated=True, **MUON),
-            # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
+            # What each part of topo costs in loss: nothing quantized, and the scatter inside the
+            # node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
-            BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),
-            BenchScheme("topo-scatter-nf4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "nf4"}}),
-            # The sparse modes at densities at which a small model tells them apart; top-k without feedback is naive.
+            BenchScheme(
+                "topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}
+            ),
+            BenchScheme(
+                "topo-scatter-nf4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "nf4"}}
+            ),
+            # The sparse modes at densities at which a small model tells them apart; top-k without
+            # feedback is naive.
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
             *(
                 _synced(f"{mode}{word}", {"mode": mode, "density": 0.02}, optimizer)
@@ -144,7 +188,11 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             *(
-                _synced(f"oktopk-{name}", {"mode": "oktopk", "density": percent / 100, **sums}, "AgedAdamW")
+                _synced(
+                    f"oktopk-{name}",
+                    {"mode": "oktopk", "density": percent / 100, **sums},
+                    "AgedAdamW",
+                )
                 for name, percent, sums in (
                     ("aged-5", 5, {}),
                     ("aged-10", 10, {}),
@@ -161,19 +209,36 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "select": "parameter"}),
-            # Figure 6 of Radius in 300 steps, the first 15% dense; the paper's naive top-k has error feedback.
+            # Figure 6 of Radius in 300 steps, the first 15% dense; the paper's naive top-k has
+            # error feedback.
             *(
-                _synced(name, {"mode": mode, "density": percent / 100, "start": 45, "value_dtype": "fp32", **more})
+                _synced(
+                    name,
+                    {
+                        "mode": mode,
+                        "density": percent / 100,
+                        "start": 45,
+                        "value_dtype": "fp32",
+                        **more,
+                    },
+                )
                 for percent in (50, 40, 10)
                 for name, mode, more in (
                     (f"topk_a-{percent}", "topk_a", {}),
-                    *((f"radius-{percent}-{steps}", "radius", {"interval": steps}) for steps in (10, 50)),
+                    *(
+                        (f"radius-{percent}-{steps}", "radius", {"interval": steps})
+                        for steps in (10, 50)
+                    ),
                 )
             ),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
-            _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
+            _synced(
+                "scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True
+            ),
             *(
-                _synced(name, {"mode": "scape", "density": 0.1, "select": select, "warmup": 30}, "AdamS")
+                _synced(
+                    name, {"mode": "scape", "density": 0.1, "select": select, "warmup": 30}, "AdamS"
+                )
                 for name, select in (("scape-all-10", "all"), ("scape-each-10", "parameter"))
             ),
         )

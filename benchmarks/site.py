@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs for the pages of docs: units stay with their numbers, and nothing is fetched from elsewhere."""
+"""Hooks of mkdocs for the pages of docs: units stay with their numbers, and nothing is fetched from
+elsewhere.
+"""
 
 from __future__ import annotations
 

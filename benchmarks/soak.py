@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks soak``: a long training with everything on, after which no rank may use more than before.
+"""``python -m benchmarks soak``: a long training with everything on, after which no rank may use
+more than before.
 
-At intervals each rank counts what it uses. After a warm-up, these counts must not grow: descriptors, threads and
-process groups not by one, memory by no more than the noise of an allocator.
+At intervals each rank counts what it uses. After a warm-up, these counts must not grow:
+descriptors, threads and process groups not by one, memory by no more than the noise of an
+allocator.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ PROGRAM = "benchmarks.soak_training:soak"
 SCHEME = "codes-q4"
 SHAPE = (2, 1, 2)  # nodes, GPUs of a node, GCDs of a GPU
 SETUP = TrainingSetup(layers=2, width=64, context=16, batch=1, lr=1e-3)
-PART = 10  # a tenth, or all until after the first checkpoint, is warm-up; tenths at both ends of the rest are compared
+# A tenth, or all until after the first checkpoint, is warm-up; tenths at both ends of the rest are
+# compared
+PART = 10
 SAVED_EVERY = 5  # counts from one checkpoint to the next
 ALLOWED: Mapping[str, float] = {
     "descriptors": 0.0,
@@ -35,7 +39,9 @@ ALLOWED: Mapping[str, float] = {
     "malloc_bytes": 0.001,
     "resident_bytes": 0.01,  # with what the allocators hold back and cannot fill
 }
-"""What is counted -> how much of it may be added over the run, as a share of what there was after the warm-up."""
+"""What is counted -> how much of it may be added over the run, as a share of what there was after
+the warm-up.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,25 @@ class Soak:
 
     def __post_init__(self) -> None:
         if self.steps // self.every < 2 * PART:
-            raise ValueError(f"{self.steps} steps counted every {self.every}: take at least {2 * PART * self.every}")
+            raise ValueError(
+                f"{self.steps} steps counted every {self.every}: take at least "
+                f"{2 * PART * self.every}"
+            )
 
     def settings(self) -> dict[str, Any]:
         """In JSON types, for the ranks and the record."""
         nodes, gpus, dies = SHAPE
-        job = KNOWN[SCHEME].job_on({"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}})
+        job = KNOWN[SCHEME].job_on(
+            {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
+        )
         often = {"every": self.every, "saved_every": SAVED_EVERY * self.every}
-        return {"setup": asdict(self.setup), "steps": self.steps, **often, "warmup": 0, "jobs": [job]}
+        return {
+            "setup": asdict(self.setup),
+            "steps": self.steps,
+            **often,
+            "warmup": 0,
+            "jobs": [job],
+        }
 
 
 def run(wanted: Soak, tick: Tick) -> GrowingRecord:
@@ -75,13 +92,15 @@ def run(wanted: Soak, tick: Tick) -> GrowingRecord:
         tick: called after each step.
 
     Yields:
-        The record, once: ``samples``, of each count its ``step`` and the counts of each rank; ``results``, see
+        The record, once: ``samples``, of each count its ``step`` and the counts of each rank;
+            ``results``, see
         :func:`growth`; and how it was measured.
 
     Raises:
         RuntimeError: if a rank fails.
     """
-    settings, samples = wanted.settings(), list[dict[str, Any]]()
+    settings = wanted.settings()
+    samples = list[dict[str, Any]]()
 
     def hear(job: Mapping[str, Any], event: str, **stored: Any) -> None:
         if event == "held":
@@ -91,7 +110,9 @@ def run(wanted: Soak, tick: Tick) -> GrowingRecord:
     nodes, gpus, dies = SHAPE
     with (
         tempfile.TemporaryDirectory(prefix="zero-topo-soak-") as folder,
-        Ranks(PROGRAM, {**settings, "folder": folder}, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks,
+        Ranks(
+            PROGRAM, {**settings, "folder": folder}, on_loopback(nodes * gpus * dies, gpus * dies)
+        ) as ranks,
     ):
         for _, end in ranks.results(settings["jobs"], hear):
             yield record("soak", settings, {"results": growth(samples), "samples": samples, **end})
@@ -104,18 +125,25 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         samples: with ``ranks``: the counts of each.
 
     Returns:
-        For each key of :data:`ALLOWED`: ``name``; ``before`` and ``after``, means of the first and the last tenth of
-        the samples after the warm-up; the share ``added``; the share ``allowed``; and whether it is ``flat``.
+        For each key of :data:`ALLOWED`: ``name``; ``before`` and ``after``, means of the first and
+        the last tenth of the samples after the warm-up; the share ``added``; the share ``allowed``;
+        and whether it is ``flat``.
     """
-    part, found = len(samples) // PART, []
+    part = len(samples) // PART
+    found = []
     kept = samples[max(part, SAVED_EVERY + 1) :]
     for name, allowed in ALLOWED.items():
         if name not in kept[0]["ranks"][0]:  # of a record of before it was counted
             continue
-        by_rank = [[sample["ranks"][rank][name] for sample in kept] for rank in range(len(kept[0]["ranks"]))]
+        by_rank = [
+            [sample["ranks"][rank][name] for sample in kept]
+            for rank in range(len(kept[0]["ranks"]))
+        ]
         ends = [(sum(counts[:part]) / part, sum(counts[-part:]) / part) for counts in by_rank]
         before, after = max(ends, key=lambda pair: pair[1] / pair[0])
         added = after / before - 1
-        found.append({"name": name, "before": before, "after": after, "added": added, "allowed": allowed})
+        found.append(
+            {"name": name, "before": before, "after": after, "added": added, "allowed": allowed}
+        )
         found[-1]["flat"] = added <= allowed
     return found

@@ -13,7 +13,9 @@ from zero_topo.observe.console import figures_table, wide_console
 
 WIDTH = 84
 PICTURES = ("soak.png",)
-NOTE = "Means of the first and the last tenth after the warm-up, of the rank to which most was added."
+NOTE = (
+    "Means of the first and the last tenth after the warm-up, of the rank to which most was added."
+)
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
@@ -41,13 +43,19 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: the counts of each rank, as a share of those after the warm-up."""
+    """The picture, by its file's name: the counts of each rank, as a share of those after the
+    warm-up.
+    """
     samples = content["samples"][len(content["samples"]) // 10 :]
     figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
     for axes, row in zip(figure.subplots(2, 5).flat, content["results"], strict=True):
         for rank in range(len(samples[0]["ranks"])):
             values = [sample["ranks"][rank][row["name"]] for sample in samples]
-            axes.plot([sample["step"] for sample in samples], [value / values[0] for value in values], linewidth=1)
+            axes.plot(
+                [sample["step"] for sample in samples],
+                [value / values[0] for value in values],
+                linewidth=1,
+            )
         axes.set_title(row["name"], fontsize=9)
         axes.ticklabel_format(useOffset=False)
     return {PICTURES[0]: figure}

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``benchmarks soak`` runs: the example's GPT with everything on, and its counts."""
+"""What each rank of ``benchmarks soak`` runs: the example's GPT with everything on, and its
+counts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks 
 
 
 def prepare() -> None:
-    """As for all trainings, called before ranks are forked; and torch keeps no record of its last 2,000 collectives.
+    """As for all trainings, called before ranks are forked; and torch keeps no record of its last
+    2,000 collectives.
 
     It would fill for 1,400 steps, a kilobyte a step.
     """
@@ -40,8 +43,8 @@ def soak(settings: dict[str, Any], control: Control) -> None:
     """Train with everything on; the program of ``benchmarks soak``.
 
     Args:
-        settings: ``setup``, ``steps``, ``every`` and ``saved_every`` (steps from one count, and from one checkpoint, to
-            the next), ``folder`` for checkpoints, and one job.
+        settings: ``setup``, ``steps``, ``every`` and ``saved_every`` (steps from one count, and
+            from one checkpoint, to the next), ``folder`` for checkpoints, and one job.
         control: the line to the benchmark.
     """
     bench = Bench.start(settings, control)
@@ -51,7 +54,8 @@ def soak(settings: dict[str, Any], control: Control) -> None:
 
 def train(bench: Bench, settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """The whole run; the last evaluation's loss."""
-    every, folder = settings["every"], Path(settings["folder"])
+    every = settings["every"]
+    folder = Path(settings["folder"])
     config = bench.setup.deepspeed(job["block"], MICRO_BATCHES)
     config["zero_optimization"] |= {"overlap_comm": True, "stage3_prefetch_bucket_size": 20_000}
     config |= {"wall_clock_breakdown": True, "steps_per_print": 10 * every}
@@ -101,7 +105,9 @@ def count(bench: Bench, step: int) -> None:
 
 
 class MallInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``: bytes mapped for single allocations, and bytes in use of all others."""
+    """glibc's ``struct mallinfo2``: bytes mapped for single allocations, and bytes in use of all
+    others.
+    """
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO.split())
 
@@ -125,7 +131,9 @@ def stored() -> dict[str, int]:
         "groups": len(dist.distributed_c10d._world.pg_map),
         "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
         "tensors": len(tensors),
-        "tensor_bytes": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()),
+        "tensor_bytes": sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+        ),
         "objects": len(gc.get_objects()) - len(tensors),
         "blocks": sys.getallocatedblocks(),
         "malloc_bytes": in_use(),

@@ -1,17 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
+"""``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data
+parallelism.
 
-For comparison: torch's own all-reduce of the gradients as one vector, its PowerSGD of rank 1 and 4, dense sync, and
-Ok-Topk without balancing.
+For comparison: torch's own all-reduce of the gradients as one vector, its PowerSGD of rank 1 and 4,
+dense sync, and Ok-Topk without balancing.
 
 Note [What is measured]
-    Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
-    network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over ranks and steps, and
-    ``words_per_k`` the same in 4-byte words per selected element of one rank; ``bytes_busiest`` is the mean over steps
-    of the rank that sends most. The all-reduces of torch are counted as ``2 (P - 1) / P`` times their length. ``error``
-    compares what a mode delivers with the sum of the ranks' gradients and residuals, as a ratio of L2 norms: for dense
-    it is rounding. ``xi`` is the ratio of Ok-Topk's Figure 5 (``sparse_ranks.xi``), over the elements of matrices.
-    Steps before the measured ones let residuals grow and thresholds settle.
+    Ranks are processes of this machine that talk over its loopback interface: bytes and errors are
+        those of any
+    network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over
+    ranks and steps, and ``words_per_k`` the same in 4-byte words per selected element of one rank;
+    ``bytes_busiest`` is the mean over steps of the rank that sends most. The all-reduces of torch
+    are counted as ``2 (P - 1) / P`` times their length. ``error`` compares what a mode delivers
+    with the sum of the ranks' gradients and residuals, as a ratio of L2 norms: for dense it is
+    rounding. ``xi`` is the ratio of Ok-Topk's Figure 5 (``sparse_ranks.xi``), over the elements of
+    matrices. Steps before the measured ones let residuals grow and thresholds settle.
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ from zero_topo.topology.presets import emulated
 
 PROGRAM = "benchmarks.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
-ALL_REDUCE, DENSE, UNBALANCED = "all_reduce", "dense", "oktopk_unbalanced"
+ALL_REDUCE = "all_reduce"
+DENSE = "dense"
+UNBALANCED = "oktopk_unbalanced"
 POWER_SGD: Mapping[str, int] = MappingProxyType({f"powersgd_{rank}": rank for rank in (1, 4)})
 WHOLE = (ALL_REDUCE, DENSE, *POWER_SGD)  # without a density
-ELEMENT = 96  # bytes of a rank for an element: gradient, weights, residual, selected elements, and what a mode copies
+# Bytes of a rank for an element: gradient, weights, residual, selected elements, and what a mode
+# copies
+ELEMENT = 96
 MODES = (*WHOLE, *(mode.MODE for mode in SPARSE_MODES), UNBALANCED)
 # Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -49,7 +56,8 @@ class SparseBench:
         modes: of sync, and those for comparison.
         densities: of the sparse ones.
         ranks: sizes of the group.
-        sources: of gradients: "synthetic" (heavy tails, half of it common to all ranks) or "model" (the example's GPT).
+        sources: of gradients: "synthetic" (heavy tails, half of it common to all ranks) or "model"
+            (the example's GPT).
         numel: elements of a synthetic gradient, and about as many of the model.
         warmup, steps: not measured, measured.
 
@@ -71,7 +79,10 @@ class SparseBench:
             if unknown:
                 raise ValueError(f"{unknown[0]!r} cannot be measured; choose of {', '.join(known)}")
         if min(self.ranks, default=0) < 2 or self.numel < 1 or self.steps < 1:
-            raise ValueError(f"ranks {self.ranks}, {self.numel} elements, {self.steps} steps: give at least 2, 1 and 1")
+            raise ValueError(
+                f"ranks {self.ranks}, {self.numel} elements, {self.steps} steps: give at least 2, "
+                "1 and 1"
+            )
         for block in (job["block"] for job in self.jobs()):
             resolve_config(ZeroTopoConfig.parse(block), emulated(min(self.ranks), 1, 1))
 
@@ -111,10 +122,12 @@ def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
         tick: called after each measurement, with a few words and the number done since.
 
     Yields:
-        The record so far, after each group of ranks; ``results`` has an entry for each mode, density, source and number
-        of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k, seconds (with spread), exchange_s (the part of it
-        in collectives that a mode begins and awaits in one call, median; all of it for torch's own reductions), error,
-        xi.
+        The record so far, after each group of ranks; ``results`` has an entry for each mode,
+        density, source and number
+        of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k, seconds (with spread),
+            exchange_s (the part of it
+        in collectives that a mode begins and awaits in one call, median; all of it for torch's own
+        reductions), error, xi.
 
     Raises:
         ValueError: if this machine's memory cannot hold the ranks.

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``benchmarks sparse`` runs: one mode of sync after another on the same gradients."""
+"""What each rank of ``benchmarks sparse`` runs: one mode of sync after another on the same
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from zero_topo.topology.presets import emulated
 WORD = 4
 RATE = 0.05
 BETA = 0.9
-LAYERS, HEAD, CONTEXT = 2, 16, 64
+LAYERS = 2
+HEAD = 16
+CONTEXT = 64
 
 
 def prepare() -> None:
@@ -56,7 +60,9 @@ def measure_all(settings: dict[str, Any], control: Control) -> None:
 
 
 class Synthetic:
-    """Gradients with heavy tails: cubes of normal numbers, half of them common to all ranks and lasting."""
+    """Gradients with heavy tails: cubes of normal numbers, half of them common to all ranks and
+    lasting.
+    """
 
     def __init__(self, numel: int) -> None:
         rows = next(rows for rows in range(isqrt(numel), 0, -1) if numel % rows == 0)
@@ -131,12 +137,15 @@ class AllReduce:
 
 
 class PowerSgd(AllReduce):
-    """Torch's communication hook PowerSGD, which takes all gradients as one bucket of DistributedDataParallel."""
+    """Torch's communication hook PowerSGD, which takes all gradients as one bucket of
+    DistributedDataParallel.
+    """
 
     def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
         super().__init__(shapes)
         self._shapes = shapes
-        # The hook reduces the first two steps uncompressed, which is the least it accepts with error feedback.
+        # The hook reduces the first two steps uncompressed, which is the least it accepts with
+        # error feedback.
         self._state = PowerSGDState(None, rank, start_powerSGD_iter=2)
 
     def reduce(self) -> None:
@@ -144,7 +153,10 @@ class PowerSgd(AllReduce):
         before = self._state.total_numel_after_compression
         gradients = list(parts(self._vector, self._shapes))
         bucket: Any = SimpleNamespace(
-            buffer=lambda: self._vector, gradients=lambda: gradients, index=lambda: 0, is_last=lambda: True
+            buffer=lambda: self._vector,
+            gradients=lambda: gradients,
+            index=lambda: 0,
+            is_last=lambda: True,
         )
         powerSGD_hook(self._state, bucket).wait()
         self._vector *= dist.get_world_size()  # the hook computes the mean
@@ -161,11 +173,17 @@ class Mode:
     def __init__(self, shapes: Sequence[torch.Size], block: dict[str, Any]) -> None:
         config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
         parameters = matrices([shape.numel() for shape in shapes])
-        parameters = [replace(p, dims=len(shape)) for p, shape in zip(parameters, shapes, strict=True)]
+        parameters = [
+            replace(p, dims=len(shape)) for p, shape in zip(parameters, shapes, strict=True)
+        ]
         self.optimizer = Optimizer()
-        self.engine = bare_engine(config, parameters, moments=lambda: self.optimizer.moments(self.engine))
+        self.engine = bare_engine(
+            config, parameters, moments=lambda: self.optimizer.moments(self.engine)
+        )
         self._shapes = shapes
-        self._sparse = self.engine.gradients.mode if isinstance(self.engine.gradients.mode, Sparse) else None
+        self._sparse = (
+            self.engine.gradients.mode if isinstance(self.engine.gradients.mode, Sparse) else None
+        )
         self.exchange = 0.0
         if self._sparse is not None:
             for name in ("gather", "gather_known", "scatter", "scatter_known"):
@@ -180,7 +198,9 @@ class Mode:
     def residual(self) -> Tensor:
         """What this rank has not sent yet, FP32 ``[n]``."""
         table = self.engine.gradients.buffer
-        return self.flat(torch.zeros_like(table) if self._sparse is None else self._sparse.residual_table())
+        return self.flat(
+            torch.zeros_like(table) if self._sparse is None else self._sparse.residual_table()
+        )
 
     def reduce(self) -> None:
         """Run the mode."""
@@ -193,13 +213,17 @@ class Mode:
         synced = self.flat(rows)
         self.optimizer.step(self.engine, rows)
         self.engine.end_step(skipped=False)
-        return synced, sum(n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync")
+        return synced, sum(
+            n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync"
+        )
 
     def flat(self, table: Tensor) -> Tensor:
         """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
         spans = self.engine.layout.shard_ranges(range(len(self._shapes)))
         shards = zip(spans, self._shapes, strict=True)
-        return torch.cat([table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards])
+        return torch.cat(
+            [table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards]
+        )
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -212,8 +236,9 @@ class Mode:
 
 
 class Unbalanced(OkTopk):
-    """Ok-Topk without its balancing, which its Figure 7 compares: regions are equally wide, and all chosen sums of a
-    region are sent by its owner."""
+    """Ok-Topk without its balancing, which its Figure 7 compares: regions are equally wide, and all
+    chosen sums of a region are sent by its owner.
+    """
 
     def _balanced(self, selected: Selected) -> Tensor:
         return self.fresh().bounds
@@ -238,18 +263,22 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     source = (Synthetic if job["source"] == "synthetic" else Model)(settings["numel"])
     reduces = reducer(job, source.shapes)
     sparse = torch.cat([torch.full((shape.numel(),), len(shape) > 1) for shape in source.shapes])
-    k, numel = share(job["density"], int(sparse.sum())), len(sparse)
+    k = share(job["density"], int(sparse.sum()))
+    numel = len(sparse)
     rows = []
     for step in range(settings["warmup"] + settings["steps"]):
         sums = torch.stack([reduces.add(source.gradients(step)), reduces.residual]).double()
         dist.all_reduce(sums)
-        gradient, wanted = sums[0], sums.sum(dim=0)
+        gradient = sums[0]
+        wanted = sums.sum(dim=0)
         took = _timed(reduces.reduce)
         exchange = took if reduces.exchange is None else reduces.exchange
         synced, sent = reduces.end()
         source.update(synced)
         error = float((synced - wanted).norm() / wanted.norm())
-        rows.append([took, exchange, sent, error, xi(synced[sparse], gradient[sparse], wanted[sparse], k)])
+        rows.append(
+            [took, exchange, sent, error, xi(synced[sparse], gradient[sparse], wanted[sparse], k)]
+        )
     if isinstance(reduces, Mode):
         reduces.engine.mesh.destroy()
     most = torch.tensor(rows[settings["warmup"] :], dtype=torch.float64).T
@@ -274,9 +303,11 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 
 
 def xi(synced: Tensor, gradient: Tensor, wanted: Tensor, k: int) -> float:
-    """Return the ratio that Assumption 1 of Ok-Topk bounds by xi (its Figure 5): L2 norms of two vectors, of
+    """Return the ratio that Assumption 1 of Ok-Topk bounds by xi (its Figure 5): L2 norms of two
+    vectors, of
 
-    - the difference between the sums that a mode delivers and the ``k`` largest of the sums that it could deliver,
+    - the difference between the sums that a mode delivers and the ``k`` largest of the sums that it
+      could deliver,
     - the sum of the ranks' gradients.
 
     Args:
@@ -286,7 +317,10 @@ def xi(synced: Tensor, gradient: Tensor, wanted: Tensor, k: int) -> float:
         k: the number of elements to select.
     """
     best = wanted.abs().topk(k).indices
-    return float((synced - torch.zeros_like(wanted).index_copy_(0, best, wanted[best])).norm() / gradient.norm())
+    return float(
+        (synced - torch.zeros_like(wanted).index_copy_(0, best, wanted[best])).norm()
+        / gradient.norm()
+    )
 
 
 def parts(vector: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
@@ -296,7 +330,9 @@ def parts(vector: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
 
 
 class Optimizer:
-    """SGD on weights that nobody reads, and a momentum: for the modes that look at an optimizer's updates and state."""
+    """SGD on weights that nobody reads, and a momentum: for the modes that look at an optimizer's
+    updates and state.
+    """
 
     def __init__(self) -> None:
         self._weights = self._mean = torch.empty(0)

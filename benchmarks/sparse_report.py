@@ -17,9 +17,12 @@ from zero_topo.units import format_bytes, format_seconds
 WIDTH = 128
 PICTURES = ("sparse.png",)
 NOTE = (
-    "Words per k: 4-byte words that a rank sends for each element it selects; busiest: of the rank that sends most. "
-    "Error: of the received sums against the sum of all ranks' gradients and residuals. Xi: of the received sums "
-    "against the k largest of these, over the norm of the gradients. Seconds are those of this machine's loopback "
+    "Words per k: 4-byte words that a rank sends for each element it selects; busiest: of the rank "
+    "that sends most. "
+    "Error: of the received sums against the sum of all ranks' gradients and residuals. Xi: of the "
+    "received sums "
+    "against the k largest of these, over the norm of the gradients. Seconds are those of this "
+    "machine's loopback "
     "interface."
 )
 
@@ -34,14 +37,28 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of one source and number of ranks."""
     counts = ("bytes per rank", "words per k", "busiest")
-    columns = ("gradients", "ranks", "density", "mode", *counts, "seconds", "exchange", "error", "xi")
+    columns = (
+        "gradients",
+        "ranks",
+        "density",
+        "mode",
+        *counts,
+        "seconds",
+        "exchange",
+        "error",
+        "xi",
+    )
     made = figures_table(columns, left=("gradients", "mode"))
     order = sorted(results, key=lambda row: (row["source"], row["ranks"], -row["density"]))
     for place, row in enumerate(order):
         after = order[place + 1] if place + 1 < len(order) else row
         words = row["words_per_k"]
         # Older records have neither the busiest rank nor xi.
-        busiest = f"{words * row['bytes_busiest'] / row['bytes_per_rank']:.2f}" if "bytes_busiest" in row else "-"
+        busiest = (
+            f"{words * row['bytes_busiest'] / row['bytes_per_rank']:.2f}"
+            if "bytes_busiest" in row
+            else "-"
+        )
         made.add_row(
             row["source"],
             str(row["ranks"]),
@@ -60,7 +77,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: words per selected element against ranks, and error against bytes."""
+    """The picture, by its file's name: words per selected element against ranks, and error against
+    bytes.
+    """
     sparse = [row for row in content["results"] if row["mode"] not in WHOLE]
     sources = list(dict.fromkeys(row["source"] for row in content["results"]))
     figure = Figure(figsize=(11, 4.2 * len(sources)), dpi=120, layout="constrained")
@@ -69,12 +88,28 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
         for mode in dict.fromkeys(row["mode"] for row in sparse):
             rows = [row for row in sparse if (row["source"], row["mode"]) == (source, mode)]
             least = min((row["density"] for row in rows), default=0)
-            few = sorted((row for row in rows if row["density"] == least), key=lambda row: row["ranks"])
-            left.plot([row["ranks"] for row in few], [row["words_per_k"] for row in few], "o-", label=mode)
+            few = sorted(
+                (row for row in rows if row["density"] == least), key=lambda row: row["ranks"]
+            )
+            left.plot(
+                [row["ranks"] for row in few], [row["words_per_k"] for row in few], "o-", label=mode
+            )
             most = max((row["ranks"] for row in rows), default=0)
-            many = sorted((row for row in rows if row["ranks"] == most), key=lambda row: row["density"])
-            right.plot([row["bytes_per_rank"] for row in many], [row["error"] for row in many], "o-", label=mode)
-        left.set(title=f"{source} gradients, least density", xlabel="ranks", ylabel="words per k", yscale="log")
+            many = sorted(
+                (row for row in rows if row["ranks"] == most), key=lambda row: row["density"]
+            )
+            right.plot(
+                [row["bytes_per_rank"] for row in many],
+                [row["error"] for row in many],
+                "o-",
+                label=mode,
+            )
+        left.set(
+            title=f"{source} gradients, least density",
+            xlabel="ranks",
+            ylabel="words per k",
+            yscale="log",
+        )
         right.set(title="most ranks", xlabel="bytes per rank", ylabel="error", xscale="log")
         for axes in (left, right):
             axes.grid(alpha=0.3)

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Writes the pictures of README and docs as SVG, in one style that follows the theme, light or dark.
+"""Writes the pictures of README and docs as SVG, in one style that follows the theme, light or
+dark.
 
-A picture is a column of panels. It is narrow, so that its letters can be read on a telephone. A browser applies the
-reader's ``prefers-color-scheme``, or the ``color-scheme`` of the element that shows the picture.
+A picture is a column of panels. It is narrow, so that its letters can be read on a telephone. A
+browser applies the reader's ``prefers-color-scheme``, or the ``color-scheme`` of the element that
+shows the picture.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ class Picture:
         """Return the file's text."""
         height = round(self.y + MARGIN / 2)
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" '
             f'height="{height}" role="img">'
         )
         title = f"<title>{escape(self.title)}</title>"
@@ -134,8 +137,12 @@ class Picture:
             self.y += ROW
         self.y += 8
 
-    def ranges(self, rows: Sequence[tuple[str, Sequence[tuple[float, float, float, int]]]], start: float) -> None:
-        """Draw ``(label, [(low, value, high, series)])`` as lines with a dot, on a scale that begins at ``start``."""
+    def ranges(
+        self, rows: Sequence[tuple[str, Sequence[tuple[float, float, float, int]]]], start: float
+    ) -> None:
+        """Draw ``(label, [(low, value, high, series)])`` as lines with a dot, on a scale that
+        begins at ``start``.
+        """
         most = max(high for _, entries in rows for _, _, high, _ in entries)
         left = MARGIN + 2.1 * LABELS
         room = WIDTH - MARGIN - left - 44
@@ -154,8 +161,12 @@ class Picture:
             self._text(left - 8, middle + 4, label, "ink small", "end")
             for index, (low, value, high, series) in enumerate(entries):
                 level = middle + 5 * (index - (len(entries) - 1) / 2)
-                self.parts.append(f'<path d="M{at(low):.1f} {level:.1f}H{at(high):.1f}" class="range l{series}"/>')
-                self.parts.append(f'<circle cx="{at(value):.1f}" cy="{level:.1f}" r="3.4" class="s{series}"/>')
+                self.parts.append(
+                    f'<path d="M{at(low):.1f} {level:.1f}H{at(high):.1f}" class="range l{series}"/>'
+                )
+                self.parts.append(
+                    f'<circle cx="{at(value):.1f}" cy="{level:.1f}" r="3.4" class="s{series}"/>'
+                )
             self.y += ROW
         self.y += 26
 
@@ -170,10 +181,13 @@ class Picture:
         """
         xs = [x for line in lines for x, _ in line.points]
         ys = [y for line in lines for _, y in line.points]
-        left, right = MARGIN + 44, WIDTH - MARGIN - 8
+        left = MARGIN + 44
+        right = WIDTH - MARGIN - 8
         self.y += 8
-        top, bottom = self.y, self.y + PLOT
-        low, high = min(ys), max(ys)
+        top = self.y
+        bottom = self.y + PLOT
+        low = min(ys)
+        high = max(ys)
 
         def place(x: float, y: float) -> tuple[float, float]:
             across = left + (x - min(xs)) / (max(xs) - min(xs)) * (right - left)
@@ -187,7 +201,9 @@ class Picture:
         for tick in _ticks(min(xs), max(xs)):
             self._text(place(tick, low)[0], bottom + 16, f"{tick:,.0f}", "grey small", "middle")
         for line in lines:
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
+            points = " ".join(
+                f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points)
+            )
             dashes = ' stroke-dasharray="5 3"' if line.dashed else ""
             self.parts.append(f'<polyline points="{points}" class="curve l{line.series}"{dashes}/>')
         self.y = bottom + 32
@@ -197,11 +213,13 @@ class Picture:
 
     def legend(self, entries: Iterable[tuple[str, int]]) -> None:
         """Write the names of series, in as many rows as they need."""
-        x, self.y = float(MARGIN), self.y + 12
+        x = float(MARGIN)
+        self.y = self.y + 12
         for name, series in entries:
             width = 22 + LETTER * len(name)
             if x > MARGIN and x + width > WIDTH - MARGIN:
-                x, self.y = float(MARGIN), self.y + 18
+                x = float(MARGIN)
+                self.y = self.y + 18
             self._rect(x, self.y - 9, 12, f"s{series}", 10)
             self._text(x + 17, self.y, name, "ink small")
             x += width + 10
@@ -215,11 +233,16 @@ class Picture:
 
     def _text(self, x: float, y: float, text: str, kind: str, anchor: str = "start") -> None:
         how = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{how}>{escape(text)}</text>')
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{how}>{escape(text)}</text>'
+        )
 
     def _rect(self, x: float, y: float, width: float, kind: str, height: float = BAR) -> None:
         if width > 0:
-            self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" class="{kind}"/>')
+            self.parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" '
+                f'class="{kind}"/>'
+            )
 
     def _whisker(self, low: float, high: float, y: float) -> None:
         ends = "".join(f"M{x:.1f} {y - 3:.1f}V{y + 3:.1f}" for x in (low, high))
@@ -228,9 +251,14 @@ class Picture:
 
 def _style() -> str:
     def rules(colours: dict[str, str]) -> str:
-        fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items() if name != "line")
-        strokes = "".join(f".l{name[1:]}{{stroke:{colours[name]}}}" for name in colours if name[1:].isdecimal())
-        drawn = f".rule{{stroke:{colours['line']}}}.axis{{stroke:{colours['grey']}}}.whisker{{stroke:{colours['ink']}}}"
+        fills = "".join(
+            f".{name}{{fill:{colour}}}" for name, colour in colours.items() if name != "line"
+        )
+        strokes = "".join(
+            f".l{name[1:]}{{stroke:{colours[name]}}}" for name in colours if name[1:].isdecimal()
+        )
+        lines = {"rule": "line", "axis": "grey", "whisker": "ink"}
+        drawn = "".join(f".{name}{{stroke:{colours[of]}}}" for name, of in lines.items())
         return fills + strokes + drawn
 
     fixed = (
@@ -251,6 +279,10 @@ def _ticks(low: float, high: float) -> list[float]:
     steps = (scale / 10, scale / 5, scale / 2, scale, 2 * scale, 5 * scale)
     step = next(step for step in steps if span / step <= 6)
     first = -(-low // step)
-    found = [round((first + index) * step, 9) for index in range(8) if (first + index) * step <= high + 1e-9]
+    found = [
+        round((first + index) * step, 9)
+        for index in range(8)
+        if (first + index) * step <= high + 1e-9
+    ]
     assert all(b > a for a, b in pairwise(found))
     return found

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of a benchmark that trains runs: the example's GPT under one scheme after another, in one process.
+"""What each rank of a benchmark that trains runs: the example's GPT under one scheme after another,
+in one process.
 
-``measure_all`` times optimizer steps for ``benchmarks cluster``. Its rank 0 asks the benchmark to read the kernel's
-counters while every rank stands still, before and after the measured steps. ``train_all`` trains on for
-``benchmarks convergence``, every run on the same data.
+``measure_all`` times optimizer steps for ``benchmarks cluster``. Its rank 0 asks the benchmark to
+read the kernel's counters while every rank stands still, before and after the measured steps.
+``train_all`` trains on for ``benchmarks convergence``, every run on the same data.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ EVALUATION_BATCHES = 8
 
 
 def prepare() -> None:
-    """Import and compile, once for all ranks, what each would otherwise import or wait for with its first engine."""
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # torch's compiler with it
+    """Import and compile, once for all ranks, what each would otherwise import or wait for with its
+    first engine.
+    """
+    # torch's compiler with it
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     torch.compiler.set_stance("force_eager")  # each rank would compile Muon's functions for minutes
     torch.optim.AdamW([torch.zeros(1)])
     select(torch.device("cpu"))
@@ -61,8 +65,11 @@ def build_model(setup: TrainingSetup, seed: int) -> GPT:
 
 
 @contextmanager
-def engine_of(model: GPT, config: dict[str, Any], schedule: Callable[[int], float] | None = None) -> Iterator[Any]:
-    """The DeepSpeed engine of a run; destroyed at the end, so that runs in one process do not disturb each other.
+def engine_of(
+    model: GPT, config: dict[str, Any], schedule: Callable[[int], float] | None = None
+) -> Iterator[Any]:
+    """The DeepSpeed engine of a run; destroyed at the end, so that runs in one process do not
+    disturb each other.
 
     Args:
         model: on every rank.
@@ -80,7 +87,8 @@ def engine_of(model: GPT, config: dict[str, Any], schedule: Callable[[int], floa
     )
     try:
         if "zero_topo" in config:
-            zero_topo.stats(engine)  # raises for a stock engine: else stock would be compared with itself
+            # Raises for a stock engine: else stock would be compared with itself
+            zero_topo.stats(engine)
         yield engine
     finally:
         engine.destroy()
@@ -125,7 +133,10 @@ class Bench:
     def micro_batches(self, step: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's data of a step."""
         shape = (self.setup.batch, self.setup.context)
-        return [batch(self.corpus.train, shape, seed, step * count + k, dist.get_rank()) for k in range(count)]
+        return [
+            batch(self.corpus.train, shape, seed, step * count + k, dist.get_rank())
+            for k in range(count)
+        ]
 
     def train_step(self, engine: Any, step: int, seed: int = 0) -> float:
         """One optimizer step; the mean loss of its micro-batches on this rank."""
@@ -139,20 +150,23 @@ class Bench:
         return total / len(data)
 
 
-# -- benchmarks cluster ------------------------------------------------------------------------------------------------
+# -- benchmarks cluster ----------------------------------------------------------------------------
 
 
 def measure_all(settings: dict[str, Any], control: Control) -> None:
-    """Measure every job of the settings, one after the other; the program of ``benchmarks cluster``.
+    """Measure every job of the settings, one after the other; the program of
+    ``benchmarks cluster``.
 
     Args:
-        settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``, ``block``, ``ring``,
-            ``stage`` and ``micro_batches``.
+        settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``,
+            ``block``, ``ring``, ``stage`` and ``micro_batches``.
         control: the line to the benchmark.
     """
     bench = Bench.start(settings, control)
     control.send({"event": "compute", "seconds": compute_seconds(bench)})
-    control.send_results(settings["jobs"], partial(measure, bench, Spec.from_json("spec", settings["spec"])))
+    control.send_results(
+        settings["jobs"], partial(measure, bench, Spec.from_json("spec", settings["spec"]))
+    )
     leave()
 
 
@@ -176,15 +190,20 @@ def compute_seconds(bench: Bench) -> float:
 def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
     """One scheme with one number of micro-batches; the same result on every rank.
 
-    While the engine is built, which broadcasts the model, and in all but the last step of the warm-up, the links are
-    fast. Steps follow each other without a
-    barrier, as in real training, and a step ends when the last rank has ended it (clocks of processes on one host
-    agree). What one step leaves under way (publish) is paid for by the next, so the first one is not timed.
+    While the engine is built, which broadcasts the model, and in all but the last step of the
+    warm-up, the links are fast. Steps follow each other without a barrier, as in real training, and
+    a step ends when the last rank has ended it (clocks of processes on one host agree). What one
+    step leaves under way (publish) is paid for by the next, so the first one is not timed.
     """
     config = bench.setup.of_job(job, job["micro_batches"])
     bench.stand_still("build")
-    model, started = build_model(bench.setup, 0), ring_under_deepspeed(job["ring"])
-    building = nullcontext(FsdpEngine(model, bench.setup, job)) if "host" in job else engine_of(model, config)
+    model = build_model(bench.setup, 0)
+    started = ring_under_deepspeed(job["ring"])
+    building = (
+        nullcontext(FsdpEngine(model, bench.setup, job))
+        if "host" in job
+        else engine_of(model, config)
+    )
     with building as engine, started:
         for step in range(bench.warmup - 1):
             bench.train_step(engine, step)
@@ -208,8 +227,12 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
-    """One step more than are timed: when each ended, CPU seconds of a step, and the last loss, on this rank."""
-    ends, busy, loss = [], time.process_time(), 0.0
+    """One step more than are timed: when each ended, CPU seconds of a step, and the last loss, on
+    this rank.
+    """
+    ends = []
+    busy = time.process_time()
+    loss = 0.0
     for step in range(bench.warmup, bench.warmup + 1 + bench.steps):
         loss = bench.train_step(engine, step)
         ends.append(time.perf_counter())
@@ -218,7 +241,9 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
 
 
 def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What the formulas say of the job, and what our own meter and clock, if any, counted on this rank."""
+    """What the formulas say of the job, and what our own meter and clock, if any, counted on this
+    rank.
+    """
     stats: Stats | None = None
     parameters = list(engine.module.parameters())
     if isinstance(engine, FsdpEngine):
@@ -230,7 +255,9 @@ def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
         table = phases(expected, spec)
     elif job["block"] is None:
         numels = [parameter.ds_numel for parameter in parameters]
-        matrices = [parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)]
+        matrices = [
+            parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)
+        ]
         expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices)
         table = phases(expected, spec)
     else:
@@ -245,15 +272,15 @@ def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {"formula": uplink_bytes(expected), "floor_s": floors(expected, spec), "phases": table}
 
 
-# -- benchmarks convergence --------------------------------------------------------------------------------------------
+# -- benchmarks convergence ------------------------------------------------------------------------
 
 
 def train_all(settings: dict[str, Any], control: Control) -> None:
     """Train every job of the settings; the program of ``benchmarks convergence``.
 
     Args:
-        settings: ``setup``, ``steps``, ``warmup``, ``micro_batches``, and ``jobs``: objects of ``scheme``, ``block``,
-            ``seed`` and ``change`` (of the initial weights).
+        settings: ``setup``, ``steps``, ``warmup``, ``micro_batches``, and ``jobs``: objects of
+            ``scheme``, ``block``, ``seed`` and ``change`` (of the initial weights).
         control: the line to the benchmark.
     """
     bench = Bench.start(settings, control)
@@ -262,7 +289,9 @@ def train_all(settings: dict[str, Any], control: Control) -> None:
 
 
 def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One run: the mean loss of each step over ranks and micro-batches, and the evaluation loss at the end."""
+    """One run: the mean loss of each step over ranks and micro-batches, and the evaluation loss at
+    the end.
+    """
     model = build_model(bench.setup, job["seed"])
     change(model, job["change"], job["seed"])
     config = bench.setup.of_job(job, micro_batches)
@@ -276,21 +305,32 @@ def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, An
     every = torch.tensor([*values, sent or 0], dtype=torch.float64)
     dist.all_reduce(every)
     *curve, last, mean_sent = (every / dist.get_world_size()).tolist()
-    return {"losses": curve, "evaluation": last, "crossing_bytes": None if sent is None else mean_sent}
+    return {
+        "losses": curve,
+        "evaluation": last,
+        "crossing_bytes": None if sent is None else mean_sent,
+    }
 
 
 def crossing(engine: Any) -> float:
     """Bytes a step that this rank sent out of its node for sync and publish."""
     stats = zero_topo.stats(engine)
-    return sum(stats.total_bytes.get((phase, "world"), 0) for phase in ("sync", "publish")) / stats.steps
+    return (
+        sum(stats.total_bytes.get((phase, "world"), 0) for phase in ("sync", "publish"))
+        / stats.steps
+    )
 
 
 @torch.no_grad()
 def evaluate(bench: Bench, engine: Any) -> float:
     """Mean loss of this rank on text that the training never sees."""
     engine.eval()
-    shape, text = (bench.setup.batch, bench.setup.context), bench.corpus.evaluation
-    data = [batch(text, shape, EVALUATION_SEED, number, dist.get_rank()) for number in range(EVALUATION_BATCHES)]
+    shape = (bench.setup.batch, bench.setup.context)
+    text = bench.corpus.evaluation
+    data = [
+        batch(text, shape, EVALUATION_SEED, number, dist.get_rank())
+        for number in range(EVALUATION_BATCHES)
+    ]
     losses = [float(engine(tokens, targets)) for tokens, targets in data]
     engine.train()
     return sum(losses) / len(losses)

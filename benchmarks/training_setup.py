@@ -38,8 +38,14 @@ class TrainingSetup:
     bf16: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.context, self.batch, self.bucket_numel) < 1 or self.width % HEAD_WIDTH:
-            raise ValueError(f"the model needs positive sizes and a width that is a multiple of {HEAD_WIDTH}: {self}")
+        if (
+            min(self.layers, self.width, self.context, self.batch, self.bucket_numel) < 1
+            or self.width % HEAD_WIDTH
+        ):
+            raise ValueError(
+                f"the model needs positive sizes and a width that is a multiple of {HEAD_WIDTH}: "
+                f"{self}"
+            )
 
     @property
     def heads(self) -> int:
@@ -63,7 +69,9 @@ class TrainingSetup:
         if job.get("stage", 3) == 0:
             config["zero_optimization"] = {"stage": 0}
         if "lr" in job:
-            config["optimizer"]["params"]["muon_lr" if job["optimizer"] == "Muon" else "lr"] = job["lr"]
+            config["optimizer"]["params"]["muon_lr" if job["optimizer"] == "Muon" else "lr"] = job[
+                "lr"
+            ]
         return config
 
     def deepspeed(
@@ -71,7 +79,8 @@ class TrainingSetup:
     ) -> dict[str, Any]:
         """The DeepSpeed config: no parameter resident, none kept for reuse.
 
-        Gradients are clipped, except with Muon: DeepSpeed clips Muon's updates, whose norm does not depend on them.
+        Gradients are clipped, except with Muon: DeepSpeed clips Muon's updates, whose norm does not
+        depend on them.
         """
         zero = {
             "stage": 3,
@@ -82,7 +91,8 @@ class TrainingSetup:
             "stage3_param_persistence_threshold": 0,
         }
         adam = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-        muon, stock = optimizer == "Muon", {"torch_adam": True} if optimizer == "AdamW" else {}
+        muon = optimizer == "Muon"
+        stock = {"torch_adam": True} if optimizer == "AdamW" else {}
         if muon:
             zero["reduce_scatter"] = False
         config: dict[str, Any] = {
@@ -98,7 +108,12 @@ class TrainingSetup:
 
 
 def width_for(parameters: int, layers: int) -> int:
-    """The width, a multiple of 64, that brings a GPT of so many layers nearest to a number of parameters."""
+    """The width, a multiple of 64, that brings a GPT of so many layers nearest to a number of
+    parameters.
+    """
     fitting = (math.sqrt(parameters / (12 * layers)) // HEAD_WIDTH) * HEAD_WIDTH
     candidates = [max(HEAD_WIDTH, int(fitting) + offset) for offset in (-HEAD_WIDTH, 0, HEAD_WIDTH)]
-    return min(candidates, key=lambda width: abs(TrainingSetup(layers, width, 1, 1).parameters - parameters))
+    return min(
+        candidates,
+        key=lambda width: abs(TrainingSetup(layers, width, 1, 1).parameters - parameters),
+    )

@@ -14,7 +14,11 @@ from zero_topo.topology.presets import emulated
 def readme_svg() -> str:
     """The scheme ``topo`` on 2 nodes x 2 GPUs x 2 GCDs, as in ``configs/demo.json``."""
     config = resolve_config(ZeroTopoConfig.parse({"scheme": "topo"}), emulated(2, 2, 2))
-    bits = {"weights": str(config.weights_spec), "gradients": str(config.gradients_spec), "sync": None}
+    bits = {
+        "weights": str(config.weights_spec),
+        "gradients": str(config.gradients_spec),
+        "sync": None,
+    }
     return tree_svg(config.plan, config.topology, bits)
 
 

@@ -1,13 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """DeepSpeed-style builders of the native kernels: `CPUBuilder`, and `GPUBuilder` for CUDA and ROCm.
 
-They are DeepSpeed's `OpBuilder`s (names start with `zt_`, for DeepSpeed keeps all loaded ops in one dictionary), so
-`ds_report`-like tools can ask them `is_compatible`. What differs: sources are ours, a module built ahead of time is
-looked for inside `zero_topo`, and compiling at first use follows Note [One compile, no hang].
+They are DeepSpeed's `OpBuilder`s (names start with `zt_`, for DeepSpeed keeps all loaded ops in one
+dictionary), so `ds_report`-like tools can ask them `is_compatible`. What differs: sources are ours,
+a module built ahead of time is looked for inside `zero_topo`, and compiling at first use follows
+Note [One compile, no hang].
 
 Note [Copied sources]
-    torch's hipify writes its translations (``zt_gpu_blocks.hip``, ``zt_wire_hip.h``) beside what it translates, and
-    translates every header it finds on the include path. So what is compiled is a copy of `csrc`: neither a checkout
+    torch's hipify writes its translations (``zt_gpu_blocks.hip``, ``zt_wire_hip.h``) beside what it
+    translates, and
+    translates every header it finds on the include path. So what is compiled is a copy of `csrc`:
+        neither a checkout
     nor a read-only installation is written to, and a module's key stays what it was.
 """
 
@@ -46,7 +49,14 @@ CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden
 CUDA_ARCHITECTURES = ("8.0", "9.0+PTX")
 OLDEST_CUDA = 8.0
 """Compute capability below which the kernels do not compile (zt_gpu_portable.h)."""
-BEFORE_AMPERE = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch takes names for numbers, also "Kepler+Tesla"
+# Torch takes names for numbers, also "Kepler+Tesla"
+BEFORE_AMPERE = (
+    "Kepler",
+    "Maxwell",
+    "Pascal",
+    "Volta",
+    "Turing",
+)
 ROCM_ARCHITECTURES = ("gfx90a", "gfx942")
 
 
@@ -73,11 +83,17 @@ class TopoBuilder(OpBuilder):
 
     def files(self) -> list[Path]:
         """Every file to compile, and the headers they include."""
-        headers = [path for path in originals("*.h") if path.name in SHARED or path.name.startswith(self.name)]
+        headers = [
+            path
+            for path in originals("*.h")
+            if path.name in SHARED or path.name.startswith(self.name)
+        ]
         return [*map(Path, self.sources()), *headers]
 
     def copied(self, directory: Path) -> list[str]:
-        """Copies of the files in a directory; those of them to compile. See Note [Copied sources]."""
+        """Copies of the files in a directory; those of them to compile. See Note [Copied
+        sources].
+        """
         directory.mkdir(parents=True, exist_ok=True)
         for path in self.files():
             shutil.copy(path, directory)
@@ -126,7 +142,9 @@ class TopoBuilder(OpBuilder):
         except ModuleNotFoundError:
             return None
         except ImportError as error:
-            logger.info("%s built ahead of time does not load: %s", self.name, str(error).splitlines()[0])
+            logger.info(
+                "%s built ahead of time does not load: %s", self.name, str(error).splitlines()[0]
+            )
             return None
         built = module.torch_version
         if built == torch.__version__.partition("+")[0]:
@@ -162,9 +180,19 @@ class TopoBuilder(OpBuilder):
 
     def recipe(self, verbose: bool = False) -> jit.Recipe:
         """What to compile, and how."""
-        flags = (*self.cxx_args(), *self.nvcc_args(), torch.__version__, str(torch.compiled_with_cxx11_abi()))
+        flags = (
+            *self.cxx_args(),
+            *self.nvcc_args(),
+            torch.__version__,
+            str(torch.compiled_with_cxx11_abi()),
+        )
         flags += (str(sys.implementation.cache_tag), platform.machine())
-        return jit.Recipe(self.name, tuple(self.files()), flags, lambda directory: self._compile(directory, verbose))
+        return jit.Recipe(
+            self.name,
+            tuple(self.files()),
+            flags,
+            lambda directory: self._compile(directory, verbose),
+        )
 
     def _compile(self, directory: Path, verbose: bool) -> None:
         try:
@@ -184,7 +212,9 @@ class TopoBuilder(OpBuilder):
         except Exception as error:  # whatever torch's builder runs into, there are other backends
             facts = str(error).splitlines() or [repr(error)]
             lines = [line for line in facts if "error: " in line or "cannot find" in line] or facts
-            raise jit.BuildError(f"{self.name} does not compile: {lines[0]}; its build is in {directory}") from error
+            raise jit.BuildError(
+                f"{self.name} does not compile: {lines[0]}; its build is in {directory}"
+            ) from error
 
     def with_cuda(self) -> bool:
         """Whether the sources hold kernels for a GPU."""
@@ -194,7 +224,10 @@ class TopoBuilder(OpBuilder):
         """The setuptools extension that builds the op ahead of time."""
         kind = cpp_extension.CUDAExtension if self.with_cuda() else cpp_extension.CppExtension
         directory = Path("build", "csrc", self.name)
-        arguments = {"cxx": self.cxx_args(), **({"nvcc": self.nvcc_args()} if self.with_cuda() else {})}
+        arguments = {
+            "cxx": self.cxx_args(),
+            **({"nvcc": self.nvcc_args()} if self.with_cuda() else {}),
+        }
         return kind(
             name=self.absolute_name(),
             sources=self.copied(directory),
@@ -244,25 +277,33 @@ class GPUBuilder(TopoBuilder):
         return ["-O3", "-fmad=false", "-ftz=false", "-prec-div=true"]
 
     def architectures(self) -> tuple[str, ...]:
-        """Those given or in torch's variable, else the usual ones, else that of a GPU which those leave out."""
+        """Those given or in torch's variable, else the usual ones, else that of a GPU which those
+        leave out.
+        """
         asked = re.split("[; ]", os.environ.get(self._variable(), ""))
         chosen = self._only or tuple(arch for arch in asked if arch and not self._too_old(arch))
         own = None if chosen else self._own_architecture()
         if self.is_rocm_pytorch():
-            return chosen or ((own,) if own and own not in ROCM_ARCHITECTURES else ROCM_ARCHITECTURES)
+            return chosen or (
+                (own,) if own and own not in ROCM_ARCHITECTURES else ROCM_ARCHITECTURES
+            )
         return chosen or ((own,) if own and self._too_old(own) else CUDA_ARCHITECTURES)
 
     def _too_old(self, arch: str) -> bool:
-        """Whether the kernels cannot be compiled for it: NVIDIA's containers list 7.5 in torch's variable."""
+        """Whether the kernels cannot be compiled for it: NVIDIA's containers list 7.5 in torch's
+        variable.
+        """
         if self.is_rocm_pytorch():
             return False
         number = re.match(r"\d+\.\d+", arch)
         return arch.startswith(BEFORE_AMPERE) if number is None else float(number[0]) < OLDEST_CUDA
 
     def chosen(self, verbose: bool = False) -> jit.Recipe:
-        """What was built ahead of time; else what compiles soonest while other ranks wait: for this GPU alone.
+        """What was built ahead of time; else what compiles soonest while other ranks wait: for this
+        GPU alone.
 
-        A list of architectures in torch's variable is a container's, not the user's, so it does not count here.
+        A list of architectures in torch's variable is a container's, not the user's, so it does not
+        count here.
         """
         usual = super().chosen(verbose)
         own = None if self._only else self._own_architecture()
@@ -282,7 +323,8 @@ class GPUBuilder(TopoBuilder):
 
     def _compile(self, directory: Path, verbose: bool) -> None:
         before = os.environ.get(self._variable())
-        os.environ[self._variable()] = ";".join(self.architectures())  # without, torch 2.6 needs a GPU to look at
+        # Without, torch 2.6 needs a GPU to look at
+        os.environ[self._variable()] = ";".join(self.architectures())
         try:
             super()._compile(directory, verbose)
         finally:

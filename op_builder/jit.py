@@ -2,20 +2,28 @@
 """Compiles a builder's sources once and loads what came of it.
 
 Note [One compile, no hang]
-    Where a module lies is named by the hash of its sources, flags, Python and torch, so what is there is right, and
-    ranks that find it load it without a lock. Otherwise the first rank of each node tries a ``flock``; who gets it
-    compiles, in a directory of its own (some file systems lock within a node only), and moves the library into place.
-    All others look whether it is there, now and then: each rank the less often the more ranks there are, at random
-    moments, so that a shared file system sees about a thousand looks a second from a cluster of any size. The kernel
-    takes the lock back when its holder dies; every rank tries it now and then, so another one goes on. A compile that
-    fails leaves its reason for those that wait. After `patience_s` a rank goes on without the module: other backends
+    Where a module lies is named by the hash of its sources, flags, Python and torch, so what is
+    there is right, and ranks that find it load it without a lock. Otherwise the first rank of each
+    node tries a ``flock``; who gets it compiles, in a directory of its own (some file systems lock
+    within a node only), and moves the library into place.
+    All others look whether it is there, now and then: each rank the less often the more ranks there
+        are, at random
+    moments, so that a shared file system sees about a thousand looks a second from a cluster of any
+    size. The kernel takes the lock back when its holder dies; every rank tries it now and then, so
+    another one goes on. A compile that
+    fails leaves its reason for those that wait. After `patience_s` a rank goes on without the
+        module: other backends
     give the same bits.
 
 Note [Whose library]
-    Loading a library runs it. What is loaded therefore belongs to this user or to root, can be written by nobody else,
-    and ends with the SHA-256 of what stands before it: half a library would end the process with SIGBUS. It is loaded
-    through the descriptor by which it was checked, because others may exchange the folders above it in between. A
-    folder of another user is left alone: this user's module then lies beside it, in a folder whose name ends in the
+    Loading a library runs it. What is loaded therefore belongs to this user or to root, can be
+    written by nobody else,
+    and ends with the SHA-256 of what stands before it: half a library would end the process with
+        SIGBUS. It is loaded
+    through the descriptor by which it was checked, because others may exchange the folders above it
+    in between. A
+    folder of another user is left alone: this user's module then lies beside it, in a folder whose
+        name ends in the
     user's number. No link is followed in place of a module's folder or of a file in it.
 """
 
@@ -45,9 +53,11 @@ logger = logging.getLogger("zero_topo.op_builder")
 
 PATIENCE_S = 900.0
 NEWS_S = 30.0
-LOOK_S, LOOKS_PER_S = 0.2, 1000.0
+LOOK_S = 0.2
+LOOKS_PER_S = 1000.0
 LOOKS_PER_TRY = 50  # of the lock
-LOCK, REASON = "zero_topo.lock", "failed.txt"
+LOCK = "zero_topo.lock"
+REASON = "failed.txt"
 DIGEST = 32  # bytes of SHA-256
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WAY_OUT = "set TORCH_EXTENSIONS_DIR to a folder of your own"
@@ -98,11 +108,14 @@ class Recipe:
 
 
 def cache_dir() -> Path:
-    """Where modules are kept: below ``TORCH_EXTENSIONS_DIR`` if that is set, else the user's cache."""
+    """Where modules are kept: below ``TORCH_EXTENSIONS_DIR`` if that is set, else the user's
+    cache.
+    """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification says to ignore a relative one
+    # Its specification says to ignore a relative one
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "zero_topo"
 
 
@@ -119,7 +132,8 @@ def load(recipe: Recipe, patience_s: float = PATIENCE_S) -> ModuleType:
     """The module, compiled first if it has to be.
 
     Raises:
-        BuildError: if it does not compile or load, or another process does not finish compiling it in time.
+        BuildError: if it does not compile or load, or another process does not finish compiling it
+            in time.
     """
     return _imported(recipe.name, built(recipe, patience_s))
 
@@ -139,14 +153,20 @@ def built(recipe: Recipe, patience_s: float = PATIENCE_S) -> Path:
         with os.fdopen(_opened(library.parent / LOCK, os.O_RDWR | os.O_CREAT), "r+") as lock:
             _compile_or_wait(recipe, library, refused, lock, patience_s)
     except OSError as error:
-        raise BuildError(f"cannot build in {library.parent}: {error.strerror or error}; {WAY_OUT}") from error
+        raise BuildError(
+            f"cannot build in {library.parent}: {error.strerror or error}; {WAY_OUT}"
+        ) from error
     return library
 
 
-def _compile_or_wait(recipe: Recipe, library: Path, refused: Version, lock: IO[str], patience_s: float) -> None:
+def _compile_or_wait(
+    recipe: Recipe, library: Path, refused: Version, lock: IO[str], patience_s: float
+) -> None:
     """``refused`` is the version of the library that is there and cannot be loaded, or None."""
     reason = library.parent / REASON
-    before, began, said = _version(reason), time.monotonic(), 0.0
+    before = _version(reason)
+    began = time.monotonic()
+    said = 0.0
     for look in _looks():
         if _version(library) not in (None, refused):
             return
@@ -159,16 +179,24 @@ def _compile_or_wait(recipe: Recipe, library: Path, refused: Version, lock: IO[s
             with os.fdopen(_opened(reason), encoding="utf-8") as file:
                 raise BuildError(file.read())
         if waited > patience_s:
-            raise BuildError(f"{_holder(lock)} has been compiling {recipe.name} for over {patience_s:.0f} s")
+            raise BuildError(
+                f"{_holder(lock)} has been compiling {recipe.name} for over {patience_s:.0f} s"
+            )
         if waited - said > NEWS_S:
             said = waited
-            _say(f"waiting for {_holder(lock)}, which has been compiling {recipe.name} for {waited:.0f} s")
+            _say(
+                f"waiting for {_holder(lock)}, which has been compiling {recipe.name} for "
+                f"{waited:.0f} s"
+            )
 
 
 def _looks() -> Iterator[int]:
     """Numbers of this process's looks, from 0 on the first rank of a node; sleeps between them."""
-    world, rank, local = (int(os.environ.get(name) or 0) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    chance, interval = random.Random(), max(LOOK_S, world / LOOKS_PER_S)
+    world, rank, local = (
+        int(os.environ.get(name) or 0) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    )
+    chance = random.Random()
+    interval = max(LOOK_S, world / LOOKS_PER_S)
     time.sleep(interval * chance.random() if rank else 0.0)
     for look in count(1 if local else 0):
         yield look
@@ -176,14 +204,16 @@ def _looks() -> Iterator[int]:
 
 
 def _compile(recipe: Recipe, library: Path, lock: IO[str]) -> None:
-    node, process = os.uname().nodename, os.getpid()
+    node = os.uname().nodename
+    process = os.getpid()
     lock.truncate(0)
     lock.write(f"process {process} on {node}")
     lock.flush()
     _remove_builds(library.parent, node)
     work = library.parent / f"build-{node}-{process}"
     work.mkdir()
-    began, found = time.monotonic(), [path for path in recipe.places() if os.path.lexists(path)]
+    began = time.monotonic()
+    found = [path for path in recipe.places() if os.path.lexists(path)]
     why = "".join(f"; not loaded: {refused}" for refused in map(refusal, found) if refused)
     _say(f"compiling {recipe.name} into {library.parent} (about a minute, once{why})")
     try:
@@ -200,10 +230,15 @@ def _compile(recipe: Recipe, library: Path, lock: IO[str]) -> None:
 
 
 def _remove_builds(folder: Path, node: str) -> None:
-    """Remove what killed compilers left: on this node any, because its lock is held; of others, what is old."""
+    """Remove what killed compilers left: on this node any, because its lock is held; of others,
+    what is old.
+    """
     for left in folder.glob("build-*"):
         with suppress(OSError):
-            if left.name.rpartition("-")[0] == f"build-{node}" or time.time() - left.stat().st_mtime > PATIENCE_S:
+            if (
+                left.name.rpartition("-")[0] == f"build-{node}"
+                or time.time() - left.stat().st_mtime > PATIENCE_S
+            ):
                 shutil.rmtree(left)
 
 
@@ -215,7 +250,7 @@ def seal(library: Path) -> None:
     _tighten(library)
 
 
-# -- whose files -------------------------------------------------------------------------------------------------------
+# -- whose files -----------------------------------------------------------------------------------
 
 
 def _make(folder: Path) -> None:
@@ -293,7 +328,8 @@ def _imported(name: str, library: Path) -> ModuleType:
         if loaded is not None and loaded.__file__ == str(library):
             return loaded
         try:
-            path = f"/proc/self/fd/{_checked(library)}"  # never closed: for the linker a path is a library
+            # Never closed: for the linker a path is a library
+            path = f"/proc/self/fd/{_checked(library)}"
         except OSError as error:
             raise BuildError(f"{library}: {error.strerror}; it is not loaded: {WAY_OUT}") from error
         path = path if os.path.exists(path) else str(library)
@@ -322,7 +358,9 @@ def _holder(file: IO[str]) -> str:
 
 
 def _say(text: str) -> None:
-    """Progress is worth a line even where nobody has set up logging: a job that compiles looks like one that hangs."""
+    """Progress is worth a line even where nobody has set up logging: a job that compiles looks like
+    one that hangs.
+    """
     logger.info(text)
     if not logger.isEnabledFor(logging.INFO):
         print(f"zero_topo: {text}", file=sys.stderr, flush=True)

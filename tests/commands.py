@@ -5,6 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
+LAUNCHER_PREFIXES = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI",
+    "GROUP_",
+    "CROSS_",
+)
 Run = Callable[..., tuple[int, str, str]]
 """Words of the command line -> exit status, stdout, stderr."""

@@ -13,7 +13,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# One machine's scheduling must not fail a test of arithmetic. `--hypothesis-profile=thorough` tries more.
+# One machine's scheduling must not fail a test of arithmetic. `--hypothesis-profile=thorough` tries
+# more.
 hypothesis.settings.register_profile("zero_topo", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=150, deadline=None)
 hypothesis.settings.load_profile("zero_topo")
@@ -21,7 +22,9 @@ hypothesis.settings.load_profile("zero_topo")
 
 @pytest.fixture(autouse=True, scope="module")
 def reference_again() -> Iterator[None]:
-    """An engine selects the best kernels for its whole process: tests of another file start with the reference."""
+    """An engine selects the best kernels for its whole process: tests of another file start with
+    the reference.
+    """
     yield
     if operators := sys.modules.get("zero_topo.quant.operators"):
         operators.use("reference", operators.CPU)
@@ -30,9 +33,24 @@ def reference_again() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the launch that runs tests/launcher."""
     group = parser.getgroup("launcher", "the launch that runs tests/launcher")
-    group.addoption("--launcher-k", default="", metavar="EXPRESSION", help="as -k, for the tests in tests/launcher")
-    group.addoption("--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)")
-    group.addoption("--launcher-real", action="store_true", help="ranks of DeepSpeed's launcher, not forked ones")
     group.addoption(
-        "--launcher-timeout", type=float, default=3000.0, metavar="S", help="seconds of the whole launch (default 3000)"
+        "--launcher-k",
+        default="",
+        metavar="EXPRESSION",
+        help="as -k, for the tests in tests/launcher",
+    )
+    group.addoption(
+        "--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)"
+    )
+    group.addoption(
+        "--launcher-real",
+        action="store_true",
+        help="ranks of DeepSpeed's launcher, not forked ones",
+    )
+    group.addoption(
+        "--launcher-timeout",
+        type=float,
+        default=3000.0,
+        metavar="S",
+        help="seconds of the whole launch (default 3000)",
     )

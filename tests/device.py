@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The device that tests use, and delays that let races show: both from the environment, so that a GPU needs no edits.
+"""The device that tests use, and delays that let races show: both from the environment, so that a
+GPU needs no edits.
 
 
-``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default), "cuda", which AMD's GPUs are too, or "xpu" (``tests/xpu``).
-``ZERO_TOPO_TEST_NAPS`` is a seed.
+``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default), "cuda", which AMD's GPUs are too, or "xpu"
+(``tests/xpu``). ``ZERO_TOPO_TEST_NAPS`` is a seed.
 """
 
 from __future__ import annotations
@@ -30,25 +31,35 @@ TESTS = str(Path(__file__).parent)
 
 
 class Naps(TorchDispatchMode):
-    """Before one operation in twenty, at random, its stream sleeps up to a millisecond; on a CPU the thread does."""
+    """Before one operation in twenty, at random, its stream sleeps up to a millisecond; on a CPU
+    the thread does.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._chance = random.Random(seed)
         self.taken = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if self._chance.randrange(ONE_IN) == 0:
             self.taken += 1
             share = self._chance.random()
-            torch.cuda._sleep(int(share * CYCLES)) if DEVICE.type == "cuda" else time.sleep(share / 1000)
+            torch.cuda._sleep(int(share * CYCLES)) if DEVICE.type == "cuda" else time.sleep(
+                share / 1000
+            )
         return func(*args, **(kwargs or {}))
 
 
 class OnDevice(TorchFunctionMode):
-    """Tensors that tests create without a device are on `DEVICE`; those drawn by a generator of the host move there."""
+    """Tensors that tests create without a device are on `DEVICE`; those drawn by a generator of the
+    host move there.
+    """
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         by_a_test = sys._getframe(1).f_code.co_filename.startswith(TESTS)
         if not by_a_test or func not in _device_constructors() or kwargs.get("device") is not None:

@@ -27,7 +27,9 @@ def starting(*starts: str) -> list[str]:
 
 
 def blocks() -> dict[str, dict[str, Any]]:
-    """The DeepSpeed configs with a ``zero_topo`` block that the documents show, by page and number of the line."""
+    """The DeepSpeed configs with a ``zero_topo`` block that the documents show, by page and number
+    of the line.
+    """
     found = {}
     for path in DOCUMENTS:
         text = path.read_text()
@@ -40,14 +42,17 @@ def blocks() -> dict[str, dict[str, Any]]:
 
 
 def tables() -> dict[str, list[str]]:
-    """Rows of each table that a comment ``<!-- name: ... -->`` precedes and ``<!-- end -->`` ends, by that name.
+    """Rows of each table that a comment ``<!-- name: ... -->`` precedes and ``<!-- end -->`` ends,
+    by that name.
 
     Raises:
         ValueError: if two have one name, which a test could hold only one of.
     """
     found: dict[str, list[str]] = {}
     for path in DOCUMENTS:
-        for name, body in re.findall(r"<!-- ([\w, ]+):[^>]*-->\n(.*?)<!-- end -->", path.read_text(), re.DOTALL):
+        for name, body in re.findall(
+            r"<!-- ([\w, ]+):[^>]*-->\n(.*?)<!-- end -->", path.read_text(), re.DOTALL
+        ):
             if name in found:
                 raise ValueError(f"two tables are named {name}; rename that of {path.name}")
             found[name] = body.splitlines()[2:]

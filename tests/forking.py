@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Launches whose ranks are forked: one server imports torch and DeepSpeed, for all launches of this process.
+"""Launches whose ranks are forked: one server imports torch and DeepSpeed, for all launches of this
+process.
 
-The server is ``multiprocessing``'s. It forks a leader for each launch, and the leader forks the ranks and ends all of
-them when one fails. Ranks get the variables, the logs and the end that DeepSpeed's launcher would give them.
+The server is ``multiprocessing``'s. It forks a leader for each launch, and the leader forks the
+ranks and ends all of them when one fails. Ranks get the variables, the logs and the end that
+DeepSpeed's launcher would give them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-# A rank would take five CPU seconds for these; DeepSpeed imports the third when it starts its first engine.
-multiprocessing.set_forkserver_preload(["pytest", "deepspeed", "torch._inductor.compile_fx", "zero_topo"])
+# A rank would take five CPU seconds for these; DeepSpeed imports the third when it starts its first
+# engine.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "deepspeed", "torch._inductor.compile_fx", "zero_topo"]
+)
 
 
 class Forked(ForkServerProcess):
@@ -38,7 +43,13 @@ class Forked(ForkServerProcess):
     """
 
     def __init__(
-        self, command: Sequence[str], module: bool, ranks: int, port: int, log_dir: Path, env: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        module: bool,
+        ranks: int,
+        port: int,
+        log_dir: Path,
+        env: Mapping[str, str],
     ) -> None:
         super().__init__()
         self._command, self._module, self._ranks, self._port = list(command), module, ranks, port
@@ -54,9 +65,14 @@ class Forked(ForkServerProcess):
         self.join()
 
     def run(self) -> None:
-        """In the leader: run the ranks to their end, and exit with 0 or the status of the first rank that failed."""
+        """In the leader: run the ranks to their end, and exit with 0 or the status of the first
+        rank that failed.
+        """
         threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-        assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
+        assert threads == 1, (
+            f"{threads} threads before the fork: ranks would inherit their locks and not the "
+            "threads"
+        )
         os.setsid()
         os.chdir(Path(__file__).resolve().parent.parent)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -64,7 +80,8 @@ class Forked(ForkServerProcess):
         os.environ.update(self._env)
         _write_to(self._log_dir / "launcher.log")
         faulthandler.enable()
-        gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
+        # What is imported stays: ranks neither look through it for garbage nor copy its pages
+        gc.freeze()
         children = []
         for rank in range(self._ranks):
             pid = os.fork()
@@ -79,7 +96,9 @@ class Forked(ForkServerProcess):
         resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # else this process's warns
         own = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0, "CROSS_SIZE": 1}
         own |= {"WORLD_SIZE": self._ranks, "LOCAL_SIZE": self._ranks, "MASTER_PORT": self._port}
-        os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update(
+            {name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1"
+        )
         status: object = 1
         sys.argv = self._command
         try:

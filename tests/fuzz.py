@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hostile input for the commands: `python -m tests.fuzz EXAMPLES [TARGET ...]`, in a folder of its own, under limits.
+"""Hostile input for the commands: `python -m tests.fuzz EXAMPLES [TARGET ...]`, in a folder of its
+own, under limits.
 
-Whatever a config, a machine, a capture, a launcher's variables or an option hold, a command works, or ends with status
-2 and short lines on stderr: no traceback, at most 10 s of a processor and 1 GB. The process writes below its folder
-alone, and starts no other and no connection.
+Whatever a config, a machine, a capture, a launcher's variables or an option hold, a command works,
+or ends with status 2 and short lines on stderr: no traceback, at most 10 s of a processor and 1 GB.
+The process writes below its folder alone, and starts no other and no connection.
 """
 
 from __future__ import annotations
@@ -43,8 +44,37 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 Values = st.SearchStrategy[Any]
 HOSTILE: Values = st.sampled_from(
     [
-        *(None, True, -1, 0, 1, 7, 1.5, 1e308, 5e-324, float("nan"), float("inf"), 10**17, 10**400, [], {}, [[]]),
-        *("", "auto", "none", "/dev/zero", "no/such.json", "x" * 9999, "é\0\n", "9" * 400, "-0", "1e400", "NaN"),
+        *(
+            None,
+            True,
+            -1,
+            0,
+            1,
+            7,
+            1.5,
+            1e308,
+            5e-324,
+            float("nan"),
+            float("inf"),
+            10**17,
+            10**400,
+            [],
+            {},
+            [[]],
+        ),
+        *(
+            "",
+            "auto",
+            "none",
+            "/dev/zero",
+            "no/such.json",
+            "x" * 9999,
+            "é\0\n",
+            "9" * 400,
+            "-0",
+            "1e400",
+            "NaN",
+        ),
         *({"a": {"b": [{}]}}, [1, "2"], {"mode": {}}, json.loads("[" * 60 + "]" * 60)),
     ]
 )
@@ -54,11 +84,13 @@ class TooLong(BaseException):
     """Ten seconds of a processor are over; no command catches it."""
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def mostly(usual: Values) -> Values:
-    """The usual, but for one in forty: a value has many parts, and one that is wrong should not hide the others."""
+    """The usual, but for one in forty: a value has many parts, and one that is wrong should not
+    hide the others.
+    """
     return st.integers(0, 39).flatmap(lambda n: HOSTILE if n == 13 else usual)
 
 
@@ -89,7 +121,9 @@ def of_schema(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Values:
         "number": lambda: st.floats(1e-9, 1e12),
         "boolean": st.booleans,
         "null": st.none,
-        "string": lambda: st.sampled_from(["topo", "node", "frontier", "a[1-2]"]) | st.text(max_size=5),
+        "string": lambda: (
+            st.sampled_from(["topo", "node", "frontier", "a[1-2]"]) | st.text(max_size=5)
+        ),
     }
     return mostly(kinds[schema["type"]]()) if "type" in schema else HOSTILE
 
@@ -108,7 +142,9 @@ def mangled(draw: Callable[[Any], Any], texts: list[str]) -> str:
         parts = text.split(apart)
         at, to = (draw(st.integers(0, len(parts) - 1)) for _ in range(2))
         strange = draw(
-            st.sampled_from(["", "9" * 400, "-1", "NV0", "X", "{", "]", "\0", "é", "GPU0", "0x", "*", "1e999"])
+            st.sampled_from(
+                ["", "9" * 400, "-1", "NV0", "X", "{", "]", "\0", "é", "GPU0", "0x", "*", "1e999"]
+            )
         )
         changes = {"lose": [], "double": [parts[at]] * 2, "move": [parts[to]], "replace": [strange]}
         parts[at : at + 1] = changes[draw(st.sampled_from(sorted(changes)))]
@@ -116,7 +152,7 @@ def mangled(draw: Callable[[Any], Any], texts: list[str]) -> str:
     return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 7)) == 0 else text
 
 
-# -- what must hold ----------------------------------------------------------------------------------------------------
+# -- what must hold --------------------------------------------------------------------------------
 
 
 def obeys(*words: str, command: Callable[[list[str]], int] = main) -> None:
@@ -131,7 +167,11 @@ def obeys(*words: str, command: Callable[[list[str]], int] = main) -> None:
     said = out.getvalue() + err.getvalue()
     assert plain(said) == said, f"control characters in {said!r}"
     lines = err.getvalue().splitlines()
-    assert (status, lines) == (0, []) or (status == 2 and 0 < len(lines) <= 20), (status, words, lines)
+    assert (status, lines) == (0, []) or (status == 2 and 0 < len(lines) <= 20), (
+        status,
+        words,
+        lines,
+    )
     assert all(0 < len(line) <= LINE and line.startswith("zero") for line in lines), lines
 
 
@@ -151,7 +191,17 @@ def machine(data: st.DataObject) -> None:
     obeys("topology", "--from", "./machine.json")
     obeys("plan", "--params", "1B", "--machine", "./machine.json", "--json")
     Path("rates.json").write_text(json.dumps(data.draw(RATES)))
-    obeys("simulate", "--gcds", "8", "--model", "gpt2", "--schemes", "topo", "--set", "rates=rates.json")
+    obeys(
+        "simulate",
+        "--gcds",
+        "8",
+        "--model",
+        "gpt2",
+        "--schemes",
+        "topo",
+        "--set",
+        "rates=rates.json",
+    )
 
 
 def capture(data: st.DataObject) -> None:
@@ -163,7 +213,9 @@ def capture(data: st.DataObject) -> None:
 def launcher(data: st.DataObject) -> None:
     """Variables of a launcher, broken; in the environment of every command and of every rank."""
     lines = [line.partition("=") for line in data.draw(mangled(LAUNCHERS)).splitlines()]
-    env = {name.strip(): value for name, _, value in lines if name.strip() and "\0" not in name + value}
+    env = {
+        name.strip(): value for name, _, value in lines if name.strip() and "\0" not in name + value
+    }
     before = dict(os.environ)
     os.environ.update(env)
     try:
@@ -178,15 +230,31 @@ def launcher(data: st.DataObject) -> None:
 
 def options(data: st.DataObject) -> None:
     """Numbers and names on the command line, and files of anything."""
-    Path("any").write_bytes(data.draw(st.binary(max_size=64) | st.sampled_from([b"[" * 9999, b"a: " + b"[" * 9999])))
-    file = data.draw(
-        st.sampled_from(["any", "frontier", "no/such.json", "é\0", "{", '{"nodes":1}', "/dev/zero", "/", ""])
+    Path("any").write_bytes(
+        data.draw(st.binary(max_size=64) | st.sampled_from([b"[" * 9999, b"a: " + b"[" * 9999]))
     )
-    odd = st.sampled_from(["0", "-1", "1e9", "1e400", "9" * 400, "é", "", "1e-9", "inf", "2,,8", "1_0"])
+    file = data.draw(
+        st.sampled_from(
+            ["any", "frontier", "no/such.json", "é\0", "{", '{"nodes":1}', "/dev/zero", "/", ""]
+        )
+    )
+    odd = st.sampled_from(
+        ["0", "-1", "1e9", "1e400", "9" * 400, "é", "", "1e-9", "inf", "2,,8", "1_0"]
+    )
     number, other = (data.draw(st.sampled_from(["1", "2", "8", "1B"]) | odd) for _ in range(2))
     obeys("plan", "--params", number, "--machine", "frontier", "--nodes", other)
     obeys("plan", "--model", file, "--machine", "frontier", "--world-size", number)
-    obeys("simulate", "--gcds", number, "--model", "gpt2", "--micro-batches", other, "--schemes", "topo")
+    obeys(
+        "simulate",
+        "--gcds",
+        number,
+        "--model",
+        "gpt2",
+        "--micro-batches",
+        other,
+        "--schemes",
+        "topo",
+    )
     obeys("check", file)
     obeys("topology", "--from", file, "--world-size", number)
 
@@ -203,12 +271,16 @@ def stock(data: st.DataObject) -> None:
     """A config to migrate, and names of results."""
     Path("ds.json").write_text(json.dumps(data.draw(CONFIG)))
     obeys("migrate", "ds.json", "--machine", "frontier", "--world-size", "8")
-    odd = data.draw(st.sampled_from(["ds.json", "/dev/full", "/", "", "a\x1b", "x" * 300, "no/such"]))
+    odd = data.draw(
+        st.sampled_from(["ds.json", "/dev/full", "/", "", "a\x1b", "x" * 300, "no/such"])
+    )
     obeys("migrate", "ds.json", "-o", odd)
 
 
 def parts(data: st.DataObject) -> None:
-    """Parts of a config that are words, lists, switches or objects of anything, for every command that reads one."""
+    """Parts of a config that are words, lists, switches or objects of anything, for every command
+    that reads one.
+    """
     found = data.draw(CONFIG)
     for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=4)):
         *parents, key = name.split(".")
@@ -217,7 +289,9 @@ def parts(data: st.DataObject) -> None:
             if not isinstance(place.get(parent), dict):
                 place[parent] = {}
             place = place[parent]
-        place[key] = data.draw(HOSTILE | st.dictionaries(st.sampled_from(KEYS_OF_PARTS), HOSTILE, max_size=3))
+        place[key] = data.draw(
+            HOSTILE | st.dictionaries(st.sampled_from(KEYS_OF_PARTS), HOSTILE, max_size=3)
+        )
     Path("ds.json").write_text(json.dumps(found))
     there = ("--machine", "frontier", "--nodes", "1")
     obeys("check", "ds.json", "--params", "1B", *there)
@@ -233,7 +307,10 @@ NAMES = (
     *PARTS,
     *TRUTHS,
     *NUMBERS,
-    *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "leaf_module", *FIELDS, *IGNORED)),
+    *(
+        f"zero_optimization.{name}"
+        for name in ("offload_param", "offload_optimizer", "leaf_module", *FIELDS, *IGNORED)
+    ),
     *(
         "optimizer.type",
         "scheduler.type",
@@ -244,50 +321,92 @@ NAMES = (
     ),
 )
 KEYS_OF_PARTS = ("enabled", "device", "type", "params", "stage", "lr", "mode", "zero_topo")
-NEOX = {"pipe_parallel_size": 0, "gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
+NEOX = {
+    "pipe_parallel_size": 0,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+}
 ZERO_KEYS = {
-    **{name: mostly(st.fixed_dictionaries({"device": HOSTILE})) for name in ("offload_param", "offload_optimizer")},
-    **{f"zero_{name}": HOSTILE for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients")},
+    **{
+        name: mostly(st.fixed_dictionaries({"device": HOSTILE}))
+        for name in ("offload_param", "offload_optimizer")
+    },
+    **{
+        f"zero_{name}": HOSTILE
+        for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients")
+    },
 }
 CONFIG = st.fixed_dictionaries(
     {"zero_topo": described(json_schema()), "train_micro_batch_size_per_gpu": mostly(st.just(1))},
     optional={
-        "zero_optimization": mostly(st.fixed_dictionaries({"stage": mostly(st.just(3))}, optional=ZERO_KEYS)),
-        **{key: mostly(st.fixed_dictionaries({"enabled": mostly(st.booleans())})) for key in ("fp16", "bf16")},
+        "zero_optimization": mostly(
+            st.fixed_dictionaries({"stage": mostly(st.just(3))}, optional=ZERO_KEYS)
+        ),
+        **{
+            key: mostly(st.fixed_dictionaries({"enabled": mostly(st.booleans())}))
+            for key in ("fp16", "bf16")
+        },
         **{key: mostly(st.sampled_from([1, 8, 64])) for key in BATCHES[::2]},
         **{key: HOSTILE for key in ("optimizer", "timers", "precision", "attention_config", "amp")},
     },
-).map(lambda found: {**found, "zero_optimization": {"stage": 3}} if "zero_optimization" not in found else found)
+).map(
+    lambda found: (
+        {**found, "zero_optimization": {"stage": 3}} if "zero_optimization" not in found else found
+    )
+)
 MACHINE = described(TypeAdapter(Topology).json_schema())
 RATES = described(TypeAdapter(Rates).json_schema())
 CAPTURES = [path.read_text() for path in sorted((ROOT / "tests/data/devices").iterdir())]
 SHAPES = [
-    json.dumps({"model_type": kind, **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 8), **MORE})
+    json.dumps(
+        {
+            "model_type": kind,
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 8),
+            **MORE,
+        }
+    )
     for kind, MORE in (
         ("llama", {"hidden_size": 512, "vocab_size": 1000, "num_key_value_heads": 4}),
         ("gpt2", {"n_embd": 512, "n_head": 8, "n_layer": 2}),
-        ([], {"num_layers": 2, "hidden_size": 512, "mlp_type": "llama", "attention_config": [[["flash"], 2]]}),
+        (
+            [],
+            {
+                "num_layers": 2,
+                "hidden_size": 512,
+                "mlp_type": "llama",
+                "attention_config": [[["flash"], 2]],
+            },
+        ),
     )
 ]
 LAUNCHED = [(ROOT / "tests/data/launch/half-frontier.json").read_text()]
 LAUNCHERS = [path.read_text() for path in sorted((ROOT / "tests/data/launchers").iterdir())]
-TARGETS = {target.__name__: target for target in (config, parts, machine, capture, launcher, options, model, stock)}
+TARGETS = {
+    target.__name__: target
+    for target in (config, parts, machine, capture, launcher, options, model, stock)
+}
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def confine(folder: Path) -> None:
     """Holds this process to its folder, its memory and itself, for good."""
     os.environ["PATH"] = ""  # no device tools
     sys.dont_write_bytecode = True
-    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, FILE_SIZE), (resource.RLIMIT_CORE, 0)):
+    for limit, most in (
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_FSIZE, FILE_SIZE),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(limit, (most, most))
 
     def guard(event: str, words: tuple[Any, ...]) -> None:
         assert not event.startswith(STARTS), f"{event}{words}"
         if event == "open" and words[2] & WRITES and not isinstance(words[0], int):
-            assert Path(os.fsdecode(words[0])).absolute().is_relative_to(folder), f"writes {words[0]}"
+            assert Path(os.fsdecode(words[0])).absolute().is_relative_to(folder), (
+                f"writes {words[0]}"
+            )
 
     def over(*_: object) -> None:
         raise TooLong
@@ -299,7 +418,14 @@ def confine(folder: Path) -> None:
 if __name__ == "__main__":
     examples, *targets = sys.argv[1:]
     confine(Path.cwd())
-    patch("zero_topo.doctor.refusals.installed", return_value=None).start()  # DeepSpeed answers in another process
-    limits = settings(max_examples=int(examples), database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    patch(
+        "zero_topo.doctor.refusals.installed", return_value=None
+    ).start()  # DeepSpeed answers in another process
+    limits = settings(
+        max_examples=int(examples),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     for target in targets or TARGETS:
         limits(given(st.data())(TARGETS[target]))()

@@ -1,16 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Ranks without a cluster: threads that talk.
 
-`run_threads` runs a function on every rank of a small world, one thread per rank, through torch's multi-threaded
-process group: real collectives, real data, one process, milliseconds. One rank of a world so large that nobody answers
-is `benchmarks.bare.fake_world`. Real processes under the `deepspeed` launcher are started by `tests/launching.py`.
+`run_threads` runs a function on every rank of a small world, one thread per rank, through torch's
+multi-threaded process group: real collectives, real data, one process, milliseconds. One rank of a
+world so large that nobody answers is `benchmarks.bare.fake_world`. Real processes under the
+`deepspeed` launcher are started by `tests/launching.py`.
 
-Ranks that are threads share the default random generator and every module-level object: draw random numbers from a
-`torch.Generator` of the rank's own.
+Ranks that are threads share the default random generator and every module-level object: draw random
+numbers from a `torch.Generator` of the rank's own.
 
 Note [Ranks take turns]
-    Threads that all want Python's lock spend most of their time handing it over, at every operation of torch. So a
-    rank runs alone until it waits for others in a collective; who goes on then has been waiting longest.
+    Threads that all want Python's lock spend most of their time handing it over, at every operation
+    of torch. So a rank runs alone until it waits for others in a collective; who goes on then has
+    been waiting longest.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class _Rank(threading.Thread):
 
 
 class _Meeting:
-    """One collective of one group, in place of torch's: the last rank to come moves the data and wakes the others."""
+    """One collective of one group, in place of torch's: the last rank to come moves the data and
+    wakes the others.
+    """
 
     def __init__(self, world_size: int, collective: Any, group: Any) -> None:
         self._collective = collective
@@ -65,7 +69,9 @@ class _Meeting:
         self._waiting: list[_Rank] = []
 
     def join(self, rank: int, data: Any) -> Any:
-        """Returns a finished work, as torch's does; ends the thread once another rank has failed."""
+        """Returns a finished work, as torch's does; ends the thread once another rank has
+        failed.
+        """
         me = threading.current_thread()
         assert isinstance(me, _Rank)
         self._data[rank] = data
@@ -85,7 +91,9 @@ class _Meeting:
 
 
 def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """The barrier with which torch's threads create a group; its own would block the rank whose turn it is."""
+    """The barrier with which torch's threads create a group; its own would block the rank whose
+    turn it is.
+    """
     me = threading.current_thread()
     assert isinstance(me, _Rank)
     key = store.compare_set("meeting", "", str(len(me.ranks.barriers)))
@@ -93,14 +101,20 @@ def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: 
 
 
 def _ends(collective: Any, total: int, sizes: Sequence[int] | None, world_size: int) -> list[int]:
-    """Where the parts of an all-to-all begin and end: torch's own takes ten tensors for each pair of ranks."""
+    """Where the parts of an all-to-all begin and end: torch's own takes ten tensors for each pair
+    of ranks.
+    """
     return [0, *accumulate(sizes or [total // world_size] * world_size)]
 
 
 def without_communicators() -> AbstractContextManager[Any]:
-    """torch 2.11 destroys communicators that its own threads' world does not list; other releases do not look."""
+    """torch 2.11 destroys communicators that its own threads' world does not list; other releases
+    do not look.
+    """
     world = multi_threaded_pg.ThreadLocalWorld
-    return nullcontext() if hasattr(world, "comms") else patch.object(world, "comms", [], create=True)
+    return (
+        nullcontext() if hasattr(world, "comms") else patch.object(world, "comms", [], create=True)
+    )
 
 
 class _Ranks:
@@ -134,7 +148,9 @@ class _Ranks:
             self._release(self.ready.popleft())
 
     def fail(self) -> None:
-        """All ranks may go on at once: their next collective, or the one in which they wait, ends them."""
+        """All ranks may go on at once: their next collective, or the one in which they wait, ends
+        them.
+        """
         self.failed = True
         for thread in self.threads:
             self._release(thread)
@@ -157,7 +173,9 @@ class _Ranks:
             with on_device(), naps():
                 self.results[rank] = fn(rank, *args)
         except SystemExit:  # how a rank ends that waits for one that has failed
-            self.errors.setdefault(rank, _LeftAloneError("was waiting in a collective for a rank that had failed"))
+            self.errors.setdefault(
+                rank, _LeftAloneError("was waiting in a collective for a rank that had failed")
+            )
         except BaseException as error:
             self.errors[rank] = error
             self.fail()
@@ -170,7 +188,9 @@ class _Ranks:
             self.next_turn()
 
     def join(self, timeout: float) -> None:
-        """Waits for every rank; those still busy after `timeout` seconds, or soon after a failure, are released."""
+        """Waits for every rank; those still busy after `timeout` seconds, or soon after a failure,
+        are released.
+        """
         if self.over.wait(timeout):
             deadline = time.monotonic() + GRACE_S
             for thread in self.threads:
@@ -180,7 +200,9 @@ class _Ranks:
             self.errors[late[0]] = self._hang(late, timeout)
 
     def _hang(self, late: list[int], timeout: float) -> TimeoutError:
-        """The error for ranks `late` that still run, with where each of them is; releases those in a collective."""
+        """The error for ranks `late` that still run, with where each of them is; releases those in
+        a collective.
+        """
         hang = TimeoutError(f"ranks {late} of {self.world_size} still run after {timeout} s")
         frames = sys._current_frames()
         for rank in late:
@@ -192,29 +214,47 @@ class _Ranks:
         return hang
 
     def raise_first(self) -> None:
-        """Raises the exception of the lowest rank that failed by itself, with the rank as a note."""
-        own = {rank: error for rank, error in self.errors.items() if not isinstance(error, _LeftAloneError)}
+        """Raises the exception of the lowest rank that failed by itself, with the rank as a
+        note.
+        """
+        own = {
+            rank: error
+            for rank, error in self.errors.items()
+            if not isinstance(error, _LeftAloneError)
+        }
         if not own:
             return
         rank = min(own)
         error = own[rank]
-        error.add_note(f"raised on rank {rank} of {self.world_size}; ranks that failed by themselves: {sorted(own)}")
+        error.add_note(
+            f"raised on rank {rank} of {self.world_size}; ranks that failed by themselves: "
+            f"{sorted(own)}"
+        )
         raise error
 
 
 def _frames_of_the_test(frame: FrameType | None) -> list[str]:
-    """The last frames of a stack that are not inside torch or the threading module, innermost last."""
+    """The last frames of a stack that are not inside torch or the threading module, innermost
+    last.
+    """
     inside = (os.path.dirname(torch.__file__), threading.__file__)
-    frames = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(inside)]
+    frames = [
+        entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(inside)
+    ]
     return traceback.format_list(frames[-4:])
 
 
 class _LeftAloneError(Exception):
-    """A rank was ended because another one failed: never the reason, so never raised to the test."""
+    """A rank was ended because another one failed: never the reason, so never raised to the
+    test.
+    """
 
 
-def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: float = TIMEOUT_S) -> list[R]:
-    """Runs `fn(rank, *args)` on `world_size` ranks, one thread each, inside an initialised process group.
+def run_threads(
+    world_size: int, fn: Callable[..., R], *args: Any, timeout: float = TIMEOUT_S
+) -> list[R]:
+    """Runs `fn(rank, *args)` on `world_size` ranks, one thread each, inside an initialised process
+    group.
 
     Args:
         world_size: number of ranks, at least 1. 16 ranks cost some milliseconds.
@@ -226,12 +266,16 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
         What `fn` returned, in rank order.
 
     Raises:
-        BaseException: the exception of the lowest rank that failed by itself, with a note that names the rank.
-        TimeoutError: ranks hang, for example in collectives that do not match; the notes say where each one is.
+        BaseException: the exception of the lowest rank that failed by itself, with a note that
+            names the rank.
+        TimeoutError: ranks hang, for example in collectives that do not match; the notes say where
+            each one is.
         RuntimeError: a process group exists already in this process.
     """
     if dist.is_initialized():
-        raise RuntimeError("run_threads needs a process without a process group: leave fake_world first")
+        raise RuntimeError(
+            "run_threads needs a process without a process group: leave fake_world first"
+        )
     ranks = _Ranks(world_size)
     ProcessLocalGroup.reset()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -253,11 +297,14 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
     return ranks.results
 
 
-GROUP: Any = dist.ProcessGroup  # declared with C++'s signatures, of which the stand-in needs few arguments
+# Declared with C++'s signatures, of which the stand-in needs few arguments
+GROUP: Any = dist.ProcessGroup
 
 
 class SplittingGroup(GROUP):
-    """A world bound to a device, or a group split off it: stands in for NCCL's under torch's own ``split_group``."""
+    """A world bound to a device, or a group split off it: stands in for NCCL's under torch's own
+    ``split_group``.
+    """
 
     supports_splitting = True
     options = None
@@ -281,7 +328,9 @@ class SplittingGroup(GROUP):
         tensors[0][0] += self.unequal
         return ret_work(None)
 
-    def all_gather_single(self, table: torch.Tensor, own: torch.Tensor, options: Any = None) -> dist.Work:
+    def all_gather_single(
+        self, table: torch.Tensor, own: torch.Tensor, options: Any = None
+    ) -> dist.Work:
         """All others have what this rank has."""
         table.view(self.size(), -1).copy_(own)
         return ret_work(None)
@@ -299,11 +348,14 @@ class SplittingGroup(GROUP):
 
 @contextmanager
 def bound_world(size: int, rank: int, unequal: bool = False) -> Iterator[SplittingGroup]:
-    """A pretended world as DeepSpeed makes it on GPUs: NCCL's, bound to a device (which is the host)."""
+    """A pretended world as DeepSpeed makes it on GPUs: NCCL's, bound to a device (which is the
+    host).
+    """
     world = SplittingGroup(rank, size, unequal=unequal)
     world.bound_device_id = torch.device("cpu", 0)
     known = dist.distributed_c10d._world
-    unrecorded = patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0")  # torch's recorder wants a backend in C++
+    # torch's recorder wants a backend in C++
+    unrecorded = patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0")
     with unrecorded, fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
         accelerator.current_accelerator.return_value = torch.device("cuda")
         known.pg_group_ranks[world] = {r: r for r in range(size)}

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Breaks a copy of the package in each way of `tests/hazards.md`, and asserts that the test named there then fails.
+"""Breaks a copy of the package in each way of `tests/hazards.md`, and asserts that the test named
+there then fails.
 
 python -m tests.hazards [part of a hazard's name]
 """
@@ -21,7 +22,9 @@ PARTS = ("benchmarks", "zero_topo", "tests", "configs", "pyproject.toml")
 
 
 class Hazard(NamedTuple):
-    """What can go wrong, the text whose replacement makes it go wrong, and the test that must see it."""
+    """What can go wrong, the text whose replacement makes it go wrong, and the test that must see
+    it.
+    """
 
     what: str
     text: str
@@ -32,12 +35,16 @@ class Hazard(NamedTuple):
 def listed() -> list[Hazard]:
     """The rows of the table."""
     lines = (ROOT / "tests/hazards.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if " | `" in line]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if " | `" in line
+    ]
     return [Hazard(what, *(re.sub("^`|`$", "", cell) for cell in row[:3])) for what, *row in cells]
 
 
 def main(part: str = "") -> int:
-    """Tell each row's outcome; 1 if a test fails in the whole package, or does not in the broken one."""
+    """Tell each row's outcome; 1 if a test fails in the whole package, or does not in the broken
+    one.
+    """
     missed = 0
     for hazard in listed():
         if part not in hazard.what:
@@ -60,7 +67,9 @@ def passes(test: str, hazard: Hazard | None = None) -> bool:
             put(hazard, Path(name))
         env = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words(test)]
-        done = subprocess.run(command, cwd=name, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=name, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode in (0, 1), done.stdout + done.stderr  # else pytest has run no test
         return done.returncode == 0
 
@@ -71,7 +80,8 @@ def put(hazard: Hazard, root: Path) -> None:
     number = sum(places(hazard.text, path) for path in found)
     if number != 1:
         sys.exit(
-            f"{hazard.text} of {hazard.what!r} stands {number} times in zero_topo: bring tests/hazards.md up to date"
+            f"{hazard.text} of {hazard.what!r} stands {number} times in zero_topo: bring "
+            "tests/hazards.md up to date"
         )
     broken = pattern(hazard.text).sub(lambda _: hazard.broken, found[0].read_text())
     found[0].write_text(broken)
@@ -84,9 +94,13 @@ def places(text: str, path: Path) -> int:
 
 @cache
 def pattern(text: str) -> re.Pattern[str]:
-    """The text wherever a formatter breaks its lines: white space and commas before a closing bracket do not count."""
+    """The text wherever a formatter breaks its lines: white space and commas before a closing
+    bracket do not count.
+    """
     tokens = re.findall(r"\w+|[^\w\s]", text)
-    parts = [r",?\s*" + re.escape(token) if token in ")]}" else re.escape(token) for token in tokens]
+    parts = [
+        r",?\s*" + re.escape(token) if token in ")]}" else re.escape(token) for token in tokens
+    ]
     return re.compile(r"\s*".join(parts))
 
 

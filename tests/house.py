@@ -60,9 +60,11 @@ class Source:
         return (node for node in self.nodes if isinstance(node, Function))
 
     def imports(self) -> set[str]:
-        """Absolute names of everything imported anywhere in the file, except under `if TYPE_CHECKING:`.
+        """Absolute names of everything imported anywhere in the file, except under
+        `if TYPE_CHECKING:`.
 
-        `from a import b` gives both `a` and `a.b`: only the file system tells whether b is a module.
+        `from a import b` gives both `a` and `a.b`: only the file system tells whether b is a
+        module.
         """
         return {name for node in _at_run_time(self.tree) for name in self._imported(node)}
 
@@ -107,18 +109,31 @@ def function_lines(function: Function) -> int:
 def parameters(function: Function) -> list[str]:
     """Names of the parameters a caller can give, without self, cls, *args and **kwargs."""
     arguments = function.args
-    names = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    names = [
+        argument.arg
+        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    ]
     return [name for name in names if name not in ("self", "cls")]
 
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     """Walks a tree without the bodies of `if TYPE_CHECKING:`."""
     yield node
-    children = node.orelse if isinstance(node, ast.If) and _is_type_checking(node.test) else ast.iter_child_nodes(node)
+    children = (
+        node.orelse
+        if isinstance(node, ast.If) and _is_type_checking(node.test)
+        else ast.iter_child_nodes(node)
+    )
     for child in children:
         yield from _at_run_time(child)
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+    name = (
+        test.attr
+        if isinstance(test, ast.Attribute)
+        else test.id
+        if isinstance(test, ast.Name)
+        else ""
+    )
     return name == "TYPE_CHECKING"

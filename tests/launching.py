@@ -1,12 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Real ranks: start a program under the `deepspeed` launcher, with one log per rank and a limit on its time.
+"""Real ranks: start a program under the `deepspeed` launcher, with one log per rank and a limit on
+its time.
 
-What is not about the launcher forks its ranks instead (`LaunchSettings.forked`, `tests/forking.py`): torch and
-DeepSpeed are then imported once for all launches, not on every rank, which is five CPU seconds each.
+What is not about the launcher forks its ranks instead (`LaunchSettings.forked`,
+`tests/forking.py`): torch and DeepSpeed are then imported once for all launches, not on every rank,
+which is five CPU seconds each.
 
-A launch is several processes on this machine, talking gloo over the loopback interface. Whatever happens inside, the
-launch ends: a rank that fails takes the others with it (the launcher does that), and at the time limit every rank
-prints where it is into its log and dies.
+A launch is several processes on this machine, talking gloo over the loopback interface. Whatever
+happens inside, the launch ends: a rank that fails takes the others with it (the launcher does
+that), and at the time limit every rank prints where it is into its log and dies.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ Process = subprocess.Popen[bytes] | Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+)
 
 STACKS_S = 3.0
 """Seconds in which ranks that are ended print where they are."""
@@ -49,7 +59,8 @@ class LaunchSettings:
         timeout_s: seconds until the launch is killed.
         module: the program is a module name, as after `python -m`, rather than a file.
         env: variables added to the environment of every rank.
-        forked: ranks are forked of a process that has imported DeepSpeed and zero_topo, not started by the launcher.
+        forked: ranks are forked of a process that has imported DeepSpeed and zero_topo, not started
+            by the launcher.
         on_text: called with new text of rank 0's log while the launch runs.
     """
 
@@ -67,7 +78,8 @@ class Launch:
     """A launch that has ended.
 
     Attributes:
-        returncode: 0, or the exit code of the first rank that failed; negative if killed by a signal.
+        returncode: 0, or the exit code of the first rank that failed; negative if killed by a
+            signal.
         seconds: wall time.
         timed_out: it was killed at its time limit.
         log_dir: where the logs are.
@@ -80,7 +92,10 @@ class Launch:
 
     def log(self, rank: int) -> str:
         """What the rank wrote to stdout and stderr."""
-        return "".join(path.read_text(errors="replace") for path in sorted(self.log_dir.glob(f"*_rank{rank}.log")))
+        return "".join(
+            path.read_text(errors="replace")
+            for path in sorted(self.log_dir.glob(f"*_rank{rank}.log"))
+        )
 
     def logs(self) -> list[str]:
         """Every rank's log, in rank order."""
@@ -92,9 +107,16 @@ class Launch:
         return (self.log_dir / "launcher.log").read_text(errors="replace")
 
     def tails(self, lines: int = 40) -> str:
-        """The end of the launcher's and of every rank's log, without pytest's own frames, for a failure's message."""
-        logs = {"launcher": self.launcher_log()} | {f"rank {rank}": text for rank, text in enumerate(self.logs())}
-        kept = {name: [t for t in text.splitlines() if not _PYTEST_FRAME.search(t)] for name, text in logs.items()}
+        """The end of the launcher's and of every rank's log, without pytest's own frames, for a
+        failure's message.
+        """
+        logs = {"launcher": self.launcher_log()} | {
+            f"rank {rank}": text for rank, text in enumerate(self.logs())
+        }
+        kept = {
+            name: [t for t in text.splitlines() if not _PYTEST_FRAME.search(t)]
+            for name, text in logs.items()
+        }
         return "\n".join("\n".join([f"--- {name}", *text[-lines:]]) for name, text in kept.items())
 
 
@@ -140,7 +162,9 @@ def _forked(command: Sequence[str], settings: LaunchSettings, port: int) -> Fork
     return Forked(command, settings.module, settings.world_size, port, *where)
 
 
-def _launched(command: Sequence[str], settings: LaunchSettings, port: int) -> subprocess.Popen[bytes]:
+def _launched(
+    command: Sequence[str], settings: LaunchSettings, port: int
+) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
     launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(port)]
     launcher += ["--enable_each_rank_log", str(settings.log_dir)]
@@ -158,7 +182,9 @@ def _launched(command: Sequence[str], settings: LaunchSettings, port: int) -> su
 
 
 def rank_environment(**more: str) -> dict[str, str]:
-    """This process's environment for ranks: loopback interface, one thread each, stacks on abort; the tests' device."""
+    """This process's environment for ranks: loopback interface, one thread each, stacks on abort;
+    the tests' device.
+    """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -199,7 +225,9 @@ def _watch(process: Process, settings: LaunchSettings, deadline: float) -> bool:
 
 
 def _end(process: Process) -> None:
-    """Ends whatever is left of the launch's process group: with stacks in the logs if it still runs."""
+    """Ends whatever is left of the launch's process group: with stacks in the logs if it still
+    runs.
+    """
     assert process.pid is not None
     with suppress(ProcessLookupError):
         if process.poll() is None:
@@ -210,6 +238,8 @@ def _end(process: Process) -> None:
 
 
 def _free_shared_memory(port: int) -> None:
-    """Removes what DeepSpeed's CPU collectives leave in memory for ever: 66 MB a rank, under the port's name."""
+    """Removes what DeepSpeed's CPU collectives leave in memory for ever: 66 MB a rank, under the
+    port's name.
+    """
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         path.unlink(missing_ok=True)

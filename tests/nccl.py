@@ -1,11 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""NCCL's rules for ranks that are threads: what gloo and the threads' own group forgive, and a GPU would not.
+"""NCCL's rules for ranks that are threads: what gloo and the threads' own group forgive, and a GPU
+would not.
 
 Note [What is held]
-    On each communicator all ranks make the same calls in the same order: operation, type, sizes. Nothing goes point to
-    point. Buffers are contiguous, of types that NCCL knows. What is received is garbage until the work is waited for,
-    what is sent must not change until then, and every work is waited for. A call meets those of the other ranks when it
-    is made, as kernels do that fill a device: communicators in another order on another rank are a hang.
+    On each communicator all ranks make the same calls in the same order: operation, type, sizes.
+        Nothing goes point to
+    point. Buffers are contiguous, of types that NCCL knows. What is received is garbage until the
+    work is waited for, what is sent must not change until then, and every work is waited for. A
+    call meets those of the other ranks when it
+    is made, as kernels do that fill a device: communicators in another order on another rank are a
+        hang.
 """
 
 from __future__ import annotations
@@ -22,7 +26,15 @@ from torch import Tensor
 
 from zero_topo.collectives import transport
 
-KNOWN = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
+KNOWN = (
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)
 
 
 class RuleError(Exception):
@@ -40,7 +52,9 @@ class _Work:
 
     def wait(self) -> None:
         """Deliver."""
-        if not torch.equal(self._copy.view(-1).view(torch.uint8), self._sent.view(-1).view(torch.uint8)):
+        if not torch.equal(
+            self._copy.view(-1).view(torch.uint8), self._sent.view(-1).view(torch.uint8)
+        ):
             raise RuleError(f"what {self._what} sends was changed before it was waited for")
         self._received.copy_(self.result)
         self._rules.open.pop(id(self), None)
@@ -70,7 +84,9 @@ class Rules:
 
     irecv = isend
 
-    def all_gather_into_tensor(self, received: Tensor, sent: Tensor, group: Any, async_op: bool) -> _Work:
+    def all_gather_into_tensor(
+        self, received: Tensor, sent: Tensor, group: Any, async_op: bool
+    ) -> _Work:
         """See torch."""
         assert async_op
         if received.numel() != sent.numel() * dist.get_world_size(group):
@@ -92,13 +108,17 @@ class Rules:
         """See torch."""
         assert async_op
         even = expected is None or sizes is None
-        work = self._begin("all-to-all", f"{sent.numel()}" if even else "uneven", sent, received, group)
+        work = self._begin(
+            "all-to-all", f"{sent.numel()}" if even else "uneven", sent, received, group
+        )
         if expected is not None and sizes is not None:
             self._check_splits(sizes, expected, group)
         dist.all_to_all_single(work.result, sent, expected, sizes, group=group)
         return work
 
-    def reduce_scatter_tensor(self, received: Tensor, sent: Tensor, group: Any, async_op: bool) -> _Work:
+    def reduce_scatter_tensor(
+        self, received: Tensor, sent: Tensor, group: Any, async_op: bool
+    ) -> _Work:
         """See torch; added in the order of the group's ranks."""
         assert async_op
         if sent.numel() != received.numel() * dist.get_world_size(group):
@@ -111,15 +131,25 @@ class Rules:
 
     reduce_scatter_single = reduce_scatter_tensor
 
-    def all_to_all(self, places: Sequence[Tensor], parts: Sequence[Tensor], group: Any, async_op: bool) -> _Work:
-        """See torch; all parts are the same memory, and the places lie one behind the other in the order of members."""
+    def all_to_all(
+        self, places: Sequence[Tensor], parts: Sequence[Tensor], group: Any, async_op: bool
+    ) -> _Work:
+        """See torch; all parts are the same memory, and the places lie one behind the other in the
+        order of members.
+        """
         assert async_op and len({part.data_ptr() for part in parts}) == 1
         first = min(places, key=lambda place: int(place.storage_offset()))
         received = first.as_strided((sum(map(len, places)), first.shape[1]), first.stride())
         work = self._begin("all-to-all", "uneven", parts[0], received, group)
         self._check_splits([len(part) for part in parts], [len(place) for place in places], group)
-        begins = [int(place.storage_offset() - first.storage_offset()) // max(1, place.shape[1]) for place in places]
-        into = [work.result[begin : begin + len(place)] for begin, place in zip(begins, places, strict=True)]
+        begins = [
+            int(place.storage_offset() - first.storage_offset()) // max(1, place.shape[1])
+            for place in places
+        ]
+        into = [
+            work.result[begin : begin + len(place)]
+            for begin, place in zip(begins, places, strict=True)
+        ]
         dist.all_to_all(into, list(parts), group=group)
         return work
 
@@ -150,12 +180,17 @@ class Rules:
         for other, (out, come) in enumerate(zip(sizes, expected, strict=True)):
             for source, target, rows in ((me, other, out), (other, me, come)):
                 if self._splits.setdefault((ranks, number, source, target), rows) != rows:
-                    raise RuleError(f"call {number} on ranks {ranks}: {source} and {target} disagree about {rows} rows")
+                    raise RuleError(
+                        f"call {number} on ranks {ranks}: {source} and {target} disagree about "
+                        f"{rows} rows"
+                    )
 
 
 @contextmanager
 def nccl_rules() -> Iterator[Rules]:
-    """Raises RuleError where an exchange within it breaks the rules, and at its end if one was not waited for."""
+    """Raises RuleError where an exchange within it breaks the rules, and at its end if one was not
+    waited for.
+    """
     rules = Rules()
     with patch.object(transport, "dist", rules):
         yield rules

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The ZeRO-topo paper's tables of memory and volume, as formulas; the package's numbers are compared with them."""
+"""The ZeRO-topo paper's tables of memory and volume, as formulas; the package's numbers are
+compared with them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ class Term:
     domain: str
 
 
-def paper_volume_table(nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2) -> dict[str, tuple[Term, ...]]:
-    """Table VII as printed: volume per device of forward gather, backward gather and gradient reduce-scatter.
+def paper_volume_table(
+    nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2
+) -> dict[str, tuple[Term, ...]]:
+    """Table VII as printed: volume per device of forward gather, backward gather and gradient
+    reduce-scatter.
 
-    Its row for ZeRO++ counts an INT8 backward gather, where stock hpZ moves 16 bits (``"secondary": null``).
+    Its row for ZeRO++ counts an INT8 backward gather, where stock hpZ moves 16 bits
+    (``"secondary": null``).
 
     Args:
         nodes: the paper's ``N``.
@@ -39,7 +45,11 @@ def paper_volume_table(nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int =
         Row name -> terms, in units of ``M``.
     """
     world = nodes * ranks_per_node
-    domain_of: Callable[[int], str] = {ranks_per_gpu: "gpu", ranks_per_node: "node", world: "world"}.__getitem__
+    domain_of: Callable[[int], str] = {
+        ranks_per_gpu: "gpu",
+        ranks_per_node: "node",
+        world: "world",
+    }.__getitem__
     rows = {
         "ZeRO-3": ((1, world), (1, world), (1, world)),
         "ZeRO++": ((2, world), (2, ranks_per_node), (4, world)),

@@ -23,7 +23,11 @@ def resolve(topology: Topology = TREE, **block: Any) -> ResolvedConfig:
 
 def config_file(folder: Path, block: Any, name: str = "ds.json", **keys: Any) -> str:
     """The path of a DeepSpeed config of stage 3 in BF16 with this block and these keys."""
-    stated = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    stated = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    }
     (folder / name).write_text(json.dumps({**stated, "zero_topo": block, **keys}))
     return str(folder / name)
 

@@ -3,7 +3,8 @@
 
 `tests/suite.py` names it to pytest. Then
 
-- the process group is initialised once (gloo, or NCCL on a GPU, through DeepSpeed) and destroyed at the end;
+- the process group is initialised once (gloo, or NCCL on a GPU, through DeepSpeed) and destroyed at
+  the end;
 - each phase of each test passes on all ranks or fails on all of them (`tests/verdict.py`);
 - tests get the fixtures `rank`, `world_size` and `shared_path`;
 - rank 0 writes one JSON line per finished phase to the file named by ZERO_TOPO_LAUNCH_REPORT.
@@ -51,11 +52,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Initialises the process group and joins the agreement."""
     import deepspeed
 
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_directory(f"rank{os.environ['RANK']}"))  # tmp_path without races
+    # tmp_path without races
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_directory(f"rank{os.environ['RANK']}"))
     if ON_GPU:  # all ranks on the one there is: NCCL takes them for different machines
-        os.environ.update({"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"})
+        os.environ.update(
+            {"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
+        )
     backend = "nccl" if ON_GPU else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(minutes=10))
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(minutes=10)
+    )
     session.config.stash[_VERDICT] = Verdict(GRACE_S)
 
 
@@ -68,7 +74,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All ranks must have collected the same tests, or the agreement would compare different ones."""
+    """All ranks must have collected the same tests, or the agreement would compare different
+    ones.
+    """
     verdict = session.config.stash[_VERDICT]
     names = "\n".join(item.nodeid for item in session.items)
     outcomes = verdict.agree(Outcome("passed", hashlib.sha256(names.encode()).hexdigest()))
@@ -133,7 +141,8 @@ def shared_path(request: pytest.FixtureRequest) -> Path:
 def a_clean_start() -> Iterator[None]:
     """Every test starts from the same random state, and leaves no garbage to the next."""
     torch.manual_seed(20)
-    gc.freeze()  # what is alive now, such as torch's modules, will stay: collections (two per engine) skip it
+    # What is alive now, such as torch's modules, will stay: collections (two per engine) skip it
+    gc.freeze()
     yield
     gc.collect()
 
@@ -170,20 +179,27 @@ def _together(item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
             error.add_note(_summary(outcomes))
         raise error
     if {outcome.kind for outcome in outcomes.values()} != {"passed"}:
-        pytest.fail(f"{phase} passed on this rank, but: {_summary(outcomes)}\n{_first_reason(outcomes)}", pytrace=False)
+        pytest.fail(
+            f"{phase} passed on this rank, but: {_summary(outcomes)}\n{_first_reason(outcomes)}",
+            pytrace=False,
+        )
     return result
 
 
 def _outcome(error: BaseException | None) -> Outcome:
     if error is None:
         return Outcome("passed")
-    kind = "skipped" if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception) else "failed"
+    kind = (
+        "skipped" if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception) else "failed"
+    )
     return Outcome(kind, "".join(traceback.format_exception(error))[-6000:])
 
 
 def _summary(outcomes: Outcomes) -> str:
     kinds = sorted({outcome.kind for outcome in outcomes.values()})
-    ranks = {kind: [rank for rank, outcome in outcomes.items() if outcome.kind == kind] for kind in kinds}
+    ranks = {
+        kind: [rank for rank, outcome in outcomes.items() if outcome.kind == kind] for kind in kinds
+    }
     return ", ".join(f"{kind} on ranks {ranks[kind]}" for kind in kinds)
 
 

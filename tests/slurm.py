@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A real Slurm on this machine: munged, slurmctld and a slurmd per emulated node, all state in one folder.
+"""A real Slurm on this machine: munged, slurmctld and a slurmd per emulated node, all state in one
+folder.
 
-Each node is a set of namespaces of its own: a host name, an /etc/hosts, and process numbers, so that whatever a job
-leaves behind ends with the node. Nodes claim whatever cores and GPUs they are told to (`config_overrides`).
+Each node is a set of namespaces of its own: a host name, an /etc/hosts, and process numbers, so
+that whatever a job leaves behind ends with the node. Nodes claim whatever cores and GPUs they are
+told to (`config_overrides`).
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def missing() -> str | None:
     absent = [program for program in PROGRAMS if find(program) is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)"
-    done = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    done = subprocess.run(
+        ["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    )
     return "namespaces are not allowed here" if done.returncode else None
 
 
@@ -106,10 +110,25 @@ class Cluster:
     @property
     def env(self) -> dict[str, str]:
         """Environment for sbatch and the like; sbatch passes it on to the job."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-        path = os.pathsep.join([str(self.folder / "bin"), str(Path(sys.executable).parent), kept["PATH"], *BINARIES])
-        kept |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path, "PYTHONPATH": str(ROOT), "USER": "root"}
-        return kept | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH"))
+        }
+        path = os.pathsep.join(
+            [str(self.folder / "bin"), str(Path(sys.executable).parent), kept["PATH"], *BINARIES]
+        )
+        kept |= {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "USER": "root",
+        }
+        return kept | {
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONFAULTHANDLER": "1",
+        }
 
     def __enter__(self) -> Cluster:
         """Start everything and wait until the nodes are idle; on failure nothing is left."""
@@ -122,13 +141,20 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """End all jobs and daemons."""
         self.stack.close()
 
     def run(self, *words: str) -> str:
         """Output of one of Slurm's commands."""
-        done = subprocess.run(words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{words}: {done.stderr}{self.logs()}"
         return done.stdout
 
@@ -136,7 +162,10 @@ class Cluster:
         """The final state of a job, which is cancelled if it takes too long."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            words = dict(word.partition("=")[::2] for word in self.run("scontrol", "show", "job", job, "-o").split())
+            words = dict(
+                word.partition("=")[::2]
+                for word in self.run("scontrol", "show", "job", job, "-o").split()
+            )
             if words["JobState"] in ENDED:
                 return words["JobState"]
             time.sleep(0.3)
@@ -145,18 +174,24 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
-        return "".join(f"\n--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log")))
+        return "".join(
+            f"\n--- {path.name}\n{path.read_text()[-1500:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
     def _write(self) -> None:
         for name in ("state", "bin", *(f"spool-{host}" for host in self.hosts)):
             (self.folder / name).mkdir()
         gpus = [self.folder / f"gpu{number}" for number in range(self.gpus)]
         for gpu in gpus:
-            os.mknod(gpu, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # gres.conf wants devices; this is /dev/null's
+            # gres.conf wants devices; this is /dev/null's
+            os.mknod(gpu, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         gres = f" Gres=gpu:{self.gpus}" if gpus else ""
         nodes = [
-            f"NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={self.cpus} "
-            f"Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=1000 "
+            f"NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
+            f"CPUs={self.cpus} "
+            f"Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
+            "RealMemory=1000 "
             f"Features=gpu,nvme{gres}"
             for host in self.hosts
         ]
@@ -176,8 +211,18 @@ class Cluster:
 
     def _start(self) -> None:
         at = str(self.folder)
-        munged = ["munged", "--foreground", "--force", f"--socket={at}/munge.socket", f"--key-file={at}/munge.key"]
-        munged += [f"--pid-file={at}/munged.pid", f"--log-file={at}/munged.log", f"--seed-file={at}/munge.seed"]
+        munged = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={at}/munge.socket",
+            f"--key-file={at}/munge.key",
+        ]
+        munged += [
+            f"--pid-file={at}/munged.pid",
+            f"--log-file={at}/munged.log",
+            f"--seed-file={at}/munge.seed",
+        ]
         self._daemon([*munged, "--num-threads=2"])
         deadline = time.monotonic() + 20
         while not (self.folder / "munge.socket").exists():
@@ -185,8 +230,12 @@ class Cluster:
             time.sleep(0.05)
         self._daemon(["slurmctld", "-D", "-c", "-f", f"{at}/slurm.conf"])
         for host in self.hosts:
-            # The shell stays as the first process: slurmd would not bury orphans, and a job ends with its last process.
-            inside = f"mount --bind {at}/hosts /etc/hosts && hostname {host} && {find('slurmd')} -D -N {host}"
+            # The shell stays as the first process: slurmd would not bury orphans, and a job ends
+            # with its last process.
+            inside = (
+                f"mount --bind {at}/hosts /etc/hosts && hostname {host} && {find('slurmd')} "
+                f"-D -N {host}"
+            )
             own = ["--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child=KILL"]
             self._daemon(["unshare", *own, "sh", "-c", f"{inside} -f {at}/slurm.conf; exit"])
 
@@ -194,7 +243,9 @@ class Cluster:
         """Start a daemon that ends with this cluster, or with this process."""
         log = self.stack.enter_context(open(self.folder / "daemons.log", "ab"))  # noqa: SIM115 (the stack closes it)
         command = ["setpriv", "--pdeathsig", "KILL", find(words[0]) or words[0], *words[1:]]
-        process = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
         self.stack.callback(process.wait)
         self.stack.callback(process.kill)
 
@@ -202,7 +253,11 @@ class Cluster:
         deadline = time.monotonic() + 60
         while True:
             told = subprocess.run(
-                ["sinfo", "-h", "-o", "%T %D"], env=self.env, capture_output=True, text=True, check=False
+                ["sinfo", "-h", "-o", "%T %D"],
+                env=self.env,
+                capture_output=True,
+                text=True,
+                check=False,
             ).stdout.split()
             if told == ["idle", str(self.nodes)]:
                 return
@@ -211,18 +266,37 @@ class Cluster:
 
 
 def distributed(order: str, folder: Path) -> list[str]:
-    """Options for Frontier with its ranks dealt to the nodes in another order: a machine's file with that setting."""
+    """Options for Frontier with its ranks dealt to the nodes in another order: a machine's file
+    with that setting.
+    """
     machine = json.loads((ROOT / "zero_topo/launch/machines/frontier.json").read_text())
-    machine["step"].append({"use": f"--distribution={order}", "reason": "the order to test", "source": "this test"})
+    machine["step"].append(
+        {"use": f"--distribution={order}", "reason": "the order to test", "source": "this test"}
+    )
     (folder / f"{order}.json").write_text(json.dumps(machine))
     return ["--machine", str(folder / f"{order}.json")]
 
 
 def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
     """The job's number, after `zero-topo launch slurm ... | sbatch` with more words."""
-    here: dict[str, Any] = {"env": {**cluster.env, **env}, "cwd": cluster.folder, "capture_output": True}
+    here: dict[str, Any] = {
+        "env": {**cluster.env, **env},
+        "cwd": cluster.folder,
+        "capture_output": True,
+    }
     here |= {"text": True, "timeout": 60, "check": False}
-    launch = [sys.executable, "-m", "zero_topo.cli", "launch", "slurm", "--account", "a", "--time", "1:00:00", *words]
+    launch = [
+        sys.executable,
+        "-m",
+        "zero_topo.cli",
+        "launch",
+        "slurm",
+        "--account",
+        "a",
+        "--time",
+        "1:00:00",
+        *words,
+    ]
     written = subprocess.run(launch, **here)
     done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, **here)
     assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()

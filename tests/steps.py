@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Slurm steps as tests make them up: their variables, and the node of each task as Slurm documents it."""
+"""Slurm steps as tests make them up: their variables, and the node of each task as Slurm documents
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A device of symbolic streams: what is read and written on which, byte by byte, and whether that is ordered.
+"""A device of symbolic streams: what is read and written on which, byte by byte, and whether that
+is ordered.
 
-Tensors lie on the CPU and every operation runs at once, so results are right whatever the order; but what a GPU would
-run on a stream is booked there. Two accesses of one byte, one of them a write, on streams of which neither has waited
-for the other are a race; so is memory that its stream takes again while another still uses it and it was not recorded
-on that one (torch's caching allocator gives it away). Both are errors with both stack traces.
+Tensors lie on the CPU and every operation runs at once, so results are right whatever the order;
+but what a GPU would run on a stream is booked there. Two accesses of one byte, one of them a write,
+on streams of which neither has waited for the other are a race; so is memory that its stream takes
+again while another still uses it and it was not recorded on that one (torch's caching allocator
+gives it away). Both are errors with both stack traces.
 
 Note [Clocks]
-    Each operation has a number. A stream's clock says of every stream up to which it has waited for it; an event keeps
-    a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which knows no elements).
+    Each operation has a number. A stream's clock says of every stream up to which it has waited for
+    it; an event keeps a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which
+    knows no elements).
 
-An operation is one of torch, a kernel's call (whatever the reference does inside it), or a collective.
+An operation is one of torch, a kernel's call (whatever the reference does inside it), or a
+collective.
 
 Note [The host]
-    Memory that was named to :meth:`Device.host` is the host's, page-locked; where tests run on a device (see
-    ``tests/device.py``), so is that of every tensor of the CPU. What touches no other runs on the host at
-    once. It waits for a stream where it synchronizes, or where a copy to or from its memory blocks. What it queues
-    comes after all that it has done.
+    Memory that was named to :meth:`Device.host` is the host's, page-locked; where tests run on a
+    device (see ``tests/device.py``), so is that of every tensor of the CPU. What touches no other
+    runs on the host at once. It waits for a stream where it synchronizes, or where a copy to or
+    from its memory blocks. What it queues comes after all that it has done.
 
 Note [Threads]
     Each thread has its own current stream, as on a GPU: autograd calls hooks in a thread of its own
@@ -59,11 +63,15 @@ Booking = tuple[torch.UntypedStorage, Places]
 
 
 class RaceError(BaseException):
-    """Two accesses without an order, or memory freed too early; code that catches an Exception does not hide it."""
+    """Two accesses without an order, or memory freed too early; code that catches an Exception does
+    not hide it.
+    """
 
 
 BLOCKING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-"""Operations that make the host wait if the host's memory is on one side, unless they are asynchronous."""
+"""Operations that make the host wait if the host's memory is on one side, unless they are
+asynchronous.
+"""
 
 
 @dataclass
@@ -131,7 +139,8 @@ class Device(TorchDispatchMode):
     """The device; within it, operations are booked on the current stream.
 
     Attributes:
-        log: stream, name and number of each kernel's call and collective, in the order in which they were queued.
+        log: stream, name and number of each kernel's call and collective, in the order in which
+            they were queued.
     """
 
     def __init__(self) -> None:
@@ -202,7 +211,7 @@ class Device(TorchDispatchMode):
         with ThreadPoolExecutor(max_workers=1) as threads:
             threads.submit(run).result()
 
-    # -- operations ------------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -232,7 +241,9 @@ class Device(TorchDispatchMode):
             with self._operation(func._schema.name):
                 if new:
                     self._reuse(func._schema.name)
-                for writes, tensors in ((False, given[False]), (True, given[True] + new)) if touches else ():
+                for writes, tensors in (
+                    ((False, given[False]), (True, given[True] + new)) if touches else ()
+                ):
                     self._book(func._schema.name, writes, map(_all_of, tensors))
                 for tensor in new:
                     self._memory_of(tensor.untyped_storage())
@@ -245,7 +256,9 @@ class Device(TorchDispatchMode):
         return out
 
     @contextmanager
-    def call(self, name: str, reads: Iterable[Booking], writes: Iterable[Booking]) -> Iterator[None]:
+    def call(
+        self, name: str, reads: Iterable[Booking], writes: Iterable[Booking]
+    ) -> Iterator[None]:
         """A kernel or a collective on the current stream; what is done inside is not booked."""
         with _disable_current_modes(), self._operation(name):
             self.log.append((self.current, name, self._number))
@@ -278,7 +291,9 @@ class Device(TorchDispatchMode):
                         continue
                     last = int(numbers[places].max(initial=0))
                     if last > clock.get(other, 0):
-                        raise RaceError(self._story(f"{name} on {stream}", f"an access on {other}", last))
+                        raise RaceError(
+                            self._story(f"{name} on {stream}", f"an access on {other}", last)
+                        )
             kind = memory.wrote if writes else memory.read
             if stream not in kind:
                 kind[stream] = np.zeros(memory.size, dtype=np.int64)
@@ -307,13 +322,20 @@ class Device(TorchDispatchMode):
     def _story(self, what: str, before: str, number: int) -> str:
         here = _trace(sys._getframe(1))
         return "\n".join(
-            [f"{what} is not ordered after {before}, which was:", *_settings(self._traces[number]), "now:", *_settings(here)]
+            [
+                f"{what} is not ordered after {before}, which was:",
+                *_settings(self._traces[number]),
+                "now:",
+                *_settings(here),
+            ]
         )
 
 
 @cache
 def _known(func: Any) -> tuple[tuple[tuple[str, bool], ...], bool]:
-    """Of an operation: its arguments, and whether it writes them; and whether it touches any memory."""
+    """Of an operation: its arguments, and whether it writes them; and whether it touches any
+    memory.
+    """
     arguments = func._schema.arguments
     writes = ((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
     return tuple(writes), "empty" not in func._schema.name
@@ -322,7 +344,11 @@ def _known(func: Any) -> tuple[tuple[tuple[str, bool], ...], bool]:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [part for part in value if isinstance(part, Tensor)] if isinstance(value, list | tuple) else []
+    return (
+        [part for part in value if isinstance(part, Tensor)]
+        if isinstance(value, list | tuple)
+        else []
+    )
 
 
 def _trace(frame: FrameType | None) -> Trace:
@@ -338,17 +364,20 @@ def _trace(frame: FrameType | None) -> Trace:
 def _settings(trace: Trace) -> list[str]:
     files = [(code.co_filename, line) for code, line in trace]
     return [
-        f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {linecache.getline(file, line).strip()}" for file, line in files
+        f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {linecache.getline(file, line).strip()}"
+        for file, line in files
     ]
 
 
-# -- where things lie ----------------------------------------------------------------------------------------------
+# -- where things lie ------------------------------------------------------------------------------
 
 
 def _all_of(tensor: Tensor) -> Booking:
     """All elements of a tensor."""
     shape, strides = tuple(tensor.shape), tensor.stride()
-    return tensor.untyped_storage(), _places(int(tensor.storage_offset()), shape, strides, tensor.element_size())
+    return tensor.untyped_storage(), _places(
+        int(tensor.storage_offset()), shape, strides, tensor.element_size()
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -373,15 +402,26 @@ def _bytes(elements: Numbers, item: int) -> Numbers:
 
 
 def _of_pieces(pieces: Sequence[View], messages: Messages) -> list[Booking]:
-    """What messages are made of, or become: the elements that exist of the members that are not left out."""
-    return [(piece.flat.untyped_storage(), _of_piece(piece, messages.without_member)) for piece in pieces]
+    """What messages are made of, or become: the elements that exist of the members that are not
+    left out.
+    """
+    return [
+        (piece.flat.untyped_storage(), _of_piece(piece, messages.without_member))
+        for piece in pieces
+    ]
 
 
 def _of_piece(piece: View, without: int) -> Places:
-    shape, strides = (piece.members, piece.rows, piece.width), (piece.member_stride, piece.stride, 1)
+    shape, strides = (
+        (piece.members, piece.rows, piece.width),
+        (piece.member_stride, piece.stride, 1),
+    )
     where = _elements(0, shape, strides)
     where = where if without < 0 else np.delete(where, without, 0)
-    return _bytes(where[where < piece.flat.numel()] + int(piece.flat.storage_offset()), piece.flat.element_size())
+    return _bytes(
+        where[where < piece.flat.numel()] + int(piece.flat.storage_offset()),
+        piece.flat.element_size(),
+    )
 
 
 def _of_messages(messages: Messages) -> list[Booking]:
@@ -396,28 +436,39 @@ def _of_messages(messages: Messages) -> list[Booking]:
 def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
-        codes_at, scales_at = (places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member))
-        where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
+        codes_at, scales_at = (
+            places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member)
+        )
+        where = (
+            (codes_at + np.arange(codes.block)).reshape(-1),
+            (scales_at + np.arange(4)).reshape(-1),
+        )
     return codes.stored.untyped_storage(), np.concatenate(where)
 
 
-# -- kernels whose schemas say less than what they touch; sparse ones touch all of their arguments ---------------------
+# -- kernels whose schemas say less than what they touch; sparse ones touch all of their arguments -
 
 Accesses = tuple[list[Booking], list[Booking]]
 """What is read, and what is written."""
 
 
-def _quantize(flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int) -> Accesses:
+def _quantize(
+    flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int
+) -> Accesses:
     messages = Messages(table, -1, without)
     return _of_pieces(operators._views(flats, shapes, messages), messages), _of_messages(messages)
 
 
-def _reduce(table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object) -> Accesses:
+def _reduce(
+    table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object
+) -> Accesses:
     messages = Messages(table, source, member)
     return _of_messages(messages), _of_pieces(operators._views(flats, shapes, messages), messages)
 
 
-def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int, *how: object) -> Accesses:
+def _requantize(
+    table: Tensor, source: int, _: object, out: Tensor, member: int, *how: object
+) -> Accesses:
     return _of_messages(Messages(table, source)), _of_messages(Messages(out, -1, member))
 
 
@@ -449,7 +500,7 @@ KERNELS: Mapping[str, tuple[str, Callable[..., Accesses]]] = MappingProxyType(
     }
 )
 
-# -- in place of the accelerator -----------------------------------------------------------------------------------
+# -- in place of the accelerator -------------------------------------------------------------------
 
 
 class _Torch:
@@ -458,7 +509,9 @@ class _Torch:
     def __init__(self, device: Device) -> None:
         self.accelerator = device
         self.Event = lambda _: Event(device, {})
-        self.Stream = lambda _, priority: device.stream(f"stream {len(device.clocks)}, priority {priority}")
+        self.Stream = lambda _, priority: device.stream(
+            f"stream {len(device.clocks)}, priority {priority}"
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -471,7 +524,9 @@ class _Symbolic(Group):
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.new_empty(self.size, message.numel())
-        return self._queued(message, received, lambda: received.copy_(message.expand(self.size, -1)))
+        return self._queued(
+            message, received, lambda: received.copy_(message.expand(self.size, -1))
+        )
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         received = torch.empty_like(table)
@@ -482,7 +537,9 @@ class _Symbolic(Group):
         begun = self._queued(table, received, lambda: received.copy_(table[:1]))
         return begun.then(lambda summed: summed.view(torch.uint8))
 
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+    def _all_to_all_uneven(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Handle[Tensor]:
         """Brings zeros."""
         received = rows.new_empty(sum(expected), rows.shape[1])
         return self._queued(rows, received, received.zero_)
@@ -503,7 +560,10 @@ def _as_on_a_gpu(device: Device) -> list[Any]:
     return [
         patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
         patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
-        patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
+        patch(
+            "zero_topo.engine.weights.recorded_event",
+            lambda _: device.current_stream().record_event(),
+        ),
     ]
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from tests.launching import Launch, LaunchSettings, launch
 
 CELLS_VARIABLE = "ZERO_TOPO_CELLS"
-"""Names the file to which rank 0 adds each cell of the matrix of features and schemes, as a line of JSON."""
+"""Names the file to which rank 0 adds each cell of the matrix of features and schemes, as a line of
+JSON.
+"""
 LONG_VARIABLE = "ZERO_TOPO_LONG"
 """Steps that the tests of weights held as codes take, for a proof on idle cores."""
 TEST_TIMEOUT_S = 900.0 if os.environ.get(LONG_VARIABLE) else 240.0
@@ -22,7 +24,9 @@ TEST_TIMEOUT_S = 900.0 if os.environ.get(LONG_VARIABLE) else 240.0
 
 @dataclass(frozen=True)
 class SuiteTest:
-    """How a test ended on rank 0, which every rank shares: "passed", "skipped", "xfailed" or "failed"."""
+    """How a test ended on rank 0, which every rank shares: "passed", "skipped", "xfailed" or
+    "failed".
+    """
 
     name: str
     outcome: str
@@ -32,7 +36,9 @@ class SuiteTest:
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """What a launch of tests did: the tests that ended, in order, and those that never ran to their end."""
+    """What a launch of tests did: the tests that ended, in order, and those that never ran to their
+    end.
+    """
 
     launch: Launch
     tests: tuple[SuiteTest, ...]
@@ -45,16 +51,36 @@ def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     The launch's own files (logs, the ranks' temporary directories) go below `settings.log_dir`.
     """
     report = settings.log_dir / "report.jsonl"
-    variables = {"ZERO_TOPO_LAUNCH_REPORT": str(report), "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp")}
-    options = ["-v", "-p", "tests.rank_plugin", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
-    options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}", "-o", "faulthandler_exit_on_timeout=true"]
+    variables = {
+        "ZERO_TOPO_LAUNCH_REPORT": str(report),
+        "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp"),
+    }
+    options = [
+        "-v",
+        "-p",
+        "tests.rank_plugin",
+        "-p",
+        "no:cacheprovider",
+        "--durations=8",
+        "--durations-min=5",
+    ]
+    options += [
+        "-o",
+        f"faulthandler_timeout={TEST_TIMEOUT_S}",
+        "-o",
+        "faulthandler_exit_on_timeout=true",
+    ]
     options += ["--color=no", *arguments]
-    done = launch(["pytest", *options], replace(settings, module=True, env={**variables, **settings.env}))
+    done = launch(
+        ["pytest", *options], replace(settings, module=True, env={**variables, **settings.env})
+    )
     return _read(done, report)
 
 
 def trouble(run: SuiteRun) -> str:
-    """What no single test's outcome tells: a launch that was killed, crashed or stopped on the way, or ran no test."""
+    """What no single test's outcome tells: a launch that was killed, crashed or stopped on the way,
+    or ran no test.
+    """
     launch, left, said = run.launch, ", ".join(run.unfinished), ""
     if launch.timed_out:
         said = f"killed after {launch.seconds:.0f} s, before {left}"
@@ -74,7 +100,9 @@ def show(text: str) -> None:
 def _read(done: Launch, report: Path) -> SuiteRun:
     lines = report.read_text().splitlines() if report.is_file() else []
     records = [json.loads(line) for line in lines]
-    collected = [test for record in records if record["event"] == "collected" for test in record["tests"]]
+    collected = [
+        test for record in records if record["event"] == "collected" for test in record["tests"]
+    ]
     phases: dict[str, list[dict[str, object]]] = {}
     for record in records:
         if record["event"] == "phase":
@@ -85,14 +113,20 @@ def _read(done: Launch, report: Path) -> SuiteRun:
 
 
 def _ended(phases: list[dict[str, object]]) -> bool:
-    return phases[-1]["phase"] == "teardown" or any(phase["outcome"] == "failed" for phase in phases)
+    return phases[-1]["phase"] == "teardown" or any(
+        phase["outcome"] == "failed" for phase in phases
+    )
 
 
 def _test(name: str, phases: list[dict[str, object]]) -> SuiteTest:
-    """One test from its phases: failed if any failed, else skipped or xfailed if any was, else passed."""
+    """One test from its phases: failed if any failed, else skipped or xfailed if any was, else
+    passed.
+    """
     seconds = sum(float(str(phase["seconds"])) for phase in phases)
     for outcome in ("failed", "xfailed", "skipped"):
         found = [phase for phase in phases if phase["outcome"] == outcome]
         if found:
-            return SuiteTest(name, outcome, "\n".join(str(phase["text"]) for phase in found), seconds)
+            return SuiteTest(
+                name, outcome, "\n".join(str(phase["text"]) for phase in found), seconds
+            )
     return SuiteTest(name, "passed", "", seconds)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tables of ``docs/when-it-helps.md`` and ``docs/simulator.md``: predicted gains, and published steps beside them."""
+"""Tables of ``docs/when-it-helps.md`` and ``docs/simulator.md``: predicted gains, and published
+steps beside them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def tensor_rows() -> list[str]:
 
 def _divided(case: tuple[str, int, str, int]) -> list[str]:
     machine, ranks, model, count = case
-    request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count), keeps_if_fits=True)
+    request = Request(
+        load_preset(machine, ranks), Job(load_model(model), 1, count), keeps_if_fits=True
+    )
     cells = [machine, str(ranks), model, str(count)]
     cells += _without_and_with(request, rank_tensor, lambda job: f"TP {job.tensor}")
     pipeline = best_pipeline(request)
@@ -83,9 +87,13 @@ def _spread(case: tuple[str, int, str, int]) -> list[str]:
 
 
 def _without_and_with(
-    request: Request, rank: Callable[[ZeroTopoConfig, Request], Sequence[Ranking]], divided: Callable[[Job], str]
+    request: Request,
+    rank: Callable[[ZeroTopoConfig, Request], Sequence[Ranking]],
+    divided: Callable[[Job], str],
 ) -> list[str]:
-    """Seconds of the best plan without, then with ranks that divide the layers: without and with loss."""
+    """Seconds of the best plan without, then with ranks that divide the layers: without and with
+    loss.
+    """
     cells = []
     for lossy in (False, True):
         asked = ZeroTopoConfig.parse({"lossy": lossy})
@@ -103,19 +111,25 @@ def gain_rows() -> list[str]:
 def _gains(case: tuple[str, int, str, int]) -> list[str]:
     machine, ranks, model, count = case
     request = Request(load_preset(machine, ranks), Job(load_model(model), 1, count))
-    stock = replace(request, job=replace(request.job, stock=True)).price(resolve(request.topology, scheme="zero3"))
+    stock = replace(request, job=replace(request.job, stock=True)).price(
+        resolve(request.topology, scheme="zero3")
+    )
     ranking = rank_plans(ZeroTopoConfig.parse({}), request)
     lossy, pipeline = ranking.faster, best_pipeline(request)
     cells = [machine, str(ranks), model, str(count), format_seconds(stock.seconds)]
     cells += [_gain(stock, ranking.best), "-" if lossy is None else _gain(stock, lossy)]
     divided = rank_tensor(ZeroTopoConfig.parse({}), request)
     best = divided[0].best if divided else None
-    cells += ["none fits" if best is None else f"{_gain(stock, best)}, TP {best.request.job.tensor}"]
+    cells += [
+        "none fits" if best is None else f"{_gain(stock, best)}, TP {best.request.job.tensor}"
+    ]
     return [*cells, "none fits" if pipeline is None else _gain(stock, pipeline)]
 
 
 def _gain(stock: Price, other: Price) -> str:
-    """Times faster, and the range: overlap from none to all, computation as far off as it may be; for both alike."""
+    """Times faster, and the range: overlap from none to all, computation as far off as it may be;
+    for both alike.
+    """
     found = []
     for overlap in (0.0, 1.0):
         for sign in (1, -1):
@@ -138,7 +152,10 @@ def muon_steps() -> list[str]:
     for place in ("node", "world"):
         request = Request(load_preset("frontier", 384), job)
         config = resolve(request.topology, scheme="topo", optimizer=place)
-        adam, other = (replace(request, job=own).price(config).seconds for own in (job, replace(job, muon=muon)))
+        adam, other = (
+            replace(request, job=own).price(config).seconds
+            for own in (job, replace(job, muon=muon))
+        )
         steps += [f"{other - adam:.2f} s", f"{adam:.2f} s"]
     return ['adds {} to AdamW\'s step of {} with "node", and {} to {} with "world"'.format(*steps)]
 
@@ -147,7 +164,8 @@ TOKENS = 2048
 
 
 def balance_rows() -> list[str]:
-    """How long the link between nodes takes for ZeRO-3's bytes, over the computation for the same micro-batch.
+    """How long the link between nodes takes for ZeRO-3's bytes, over the computation for the same
+    micro-batch.
 
     Of each parameter a rank sends 6 bytes (two gathers, one reduction) and computes 8 FLOP a token.
     """
@@ -158,36 +176,60 @@ def balance_rows() -> list[str]:
         emulated = name.startswith("emulated")
         tokens = record("cluster-t8")["settings"]["setup"]["context"] if emulated else TOKENS
         balance, work = machine.rates.flops / machine.links["world"].bandwidth, 8 * tokens / 6
-        rows.append(row([f"`{name}`", f"{tokens:,}", f"{work:,.0f}", f"{balance:,.0f}", f"{balance / work:.1f}"]))
+        rows.append(
+            row(
+                [
+                    f"`{name}`",
+                    f"{tokens:,}",
+                    f"{work:,.0f}",
+                    f"{balance:,.0f}",
+                    f"{balance / work:.1f}",
+                ]
+            )
+        )
     return rows
 
 
-# -- Aurora ------------------------------------------------------------------------------------------------------------
+# -- Aurora ----------------------------------------------------------------------------------------
 
-AURORA_70B = Transformer("AuroraGPT-70B", 80, 8192, 64, 8, 32000, 8192, 28672, gated=True, biases=False)
+AURORA_70B = Transformer(
+    "AuroraGPT-70B", 80, 8192, 64, 8, 32000, 8192, 28672, gated=True, biases=False
+)
 PIPELINE_TFLOPS = MappingProxyType({1: 10.26, 2: 17.75, 4: 28.93, 8: 42.27, 16: 54.66, 32: 64.02})
-"""Micro-batches of a replica -> TFLOP/s of a tile: 8 stages x 2 tensor parallel ranks, ZeRO-1, 96 tiles."""
-HPZ_TFLOPS = MappingProxyType({(96, 1): 47.60, (96, 2): 55.69, (96, 4): 59.66, (96, 8): 62.19, (192, 1): 57.6})
+"""Micro-batches of a replica -> TFLOP/s of a tile: 8 stages x 2 tensor parallel ranks, ZeRO-1, 96
+tiles.
+"""
+HPZ_TFLOPS = MappingProxyType(
+    {(96, 1): 47.60, (96, 2): 55.69, (96, 4): 59.66, (96, 8): 62.19, (192, 1): 57.6}
+)
 """(tiles, micro-batches of a rank) -> TFLOP/s of a tile: ZeRO-3 with hpZ over a node."""
 
 
 def aurora(tiles: int) -> Topology:
-    """Aurora: 196 GB/s between the tiles of a GPU and 15 between GPUs, as ALCF measured; 8 adapters of 25 for 12."""
+    """Aurora: 196 GB/s between the tiles of a GPU and 15 between GPUs, as ALCF measured; 8 adapters
+    of 25 for 12.
+    """
     links = {"gpu": Link(196e9, 10e-6), "node": Link(15e9, 10e-6), "world": Link(200e9 / 12, 20e-6)}
     return Topology("aurora", tiles // 12, 6, 2, links=links, memory_per_rank=64 * 2**30)
 
 
 @cache
 def aurora_rates() -> Rates:
-    """Rates whose computation is fitted to one number: 64.02 TFLOP/s of the pipeline at 32 micro-batches."""
+    """Rates whose computation is fitted to one number: 64.02 TFLOP/s of the pipeline at 32
+    micro-batches.
+    """
     rates = Rates(100e12, 1.0, 1e12, 0.7, {"world": 0.8})
     for _ in range(20):
-        rates = replace(rates, peak_flops=rates.peak_flops * PIPELINE_TFLOPS[32] / pipeline_tflops(32, rates))
+        rates = replace(
+            rates, peak_flops=rates.peak_flops * PIPELINE_TFLOPS[32] / pipeline_tflops(32, rates)
+        )
     return rates
 
 
 def pipeline_tflops(count: int, rates: Rates) -> float:
-    """TFLOP/s of the pipeline with so many micro-batches of a replica; a rank's share of them is linear."""
+    """TFLOP/s of the pipeline with so many micro-batches of a replica; a rank's share of them is
+    linear.
+    """
     plan, job = Pipeline(aurora(96), 8, 2), Job(AURORA_70B, 1, 1)
     one, two = (pipeline_step(plan, replace(job, micro_batches=k), rates).seconds for k in (1, 2))
     share = count / (plan.stages * plan.tensor)
@@ -206,14 +248,42 @@ def aurora_rows() -> list[str]:
     rows = []
     for count, measured in PIPELINE_TFLOPS.items():
         found = f"{pipeline_tflops(count, aurora_rates()):.1f}"
-        rows.append(row(["pipeline 8 x tensor 2, ZeRO-1", "96", str(6 * count), f"{measured:.1f}", found, "-"]))
+        rows.append(
+            row(
+                [
+                    "pipeline 8 x tensor 2, ZeRO-1",
+                    "96",
+                    str(6 * count),
+                    f"{measured:.1f}",
+                    found,
+                    "-",
+                ]
+            )
+        )
     for (tiles, count), measured in HPZ_TFLOPS.items():
         none, all_of_it = (f"{hpz_tflops(tiles, count, overlap):.1f}" for overlap in (0.0, 1.0))
-        rows.append(row(["ZeRO-3 with hpZ", str(tiles), str(tiles * count), f"{measured:.1f}", none, all_of_it]))
+        rows.append(
+            row(
+                [
+                    "ZeRO-3 with hpZ",
+                    str(tiles),
+                    str(tiles * count),
+                    f"{measured:.1f}",
+                    none,
+                    all_of_it,
+                ]
+            )
+        )
     return rows
 
 
 GAINS: Mapping[str, Callable[[], list[Any]]] = MappingProxyType(
-    {"gain": gain_rows, "tensor": tensor_rows, "experts": expert_rows, "balance": balance_rows, "aurora": aurora_rows}
+    {
+        "gain": gain_rows,
+        "tensor": tensor_rows,
+        "experts": expert_rows,
+        "balance": balance_rows,
+        "aurora": aurora_rows,
+    }
 )
 """Marker of a page -> rows of its table."""

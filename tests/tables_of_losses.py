@@ -15,7 +15,9 @@ from zero_topo.units import format_bytes
 
 
 def convergence_rows(name: str = "convergence", baseline: str = "stock") -> list[str]:
-    """A table of losses, from the record committed; ``baseline`` is the table's name for what all are compared with."""
+    """A table of losses, from the record committed; ``baseline`` is the table's name for what all
+    are compared with.
+    """
     content = record(name)
     rows = []
     for result in content["results"]:
@@ -29,7 +31,9 @@ def convergence_rows(name: str = "convergence", baseline: str = "stock") -> list
 
 
 def formats_rows() -> list[str]:
-    """The table of what ranks send in one format or another; the other records have the baseline of the first."""
+    """The table of what ranks send in one format or another; the other records have the baseline of
+    the first.
+    """
     found = *convergence_rows("formats", "exact"), *convergence_rows("formats-gpu")[1:]
     return [*found, convergence_rows("formats-paper")[-1]]
 
@@ -40,15 +44,27 @@ def scatter_rows() -> list[str]:
 
 
 def resident_rows() -> list[str]:
-    """The table of weights held as codes, from the record committed: first 100 steps, last tenth, evaluation."""
+    """The table of weights held as codes, from the record committed: first 100 steps, last tenth,
+    evaluation.
+    """
     content = record("resident")
     curves, rows = content["curves"], []
     for result in content["results"]:
         own = curves[result["scheme"]]
-        early = [sum(losses[:100]) / sum(curves["stock"][seed][:100]) - 1 for seed, losses in own.items()]
+        early = [
+            sum(losses[:100]) / sum(curves["stock"][seed][:100]) - 1 for seed, losses in own.items()
+        ]
         cells = [f"`{result['scheme']}`"]
-        for shares in (early, *(list(result[key]["difference"]["by_seed"].values()) for key in ("last", "evaluation"))):
-            cells += [f"{100 * found(shares):+.2f}%" for found in (statistics.mean, statistics.median)]
+        for shares in (
+            early,
+            *(
+                list(result[key]["difference"]["by_seed"].values())
+                for key in ("last", "evaluation")
+            ),
+        ):
+            cells += [
+                f"{100 * found(shares):+.2f}%" for found in (statistics.mean, statistics.median)
+            ]
             cells += [f"{100 * min(shares):+.2f} to {100 * max(shares):+.2f}%"]
         rows.append(row(cells))
     return rows
@@ -59,49 +75,77 @@ def drift_rows(name: str) -> list[str]:
     curves = {scheme: seeds["0"] for scheme, seeds in record(name)["curves"].items()}
     rows = []
     for begin in range(0, len(curves["stock"]), 1000):
-        stock, *others = (statistics.mean(losses[begin : begin + 1000]) for losses in curves.values())
+        stock, *others = (
+            statistics.mean(losses[begin : begin + 1000]) for losses in curves.values()
+        )
         shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
         rows.append(row([f"{begin + 1:,} to {begin + 1000:,}", f"{stock:.3f}", *shares]))
     return rows
 
 
 def training_rows(name: str) -> list[str]:
-    """A table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
+    """A table of trainings with sparse sync, from the record committed; each against stock, as the
+    record has it.
+    """
     return [row(cells) for cells in _trainings(name)]
 
 
 def rates_rows() -> list[str]:
-    """The table of optimizers at rates of their own, from the records: stock is at one rate, the floor of the first."""
+    """The table of optimizers at rates of their own, from the records: stock is at one rate, the
+    floor of the first.
+    """
     rows, floor = [], "`chaos`"
     first, *others = (_trainings(f"sparse-rates{part}") for part in ("", "-above", "-aged"))
-    for scheme, *cells in [*first, *(cells for found in others for cells in found if cells[0] != floor)]:
+    for scheme, *cells in [
+        *first,
+        *(cells for found in others for cells in found if cells[0] != floor),
+    ]:
         name, _, rate = scheme.strip("`").partition("@")
         rows.append(row([f"`{name}`", cells[0], cells[1], rate or "-", *cells[2:-1]]))
     return rows
 
 
 def aged_rows() -> list[str]:
-    """The table of AgedAdamW behind sparse sync, by nodes, from the records: one floor, from that of ternary."""
+    """The table of AgedAdamW behind sparse sync, by nodes, from the records: one floor, from that
+    of ternary.
+    """
     rows = []
-    more: tuple[tuple[int, tuple[str, ...]], ...] = ((2, ()), (4, ("feedback",)), (8, ("denser", "feedback")))
+    more: tuple[tuple[int, tuple[str, ...]], ...] = (
+        (2, ()),
+        (4, ("feedback",)),
+        (8, ("denser", "feedback")),
+    )
     for nodes, names in more:
         floor, *longer = _trainings(f"sparse-ternary-{nodes}")
         records = ("aged", "sharded", *names)
-        others = [of for name in records for of in _trainings(f"sparse-{name}-{nodes}") if of[0] != floor[0]]
+        others = [
+            of
+            for name in records
+            for of in _trainings(f"sparse-{name}-{nodes}")
+            if of[0] != floor[0]
+        ]
         rows += [row([str(nodes), *cells]) for cells in (floor, *others, *longer)]
     return rows
 
 
 def larger_rows() -> list[str]:
-    """The table of a larger model with sparse sync, from the record committed: one seed, whose mean is its worst."""
-    return [row([cells[column] for column in (0, 1, 2, 4, 6, 8)]) for cells in _trainings("sparse-20m")]
+    """The table of a larger model with sparse sync, from the record committed: one seed, whose mean
+    is its worst.
+    """
+    return [
+        row([cells[column] for column in (0, 1, 2, 4, 6, 8)]) for cells in _trainings("sparse-20m")
+    ]
 
 
 def muon_rows() -> list[str]:
-    """The table of Muon, from the record committed: each scheme against `muon` with the same seed."""
+    """The table of Muon, from the record committed: each scheme against `muon` with the same
+    seed.
+    """
     content = record("muon-4")
     jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
-    results = {result["scheme"]: result for result in content["results"] if result["scheme"] != "chaos"}
+    results = {
+        result["scheme"]: result for result in content["results"] if result["scheme"] != "chaos"
+    }
     rows = []
     for name, result in results.items():
         cells = [f"`{name}`", jobs[name]["optimizer"], f"{result['evaluation']['loss']:.3f}"]
@@ -143,16 +187,22 @@ def loss_sentences() -> list[str]:
     found = {result["scheme"]: result for result in record("convergence")["results"]}
     difference, floor = (found[scheme]["last"]["difference"] for scheme in ("topo-q4", "chaos"))
     return [
-        f"its loss was {difference['mean']:.1%} above unmodified ZeRO-3's, {difference['worst']:.1%} at worst",
+        f"its loss was {difference['mean']:.1%} above unmodified ZeRO-3's, "
+        f"{difference['worst']:.1%} at worst",
         f"whose initial weights differ by 1e-6 part by up to {floor['worst']:.1%}",
     ]
 
 
 def fragment_sentences() -> list[str]:
-    """What the page says of TAGC that selects elements within each parameter, from a record of its own."""
+    """What the page says of TAGC that selects elements within each parameter, from a record of its
+    own.
+    """
     found = {result["scheme"]: result for result in record("sparse-fragments")["results"]}
     each, whole = (
-        " / ".join(f"{100 * found[scheme][measure]['difference']['mean']:+.1f}" for measure in ("last", "evaluation"))
+        " / ".join(
+            f"{100 * found[scheme][measure]['difference']['mean']:+.1f}"
+            for measure in ("last", "evaluation")
+        )
         for scheme in ("tagc-10-each", "tagc-10")
     )
     return [f"rise by {each}% with it and by {whole}% without"]

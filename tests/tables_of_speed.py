@@ -13,7 +13,8 @@ from tests.documents import record, row
 from zero_topo.quant.spec import NF4
 from zero_topo.units import format_bytes
 
-BUSY = 10  # processes that computed in the minute before, above the eight ranks of a run that just ended
+# Processes that computed in the minute before, above the eight ranks of a run that just ended
+BUSY = 10
 
 
 COMPARED = ("zero3", "zero++", "paper", "topo", "topo-q4", "codes-q4", "zero2-q4")
@@ -23,14 +24,22 @@ SPARSE = ("topo-oktopk", "topo-radius", "topo-tagc", "topo-scape")
 
 
 def cluster_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
-    """A table of schemes on the emulated cluster, with one and eight micro-batches, from the record committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8")["settings"]["jobs"]}
+    """A table of schemes on the emulated cluster, with one and eight micro-batches, from the record
+    committed.
+    """
+    optimizers = {
+        job["scheme"]: job["optimizer"] for job in record("cluster-t8")["settings"]["jobs"]
+    }
     found, rows = _cluster(slowest=slowest), []
     for name in schemes:
         cells = [f"`{name}`", optimizers[name]]
         for count in (1, 8):
             result, faster = found[name, count]
-            cells += [format_bytes(result["uplink_bytes_per_step_per_node"]), _spread(result), faster]
+            cells += [
+                format_bytes(result["uplink_bytes_per_step_per_node"]),
+                _spread(result),
+                faster,
+            ]
         rows.append(row(cells))
     return rows
 
@@ -39,7 +48,10 @@ def cluster_rows_in_short() -> list[str]:
     """The same of some schemes: medians alone."""
     found, rows = _cluster(), []
     for name in COMPARED:
-        cells = [(f"{_median(result):.2f} s", faster) for result, faster in (found[name, count] for count in (1, 8))]
+        cells = [
+            (f"{_median(result):.2f} s", faster)
+            for result, faster in (found[name, count] for count in (1, 8))
+        ]
         rows.append(row([f"`{name}`", *cells[0], *cells[1]]))
     return rows
 
@@ -52,12 +64,24 @@ def sparse_rows() -> list[str]:
         busiest = words * result["bytes_busiest"] / result["bytes_per_rank"]
         counts = ["-", "-"] if result["density"] == 1 else [f"{words:.2f}", f"{busiest:.2f}"]
         sent = format_bytes(result["bytes_per_rank"])
-        rows.append(row([f"`{result['mode']}`", sent, *counts, f"{result['error']:.2f}", f"{result['xi']:.2f}"]))
+        rows.append(
+            row(
+                [
+                    f"`{result['mode']}`",
+                    sent,
+                    *counts,
+                    f"{result['error']:.2f}",
+                    f"{result['xi']:.2f}",
+                ]
+            )
+        )
     return rows
 
 
 def muon_rows() -> list[str]:
-    """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine are left out."""
+    """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine
+    are left out.
+    """
     content = record("cluster-t8-muon")
     optimizers = {job["scheme"]: job["optimizer"] for job in content["settings"]["jobs"]}
     busy = content["machine"]["load_average"][0] > BUSY
@@ -72,7 +96,9 @@ def muon_rows() -> list[str]:
 def muon_sentences() -> list[str]:
     """What the page of optimizers says of the bytes in that table."""
     sent = {
-        name: of[0]["uplink_bytes_per_step_per_node"] for (name, k), of in _cluster("cluster-t8-muon").items() if k == 8
+        name: of[0]["uplink_bytes_per_step_per_node"]
+        for (name, k), of in _cluster("cluster-t8-muon").items()
+        if k == 8
     }
     return [
         f"Muon sends {sent['node-muon'] / sent['node']:.2f} times AdamW's bytes in the same plan",
@@ -85,11 +111,18 @@ def _spread(result: Any) -> str:
     return f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
 
 
-def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
+def _cluster(
+    name: str = "cluster-t8", slowest: str = "zero3"
+) -> dict[tuple[str, int], tuple[Any, str]]:
     """Scheme and micro-batches -> result, and times faster than the slowest."""
-    found = {(result["scheme"], result["micro_batches"]): result for result in record(name)["results"]}
+    found = {
+        (result["scheme"], result["micro_batches"]): result for result in record(name)["results"]
+    }
     median = {key: result["step_s"]["median"] for key, result in found.items()}
-    return {key: (result, f"{median[slowest, key[1]] / median[key]:.2f}") for key, result in found.items()}
+    return {
+        key: (result, f"{median[slowest, key[1]] / median[key]:.2f}")
+        for key, result in found.items()
+    }
 
 
 def quantizer_rows(name: str) -> list[str]:
@@ -105,7 +138,9 @@ def quantizer_rows(name: str) -> list[str]:
         same = [r for r in single if (r["dtype"], r["bits"], r["block_size"]) == kind]
         cells = []
         for op in ("quantize", "dequantize", "dequantize_reduce"):
-            found = sorted((row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"])
+            found = sorted(
+                (row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"]
+            )
             (own,) = (row for row in found if row["backend"] == "native")
             others = [row for row in found if row["backend"] not in ("native", "reference")]
             cells += [cell(own), f"{cell(others[0])} {others[0]['backend']}" if others else "-"]
@@ -120,13 +155,16 @@ def scale_rows() -> list[str]:
     results = record("scale")["results"]
     found = {(row["scheme"], row["ranks"]): row["launches_per_parameter"] for row in results}
     return [
-        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} |"
+        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} "
+        "|"
         for scheme in dict.fromkeys(row["scheme"] for row in results)
     ]
 
 
 def gpu_parity_rows() -> list[str]:
-    """How near losses of two ranks on one GPU are to unmodified ZeRO-3's, by case, from the record committed."""
+    """How near losses of two ranks on one GPU are to unmodified ZeRO-3's, by case, from the record
+    committed.
+    """
     cases = record("gpu-parity")["cases"]
     return [row([case["case"], f"{case['difference']:.1e}"]) for case in cases]
 
@@ -145,7 +183,9 @@ def gpu_large_rows() -> list[str]:
 
 
 def gpu_h100_rows() -> list[str]:
-    """Steps and memory of a billion parameters on two ranks of an H100, from the record committed."""
+    """Steps and memory of a billion parameters on two ranks of an H100, from the record
+    committed.
+    """
     rows = []
     for name, found in record("gpu-h100")["large"]["schemes"].items():
         step = found.get("step_seconds")
@@ -156,7 +196,9 @@ def gpu_h100_rows() -> list[str]:
 
 
 def gpu_time_rows() -> list[str]:
-    """What schemes add to the model's own time on the device, one rank of 384, from the record committed."""
+    """What schemes add to the model's own time on the device, one rank of 384, from the record
+    committed.
+    """
     schemes = record("gpu-times")["schemes"]
     own = schemes["model"]["device_ms"]
     rows = []
@@ -164,18 +206,25 @@ def gpu_time_rows() -> list[str]:
         if name == "model":
             continue
         added = [found["device_ms"][phase]["median"] - own[phase]["median"] for phase in own]
-        rows.append(row([f"`{name}`", *(f"{value:.1f}" for value in added), str(found["launches"] // 2)]))
+        rows.append(
+            row([f"`{name}`", *(f"{value:.1f}" for value in added), str(found["launches"] // 2)])
+        )
     return rows
 
 
 def cluster_sentences() -> list[str]:
     """What the text beside the table of the emulated cluster says, from the records."""
     few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
-    stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
+    stock = {
+        result["scheme"]: result["step_s"]["median"]
+        for result in record("cluster-t8-stock")["results"]
+    }
     grown = {}
     for ranks in (8, 16, 32):
         found = record(f"cluster-t{ranks}")["results"]
-        grown[ranks] = next(row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1))
+        grown[ranks] = next(
+            row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1)
+        )
     seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
     share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
     return [
@@ -193,7 +242,10 @@ def cluster_sentences() -> list[str]:
 
 def stock_sentences() -> list[str]:
     """What the README says of unmodified DeepSpeed beside its table."""
-    stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
+    stock = {
+        result["scheme"]: result["step_s"]["median"]
+        for result in record("cluster-t8-stock")["results"]
+    }
     return [
         f"unmodified DeepSpeed took {stock['stock']:.2f} s over gloo, "
         f"{stock['stock-ring']:.2f} s with a ring for gloo's reduce-scatter"
@@ -203,11 +255,16 @@ def stock_sentences() -> list[str]:
 def scale_sentences() -> list[str]:
     """What the text below the table of launches says of real ranks, from the record."""
     content = record("scale")
-    stock, topo = (next(row for row in content["real"] if row["scheme"] == name) for name in ("stock", "topo"))
+    stock, topo = (
+        next(row for row in content["real"] if row["scheme"] == name) for name in ("stock", "topo")
+    )
     per = content["settings"]["params"]
-    added, own, ours = (launches(row) / per for row in (stock["phases"], stock["plain"], topo["phases"]))
+    added, own, ours = (
+        launches(row) / per for row in (stock["phases"], stock["plain"], topo["phases"])
+    )
     return [
-        f"adds {added:.1f} launches for each parameter to the model's and AdamW's {own:.1f}, and `topo` {ours:.1f},"
+        f"adds {added:.1f} launches for each parameter to the model's and AdamW's {own:.1f}, and "
+        f"`topo` {ours:.1f},"
     ]
 
 
@@ -223,7 +280,9 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "cluster": partial(cluster_rows, "zero3", (*DENSE, *TERNARY)),
         "cluster, short": cluster_rows_in_short,
-        "cluster, sparse": partial(cluster_rows, "all-reduce", ("all-reduce", *DENSE[3:], *TERNARY, *SPARSE)),
+        "cluster, sparse": partial(
+            cluster_rows, "all-reduce", ("all-reduce", *DENSE[3:], *TERNARY, *SPARSE)
+        ),
         "cluster, muon": muon_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),

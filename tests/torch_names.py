@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Which names of torch zero_topo uses that the installed torch does not have, by zero_topo's own sources.
+"""Which names of torch zero_topo uses that the installed torch does not have, by zero_topo's own
+sources.
 
 The pinned release of torch is tested wholly; the other supported ones are held to this list.
 """
@@ -21,15 +22,17 @@ def missing() -> list[str]:
     """Names of torch that are not there, and keywords that its functions do not take.
 
     Returns:
-        Such as ``torch.cuda.no_such_name`` and ``torch.cat(no_such_keyword=)``, sorted; without what is not used where
-        torch does not have it yet.
+        Such as ``torch.cuda.no_such_name`` and ``torch.cat(no_such_keyword=)``, sorted; without
+        what is not used where torch does not have it yet.
     """
     found: set[str] = set()
     for path in Path(zero_topo.__file__).parent.rglob("*.py"):
         found |= set(_missing_in(ast.parse(path.read_text(encoding="utf-8"))))
     import torch
 
-    return sorted(name for name in found if name not in TORCH_SINCE or torch_has(name, torch.__version__))
+    return sorted(
+        name for name in found if name not in TORCH_SINCE or torch_has(name, torch.__version__)
+    )
 
 
 def _missing_in(tree: ast.Module) -> Iterator[str]:
@@ -44,7 +47,11 @@ def _missing_in(tree: ast.Module) -> Iterator[str]:
             yield name
             continue
         call = parents.get(node)
-        keywords = [word.arg for word in call.keywords] if isinstance(call, ast.Call) and call.func is node else []
+        keywords = (
+            [word.arg for word in call.keywords]
+            if isinstance(call, ast.Call) and call.func is node
+            else []
+        )
         yield from (f"{name}({word}=)" for word in keywords if word and not _takes(value, word))
     for name in names.values():
         try:
@@ -58,7 +65,9 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [(a.asname or a.name.partition(".")[0], a.name) for a in node.names]
-            found = [(name, full if name != full.partition(".")[0] else name) for name, full in found]
+            found = [
+                (name, full if name != full.partition(".")[0] else name) for name, full in found
+            ]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found = [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
         else:

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Adds topology-aware sharding to DeepSpeed ZeRO-3: weights over a GPU's GCDs, gradients over a node, states over all.
+"""Adds topology-aware sharding to DeepSpeed ZeRO-3: weights over a GPU's GCDs, gradients over a
+node, states over all.
 
-A training script needs only ``import zero_topo``; a ``"zero_topo"`` block in the DeepSpeed JSON configures it. The
-import is cheap: torch and DeepSpeed are imported when the script imports them, and the hook is installed then.
+A training script needs only ``import zero_topo``; a ``"zero_topo"`` block in the DeepSpeed JSON
+configures it. The import is cheap: torch and DeepSpeed are imported when the script imports them,
+and the hook is installed then.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-# In a checkout on PYTHONPATH, as in GPT-NeoX jobs, `op_builder` is next to this folder; installed, it is inside.
-__path__.extend(str(top) for top in Path(__file__).resolve().parents[1:2] if (top / "op_builder/jit.py").is_file())
+# In a checkout on PYTHONPATH, as in GPT-NeoX jobs, `op_builder` is next to this folder; installed,
+# it is inside.
+__path__.extend(
+    str(top)
+    for top in Path(__file__).resolve().parents[1:2]
+    if (top / "op_builder/jit.py").is_file()
+)
 
 lazy_hook.arm()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Installs the hooks when DeepSpeed and Accelerate are imported, so that ``import zero_topo`` imports nothing heavy."""
+"""Installs the hooks when DeepSpeed and Accelerate are imported, so that ``import zero_topo``
+imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from zero_topo.versions import check_loaded
 
 # Module that is waited for -> ours that installs its hook by being imported.
 HOOKS: Mapping[str, str] = MappingProxyType(
-    {"deepspeed": "zero_topo.hook.install", "accelerate.utils.dataclasses": "zero_topo.hook.hugging_face"}
+    {
+        "deepspeed": "zero_topo.hook.install",
+        "accelerate.utils.dataclasses": "zero_topo.hook.hugging_face",
+    }
 )
 
 
 class _HookingFinder(MetaPathFinder, Loader):
-    """Finds a module through the finders after it, loads it by its own loader, and then installs the hook.
+    """Finds a module through the finders after it, loads it by its own loader, and then installs
+    the hook.
 
-    It stays installed, because a search for the module does not import it; transformers and accelerate search early.
+    It stays installed, because a search for the module does not import it; transformers and
+    accelerate search early.
     """
 
     _loader: Loader
@@ -36,9 +43,12 @@ class _HookingFinder(MetaPathFinder, Loader):
         if fullname != self.awaited:
             return None
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next((found for finder in later if (found := finder.find_spec(fullname, path, target))), None)
+        spec = next(
+            (found for finder in later if (found := finder.find_spec(fullname, path, target))), None
+        )
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            self._loader = spec.loader
+            spec.loader = self
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -57,7 +67,8 @@ def install(hook: str) -> None:
         ImportError: for a release of torch or DeepSpeed that is not, before anything is patched.
     """
     check_loaded(sys.modules)
-    if find_spec("deepspeed") is not None:  # without it FSDP2 alone is of use, and Accelerate needs no hook
+    # Without it FSDP2 alone is of use, and Accelerate needs no hook
+    if find_spec("deepspeed") is not None:
         importlib.import_module(hook)
 
 

@@ -1,13 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Measures the machine's tree where no tool and no launcher reports it: ranks exchange in pairs, then in whole domains.
+"""Measures the machine's tree where no tool and no launcher reports it: ranks exchange in pairs,
+then in whole domains.
 
-1. Every pair of the schedule exchanges messages of growing sizes, both ways at once, until one takes long enough.
-2. The pairs' latencies and bandwidths give the tree (Note [Levels from pairs] in ``topology/fitting.py``). If it is
-   not regular, other load may have disturbed the times: all pairs exchange again, and the best of all times count.
-3. In each domain of the tree, all ranks exchange with their counterparts at once. The rate that each rank then gets is
-   the rate of the domain's link.
+1. Every pair of the schedule exchanges messages of growing sizes, both ways at once, until one
+   takes long enough.
+2. The pairs' latencies and bandwidths give the tree (Note [Levels from pairs] in
+   ``topology/fitting.py``). If it is not regular, other load may have disturbed the times: all
+   pairs exchange again, and the best of all times count.
+3. In each domain of the tree, all ranks exchange with their counterparts at once. The rate that
+   each rank then gets is the rate of the domain's link.
 
-Every rank gathers all times and evaluates them itself, so all ranks end with the same topology or the same error.
+Every rank gathers all times and evaluates them itself, so all ranks end with the same topology or
+the same error.
 """
 
 from __future__ import annotations
@@ -45,20 +49,23 @@ OnProgress = Callable[[str, int, int], None]
 
 
 def measure(device: torch.device, tick: OnProgress = lambda words, done, total: None) -> Topology:
-    """Measure the machine. Collective: every rank of the world calls it, without other communication.
+    """Measure the machine. Collective: every rank of the world calls it, without other
+    communication.
 
     Args:
         device: device of the messages: the CPU for gloo, this rank's accelerator for NCCL and RCCL.
         tick: called as ``tick(words, done, total)`` before each round.
 
     Returns:
-        The same topology on every rank. Links: bytes/s of one rank while all ranks of the domain send, and seconds.
+        The same topology on every rank. Links: bytes/s of one rank while all ranks of the domain
+            send, and seconds.
 
     Raises:
         ValueError: on every rank, if the machine is no regular tree; names the odd ranks and hosts.
     """
     hosts = _gathered(socket.gethostname())
-    alone = cluster({}, hosts)  # refuses hosts with unequally many ranks before anything is measured
+    # Refuses hosts with unequally many ranks before anything is measured
+    alone = cluster({}, hosts)
     if len(hosts) == 1:
         return alone
     prober = Prober(device)
@@ -68,11 +75,15 @@ def measure(device: torch.device, tick: OnProgress = lambda words, done, total: 
 
 
 def choose_device(env: Mapping[str, str]) -> torch.device:
-    """Make this rank's accelerator current and return it; the CPU if there is none or ``DS_ACCELERATOR`` is "cpu"."""
+    """Make this rank's accelerator current and return it; the CPU if there is none or
+    ``DS_ACCELERATOR`` is "cpu".
+    """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or env.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind.type, int(env.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    device = torch.device(
+        kind.type, int(env.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    )
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -98,12 +109,16 @@ class Prober:
         self.barrier()
 
     def barrier(self) -> None:
-        """Wait for all ranks. The first call also makes NCCL set up the group in which pairs exchange."""
+        """Wait for all ranks. The first call also makes NCCL set up the group in which pairs
+        exchange.
+        """
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device))
         self._finish()
 
     def exchange(self, to: int, source: int, nbytes: int, times: int = 1) -> float:
-        """Return the mean seconds of sending ``nbytes`` to one rank while receiving as many from another."""
+        """Return the mean seconds of sending ``nbytes`` to one rank while receiving as many from
+        another.
+        """
         sent, received = self._buffer(nbytes)
         began = time.perf_counter()
         for _ in range(times):
@@ -112,9 +127,13 @@ class Prober:
         return (time.perf_counter() - began) / times
 
     def pair(self, other: int) -> Samples:
-        """Time messages to and from another rank, which calls this too: small ones, then ever larger ones."""
+        """Time messages to and from another rank, which calls this too: small ones, then ever
+        larger ones.
+        """
         self.exchange(other, other, SMALL)
-        samples = [(SMALL, self.exchange(other, other, SMALL, SMALL_RUN)) for _ in range(SMALL_REPEATS)]
+        samples = [
+            (SMALL, self.exchange(other, other, SMALL, SMALL_RUN)) for _ in range(SMALL_REPEATS)
+        ]
         nbytes = FIRST
         while True:
             seconds = [self._together(other, nbytes) for _ in range(PAIR_REPEATS)]
@@ -137,7 +156,8 @@ class Prober:
         return max(seconds, float(theirs.item()))
 
     def _swap(self, to: int, source: int, sent: Tensor, received: Tensor) -> None:
-        # The receive first: on gloo both ways of a connection take turns if both ends begin with the send.
+        # The receive first: on gloo both ways of a connection take turns if both ends begin with
+        # the send.
         ends = [dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)]
         for work in dist.batch_isend_irecv(ends):
             work.wait()
@@ -148,7 +168,9 @@ class Prober:
         return self._buffers[0][:nbytes], self._buffers[1][:nbytes]
 
     def _new_buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        sent, received = (torch.ones(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        sent, received = (
+            torch.ones(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        )
         return sent, received
 
     def _finish(self) -> None:
@@ -156,7 +178,9 @@ class Prober:
             torch.accelerator.synchronize(self._device)
 
 
-def _tree(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> tuple[Topology, dict[Pair, Link]]:
+def _tree(
+    prober: Prober, hosts: Sequence[str], tick: OnProgress
+) -> tuple[Topology, dict[Pair, Link]]:
     """Return the tree without its links, and the links of the pairs from which it follows."""
     samples: dict[Pair, Samples] = defaultdict(list)
     passes = 0
@@ -187,9 +211,15 @@ def _pairs(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> dict[Pair,
 
 
 def _shared(
-    prober: Prober, topology: Topology, hosts: Sequence[str], pairs: Mapping[Pair, Link], tick: OnProgress
+    prober: Prober,
+    topology: Topology,
+    hosts: Sequence[str],
+    pairs: Mapping[Pair, Link],
+    tick: OnProgress,
 ) -> dict[str, float]:
-    """Return domain -> bytes/s of each rank when all ranks of the domain send: the median over the domain's units."""
+    """Return domain -> bytes/s of each rank when all ranks of the domain send: the median over the
+    domain's units.
+    """
     rates = {}
     met = meeting(topology, pairs)
     for domain in shared_domains(topology):
@@ -200,13 +230,17 @@ def _shared(
         for done, units in enumerate(schedule):
             tick(f"all ranks of a {domain}", done, len(schedule))
             talks = topology.position(prober.rank) // topology.degree(domain) in units
-            own += _talk(prober, neighbours(topology, domain, prober.rank) if talks else None, nbytes)
+            own += _talk(
+                prober, neighbours(topology, domain, prober.rank) if talks else None, nbytes
+            )
         rates[domain] = _rate(topology, domain, _gathered(own))
     return rates
 
 
 def _talk(prober: Prober, ring: tuple[int, int] | None, nbytes: int) -> Samples:
-    """Time messages of two sizes in this rank's ring; a rank without a ring only joins the barriers."""
+    """Time messages of two sizes in this rank's ring; a rank without a ring only joins the
+    barriers.
+    """
     samples = []
     for size in (nbytes, GROWTH * nbytes):
         for _ in range(SHARED_REPEATS):
@@ -222,6 +256,8 @@ def _rate(topology: Topology, domain: str, samples: Sequence[Samples]) -> float:
     rates = []
     for first in range(0, topology.world_size, degree):
         ranks = [samples[topology.rank_at(position)] for position in range(first, first + degree)]
-        last = [(each[0][0], max(seconds for _, seconds in each)) for each in zip(*ranks, strict=True)]
+        last = [
+            (each[0][0], max(seconds for _, seconds in each)) for each in zip(*ranks, strict=True)
+        ]
         rates.append(fit(last).bandwidth)
     return median(rates)

@@ -1,18 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Creates the process groups of a plan on a topology, and combines them for hierarchical collectives.
+"""Creates the process groups of a plan on a topology, and combines them for hierarchical
+collectives.
 
 Note [One call makes all groups]
-    If the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
-    world's. This is a collective of all ranks: ``new_group`` needs one for each group, 65,864 of them at 75,264 ranks.
-    ``split_group`` makes all groups ``(lo, hi)`` at once; colors are the members' lowest ranks (pytorch#173687; from
-    torch 2.13 on). It names a group by its ranks and by the number of groups the rank is in. If ranks are in different
-    numbers of groups, even by the user's own code, members have different names for one group, and
-    ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an older torch, or on any
-    other backend, all ranks create all groups ``(lo, hi)`` in one order, with equal numbers. The world's device is
-    unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's own groups connect
-    at their first collective. ``use_local_synchronization``, by which a rank creates only its own groups, is no
-    alternative. It uses the same names, and gloo's members rendezvous by name: it hangs in the same case, and groups of
-    a second mesh find addresses that a destroyed mesh left behind.
+    If the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's
+    communicator off the world's. This is a collective of all ranks: ``new_group`` needs one for
+    each group, 65,864 of them at 75,264 ranks. ``split_group`` makes all groups ``(lo, hi)`` at
+    once; colors are the members' lowest ranks (pytorch#173687; from torch 2.13 on). It names a
+    group by its ranks and by the number of groups the rank is in. If ranks are in different numbers
+    of groups, even by the user's own code, members have different names for one group, and
+    ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an
+    older torch, or on any other backend, all ranks create all groups ``(lo, hi)`` in one order,
+    with equal numbers. The world's device is
+    unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's
+        own groups connect
+    at their first collective. ``use_local_synchronization``, by which a rank creates only its own
+    groups, is no alternative. It uses the same names, and gloo's members rendezvous by name: it
+    hangs in the same case, and groups of a second mesh find addresses that a destroyed mesh left
+    behind.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ from zero_topo.units import MIB, format_bytes
 from zero_topo.versions import torch_has
 
 NCCL_BUFFER = 4 * MIB
-"""Bytes that NCCL allocates by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
-(docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)."""
+"""Bytes that NCCL allocates by default for each channel to each neighbour of a communicator: its
+NCCL_BUFFSIZE (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+"""
 
 
 class Mesh:
@@ -58,7 +64,8 @@ class Mesh:
         plan: the degrees.
         topology: the tree of the plan's ranks, for the names of domains.
         meter: counts the exchanges of all groups.
-        pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are created.
+        pairs: the ``(lo, hi)`` between which collectives run, equal on every rank; their groups are
+            created.
         more_pairs: further ``(lo, hi)`` that are used as one group each.
         groups: the groups of ranks that each use the plan; None for one group of all ranks.
         registered: whether NCCL registers the memory of messages.
@@ -90,7 +97,9 @@ class Mesh:
         self._transport = transport.transport(registered)
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
-        used = dict.fromkeys([*(stage for pair in pairs for stage in plan.stages(*pair)), *more_pairs])
+        used = dict.fromkeys(
+            [*(stage for pair in pairs for stage in plan.stages(*pair)), *more_pairs]
+        )
         self._groups = {pair: self._create(*pair) for pair in used}
         self._over_mpi: dict[tuple[int, int], Group] = {}
 
@@ -106,12 +115,14 @@ class Mesh:
         """Return one process group, created at construction.
 
         Raises:
-            KeyError: if it was not requested at construction: groups are never created during a step.
+            KeyError: if it was not requested at construction: groups are never created during a
+                step.
         """
         return self._groups[lo, hi]
 
     def over_mpi(self, group: Group) -> Group:
-        """Return a group of this mesh whose messages are sent over MPI. The first call is collective for its members.
+        """Return a group of this mesh whose messages are sent over MPI. The first call is
+        collective for its members.
 
         Raises:
             ValueError: on every rank, if MPI's ranks of the job are not those of torch.
@@ -122,8 +133,10 @@ class Mesh:
             world: Any = importlib.import_module("mpi4py.MPI").COMM_WORLD
             if (world.Get_size(), world.Get_rank()) != (dist.get_world_size(), dist.get_rank()):
                 raise ValueError(
-                    f"sync.transport = mpi: MPI sees rank {world.Get_rank()} of {world.Get_size()}, torch rank "
-                    f"{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or set "
+                    f"sync.transport = mpi: MPI sees rank {world.Get_rank()} of "
+                    f"{world.Get_size()}, torch rank "
+                    f"{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or "
+                    "set "
                     '"transport": "torch"'
                 )
             ranks = [self.ranks[rank] for rank in self.plan.group(self.rank, group.lo, group.hi)]
@@ -137,10 +150,14 @@ class Mesh:
         group_ranks = tuple(group_rank[rank] for rank in ranks)
         group = self._group(lo, hi) if len(ranks) > 1 else None
         domain = f"{self._prefix}{self.topology.domain(hi)}"
-        return self._transport(lo, hi, ranks.index(self.rank), group_ranks, domain, group, self.meter)
+        return self._transport(
+            lo, hi, ranks.index(self.rank), group_ranks, domain, group, self.meter
+        )
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
-        """Create all groups ``(lo, hi)`` and return this rank's; see Note [One call makes all groups]."""
+        """Create all groups ``(lo, hi)`` and return this rank's; see Note [One call makes all
+        groups].
+        """
         if hi // lo == dist.get_world_size():
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -149,10 +166,15 @@ class Mesh:
             groups += [[ranks[rank] for rank in group] for group in plan.groups(lo, hi)]
         name = f"zero_topo {self._prefix}{lo} to {hi}"
         if self._splitter is not None:
-            own = dist.split_group(split_ranks=groups, timeout=self._timeout, group_desc=name, backend=self._splitter)
+            own = dist.split_group(
+                split_ranks=groups, timeout=self._timeout, group_desc=name, backend=self._splitter
+            )
         else:
             with _unbound():
-                made = [dist.new_group(ranks, timeout=self._timeout, group_desc=name) for ranks in groups]
+                made = [
+                    dist.new_group(ranks, timeout=self._timeout, group_desc=name)
+                    for ranks in groups
+                ]
             own = next(group for group in made if isinstance(group, dist.ProcessGroup))
         assert own is not None
         self.calls += len(groups) if self._splitter is None else 1
@@ -160,7 +182,8 @@ class Mesh:
         return own
 
     def words(self, env: Mapping[str, str] = os.environ) -> str:
-        """Return a log line with this rank's process groups and the memory of NCCL's buffers for them; may be empty.
+        """Return a log line with this rank's process groups and the memory of NCCL's buffers for
+        them; may be empty.
 
         Args:
             env: the environment from which NCCL reads its buffer size.
@@ -170,15 +193,19 @@ class Mesh:
             return ""
         set_by_user = env.get("NCCL_BUFFSIZE", "")
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
-        stored = buffer * sum(min(2, size - 1) for size in sizes)  # a rank has two neighbours in a ring
+        # A rank has two neighbours in a ring
+        stored = buffer * sum(min(2, size - 1) for size in sizes)
         return (
-            f"process groups of this rank: the world's and {len(sizes)} of {sizes} ranks, created in {self.calls} "
+            f"process groups of this rank: the world's and {len(sizes)} of {sizes} ranks, created "
+            f"in {self.calls} "
             f"collective calls; with NCCL their buffers take {format_bytes(stored)} per channel "
             f"(NCCL_BUFFSIZE = {format_bytes(buffer)} per neighbour)"
         )
 
     def destroy(self) -> None:
-        """Destroy the groups this mesh created; every rank must call it, at one point of the program."""
+        """Destroy the groups this mesh created; every rank must call it, at one point of the
+        program.
+        """
         for kept in self._groups.values():
             kept.done.clear()
         for group in self._created:
@@ -190,15 +217,20 @@ class Mesh:
 def _timeout() -> timedelta | None:
     """Return the timeout of the world's collectives; None if its backends do not report it."""
     world: Any = dist.group.WORLD
-    options: Iterator[Any] = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    options: Iterator[Any] = (
+        getattr(world._get_backend(device), "options", None) for device in world._device_types
+    )
     return max((option._timeout for option in options if hasattr(option, "_timeout")), default=None)
 
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unset the world's device inside the context, so that new groups are not split; see the module's note."""
+    """Unset the world's device inside the context, so that new groups are not split; see the
+    module's note.
+    """
     world: Any = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
+    device = world.bound_device_id
+    world.bound_device_id = None
     try:
         yield
     finally:
@@ -206,7 +238,8 @@ def _unbound() -> Iterator[None]:
 
 
 def _splitter() -> str | None:
-    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all groups].
+    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all
+    groups].
 
     Collective where the backend splits.
     """

@@ -1,32 +1,40 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines which rank stores what: degrees, the dependency rule, and the index arithmetic of nested shards (no torch).
+"""Defines which rank stores what: degrees, the dependency rule, and the index arithmetic of nested
+shards (no torch).
 
 Note [Nested shards]
-    Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so that the ranks
-    (GCDs) of a GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each parameter into ``N`` *world shards*,
-    one per rank. The shard of degree ``d`` at tree position ``t`` is the set of world shards owned by the ranks whose
-    tree position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row
-    ``t // d`` is the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's
-    degree-``lo`` shard. The optimizer shard lies inside the gradient shard, and that inside the weight shard (the
-    dependency rule of AMSP, arXiv 2311.00257, and of ZeRO-topo), for any tree and any rank order. DeepSpeed's own
-    shard is never copied.
+    Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so
+    that the ranks (GCDs) of a GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each
+    parameter into ``N`` *world shards*, one per rank. The shard of degree ``d`` at tree position
+    ``t`` is the set of world shards owned by the ranks whose tree position is congruent to ``t``
+    modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row ``t // d`` is the rank's
+    own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's
+    degree-``lo`` shard. The optimizer shard lies inside the gradient shard, and that inside the
+    weight shard (the dependency rule of AMSP, arXiv 2311.00257, and of ZeRO-topo), for any tree and
+    any rank order. DeepSpeed's own shard is never copied.
 
 Note [Process groups]
-    The process group ``(lo, hi)`` of a rank, in code a ``pair``, has the ranks with equal ``t % lo`` and equal
-    ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it all-gathers degree-``hi`` shards into a
-    degree-``lo`` shard; from ``lo`` to ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to
-    member ``j % (hi / lo)`` and is row ``j // (hi / lo)`` there, so a collective of the group is a transpose of
-    ``[N / hi, hi / lo]``. Gather, scatter, sync and publish all use such groups: this file has their only index
+    The process group ``(lo, hi)`` of a rank, in code a ``pair``, has the ranks with equal
+    ``t % lo`` and equal
+    ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it all-gathers
+        degree-``hi`` shards into a
+    degree-``lo`` shard; from ``lo`` to ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo``
+    shard belongs to member ``j % (hi / lo)`` and is row ``j // (hi / lo)`` there, so a collective
+    of the group is a transpose of
+    ``[N / hi, hi / lo]``. Gather, scatter, sync and publish all use such groups: this file has
+        their only index
     arithmetic.
 
 Note [Hierarchical collectives]
-    A group ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent in one collective,
-    each member's message would cross to every member on other nodes. A hierarchical collective (in code a ``hierarchy``)
-    has the same result and uses two groups, ``(lo, L)`` inside the node and ``(L, hi)`` across nodes. A reduce-scatter
-    sums inside the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
-    inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
-    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group. With the ranks of a GPU in place of ``L``,
-    gathers and the scatter inside a node go through the GPU in the same way; the part of a sync inside a node does not.
+    A group ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent
+    in one collective, each member's message would cross to every member on other nodes. A
+    hierarchical collective (in code a ``hierarchy``) has the same result and uses two groups,
+    ``(lo, L)`` inside the node and ``(L, hi)`` across nodes. A reduce-scatter sums inside the node
+    first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
+    inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of
+    ``(lo, hi)`` is member ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group.
+    With the ranks of a GPU in place of ``L``, gathers and the scatter inside a node go through the
+    GPU in the same way; the part of a sync inside a node does not.
 """
 
 from __future__ import annotations
@@ -42,11 +50,19 @@ if TYPE_CHECKING:
 
 Degree = int | str
 
-PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "matrices", "publish")
+PHASES = (
+    "gather_forward",
+    "gather_backward",
+    "gather_exact",
+    "scatter",
+    "sync",
+    "matrices",
+    "publish",
+)
 """The phases of communication, in the order of an optimizer step.
 
-"gather_exact" gathers persistent parameters. "matrices" moves gradients and updates of Muon's matrices to and from the
-ranks that compute them.
+"gather_exact" gathers persistent parameters. "matrices" moves gradients and updates of Muon's
+matrices to and from the ranks that compute them.
 """
 
 
@@ -57,16 +73,19 @@ class Plan:
     Attributes:
         world_size: number of ranks ``N``.
         weights: ranks that share one copy of the weights (``W``).
-        secondary: ranks that share one secondary copy for the backward gather (``S``), or None for no copy.
+        secondary: ranks that share one secondary copy for the backward gather (``S``), or None for
+            no copy.
         gradients: ranks that share one gradient buffer (``G``).
         optimizer: ranks that share one copy of the optimizer states (``O``).
-        order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
-        inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical collectives]); None
-            makes every collective use a single process group.
+        order: ``order[rank]`` is the rank's tree position; None means the identity (block
+            placement).
+        inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical
+            collectives]); None makes every collective use a single process group.
         gpu: ranks of a GPU, if gathers and the scatter inside a node are hierarchical too.
 
     Raises:
-        ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
+        ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is
+            broken.
     """
 
     world_size: int
@@ -83,7 +102,10 @@ class Plan:
         self._check_dependency_rule()
         if self.order is not None:
             if sorted(self.order) != list(range(self.world_size)):
-                raise ValueError(f"order {list(self.order)[:16]} is not a permutation of 0..{self.world_size - 1}")
+                raise ValueError(
+                    f"order {list(self.order)[:16]} is not a permutation of "
+                    f"0..{self.world_size - 1}"
+                )
             if list(self.order) == list(range(self.world_size)):
                 object.__setattr__(self, "order", None)
 
@@ -98,18 +120,24 @@ class Plan:
                 )
 
     def _check_dependency_rule(self) -> None:
-        chain = [("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer)]
+        chain = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+        ]
         for (inner, low), (outer, high) in pairwise(chain):
             if high % low:
                 raise ValueError(
-                    f"the plan breaks the dependency rule: {inner} degree {low} does not divide {outer} degree {high}, "
+                    f"the plan breaks the dependency rule: {inner} degree {low} does not divide "
+                    f"{outer} degree {high}, "
                     f"so a rank would own a shard of {outer} whose {inner} it does not store; "
                     f"raise {outer} to a multiple of {low} or lower {inner} to a divisor of {high}"
                 )
         secondary = self.secondary
         if secondary is not None and secondary % self.weights and self.weights % secondary:
             raise ValueError(
-                f"secondary degree {secondary} and weights degree {self.weights} do not divide one another; "
+                f"secondary degree {secondary} and weights degree {self.weights} do not divide one "
+                "another; "
                 f"choose a multiple or a divisor of {self.weights}, or null"
             )
 
@@ -120,10 +148,12 @@ class Plan:
         degrees: Sequence[Degree | None],
         two_hop: bool | Literal["gpu"] = True,
     ) -> Plan:
-        """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain name, a degree or None.
+        """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain
+        name, a degree or None.
 
         Raises:
-            ValueError: for an unknown domain, a degree that straddles the machine's units, or a broken rule.
+            ValueError: for an unknown domain, a degree that straddles the machine's units, or a
+                broken rule.
         """
         roles = ("weights", "secondary", "gradients", "optimizer")
         w, s, g, o = (
@@ -144,13 +174,15 @@ class Plan:
             "optimizer": self.optimizer,
         }
 
-    # -- sizes ---------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     def shard_numel(self, numel: int) -> int:
-        """Return the elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
+        """Return the elements of one world shard of a parameter of ``numel`` elements:
+        ``ceil(numel / N)``.
+        """
         return -(-numel // self.world_size)
 
-    # -- index arithmetic (see Note [Nested shards] and Note [Process groups]) ------------------------------------
+    # -- index arithmetic (see Note [Nested shards] and Note [Process groups]) ---------------------
 
     @cached_property
     def rank_at(self) -> tuple[int, ...]:
@@ -167,15 +199,23 @@ class Plan:
         return rank if self.order is None else self.order[rank]
 
     def row(self, rank: int, degree: int) -> int:
-        """Return the index of the rank's own world shard among the rows of its degree-``degree`` shard."""
+        """Return the index of the rank's own world shard among the rows of its degree-``degree``
+        shard.
+        """
         return self.position(rank) // degree
 
     def rows(self, rank: int, degree: int) -> list[int]:
-        """Return the world shards (ranks) that make up the rank's shard of ``degree``, in row order."""
-        return [self.rank_at[p] for p in range(self.position(rank) % degree, self.world_size, degree)]
+        """Return the world shards (ranks) that make up the rank's shard of ``degree``, in row
+        order.
+        """
+        return [
+            self.rank_at[p] for p in range(self.position(rank) % degree, self.world_size, degree)
+        ]
 
     def group(self, rank: int, lo: int, hi: int) -> list[int]:
-        """Return the ``hi // lo`` ranks of the group ``(lo, hi)`` to which ``rank`` belongs, in tree order."""
+        """Return the ``hi // lo`` ranks of the group ``(lo, hi)`` to which ``rank`` belongs, in
+        tree order.
+        """
         position = self.position(rank)
         start = position // hi * hi + position % lo
         return [self.rank_at[p] for p in range(start, start + hi, lo)]
@@ -189,7 +229,9 @@ class Plan:
         ]
 
     def pair_of(self, phase: str) -> tuple[int, int]:
-        """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction to one row a rank."""
+        """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction
+        to one row a rank.
+        """
         copy = self.weights if self.secondary is None or self.weights == 1 else self.secondary
         return {
             "gather_forward": (1, self.weights),
@@ -202,36 +244,51 @@ class Plan:
         }[phase]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return every ``(lo, hi)`` that an engine of this plan may use, in the order in which all ranks create groups.
+        """Return every ``(lo, hi)`` that an engine of this plan may use, in the order in which all
+        ranks create groups.
 
-        They are the groups of the phases; from one row per rank to the optimizer shard, for sync's gather and the FP32
-        masters; and from the world shards to the weights, for the start.
+        They are the groups of the phases; from one row per rank to the optimizer shard, for sync's
+        gather and the FP32 masters; and from the world shards to the weights, for the start.
         """
-        pair, world = self.pair_of, self.world_size
-        first = [pair("gather_forward"), pair("scatter"), pair("sync"), (self.optimizer, world), pair("publish")]
+        pair = self.pair_of
+        world = self.world_size
+        first = [
+            pair("gather_forward"),
+            pair("scatter"),
+            pair("sync"),
+            (self.optimizer, world),
+            pair("publish"),
+        ]
         return list(dict.fromkeys([*first, (self.weights, world), pair("gather_backward")]))
 
     def stages(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical collectives])."""
+        """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical
+        collectives]).
+        """
         middle = self.inner
         if middle is not None and hi <= middle:
-            middle = self.gpu if lo == 1 < self.gradients else None  # with one gradient shard a rank, only sync is left
+            # With one gradient shard a rank, only sync is left
+            middle = self.gpu if lo == 1 < self.gradients else None
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]
         return [(lo, middle), (middle, hi)]
 
 
 def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
-    """Pack consecutive items in order into runs of at most ``limit`` in total; a larger item is a run of its own.
+    """Pack consecutive items in order into runs of at most ``limit`` in total; a larger item is a
+    run of its own.
 
-    Sync and publish process the parameters in such runs, one collective each. None makes one run of everything.
+    Sync and publish process the parameters in such runs, one collective each. None makes one run of
+    everything.
     """
     runs: list[range] = []
-    first, total = 0, 0
+    first = 0
+    total = 0
     for index, size in enumerate(sizes):
         if index > first and limit is not None and total + size > limit:
             runs.append(range(first, index))
-            first, total = index, 0
+            first = index
+            total = 0
         total += size
     return [*runs, range(first, len(sizes))] if sizes else []
 
@@ -239,10 +296,12 @@ def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
 def coded_params(
     plan: Plan, numels: Sequence[int], dims: Sequence[int], persistent: Sequence[bool], block: int
 ) -> tuple[bool, ...]:
-    """Return for each parameter whether it is stored as INT8, in blocks of ``block`` values inside a world shard.
+    """Return for each parameter whether it is stored as INT8, in blocks of ``block`` values inside
+    a world shard.
 
-    Three kinds stay in the model's dtype: persistent parameters; vectors, which are sensitive; and parameters that
-    would grow by more than an eighth if each world shard were padded to whole blocks.
+    Three kinds stay in the model's dtype: persistent parameters; vectors, which are sensitive; and
+    parameters that would grow by more than an eighth if each world shard were padded to whole
+    blocks.
 
     Args:
         plan: the number of world shards.
@@ -252,7 +311,9 @@ def coded_params(
         block: values that share a scale.
     """
     return tuple(
-        shape >= 2 and not kept and 0 < 8 * plan.world_size * (-(-plan.shard_numel(m) // block) * block) <= 9 * m
+        shape >= 2
+        and not kept
+        and 0 < 8 * plan.world_size * (-(-plan.shard_numel(m) // block) * block) <= 9 * m
         for m, shape, kept in zip(numels, dims, persistent, strict=True)
     )
 
@@ -267,21 +328,25 @@ def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
     """Convert a domain name or an integer to a degree that nests with the machine's units.
 
     Raises:
-        ValueError: if the name is unknown, the degree does not divide the world, or a domain of that degree would
-            hold parts of several GPUs or nodes.
+        ValueError: if the name is unknown, the degree does not divide the world, or a domain of
+            that degree would hold parts of several GPUs or nodes.
     """
     degree = topology.degree(value) if isinstance(value, str) else value
     world = topology.world_size
     if degree < 1 or world % degree:
         raise ValueError(
-            f"{role} degree {degree} does not divide the world of {world} ranks; choose one of {divisors(world)}"
+            f"{role} degree {degree} does not divide the world of {world} ranks; choose one of "
+            f"{divisors(world)}"
         )
     sizes = {unit: topology.degree(unit) for unit in ("gpu", "node")}
     for unit, size in sizes.items():
         if degree % size and size % degree:
-            fitting = [d for d in divisors(world) if not any(d % n and n % d for n in sizes.values())]
+            fitting = [
+                d for d in divisors(world) if not any(d % n and n % d for n in sizes.values())
+            ]
             raise ValueError(
-                f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks each); "
+                f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks "
+                "each); "
                 f"choose one of {fitting}"
             )
     return degree

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.run script.py [arguments]``: run a training script that may not be edited, hook installed."""
+"""``python -m zero_topo.run script.py [arguments]``: run a training script that may not be edited,
+hook installed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def main(argv: list[str]) -> None:
     """
     if not argv or not Path(argv[0]).is_file():
         named = argv[0] if argv else "nothing"
-        print(f"zero_topo.run: {named} is not a script; usage: python -m zero_topo.run SCRIPT.py ...", file=sys.stderr)
+        print(
+            f"zero_topo.run: {named} is not a script; usage: python -m zero_topo.run SCRIPT.py ...",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     sys.argv = argv
     sys.path[0] = str(Path(argv[0]).resolve().parent)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads JSON written by users strictly: each mistake is one line with key, value, reason and what to do."""
+"""Reads JSON written by users strictly: each mistake is one line with key, value, reason and what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 T = TypeVar("T")
-SHOWN_CHARACTERS, LINE_CHARACTERS = 80, 500
-MOST_BYTES, MOST_DEEP, MOST_VALUES, MOST_DIGITS = 16 << 20, 50, 2_000_000, 18
+SHOWN_CHARACTERS = 80
+LINE_CHARACTERS = 500
+MOST_BYTES = 16 << 20
+MOST_DEEP = 50
+MOST_VALUES = 2_000_000
+MOST_DIGITS = 18
 """Of a file or a text that people name: no config, dump or record comes near."""
 
 
@@ -40,8 +54,11 @@ def words_of(text: str) -> list[str]:
 
 
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The known name that looks most like a word, in any case; None if none is as similar as ``cutoff`` (0 to 1)."""
-    names, low = {name.lower(): name for name in known}, str(word).lower()
+    """The known name that looks most like a word, in any case; None if none is as similar as
+    ``cutoff`` (0 to 1).
+    """
+    names = {name.lower(): name for name in known}
+    low = str(word).lower()
     # Similarity of letters alone would not match "dgx" with "dgx-a100".
     begun = [name for name in names if low and name.startswith(low)]
     near = begun or difflib.get_close_matches(low, names if low else (), n=1, cutoff=cutoff)
@@ -49,12 +66,14 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | No
 
 
 def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str:
-    """``"; did you mean 'weights'?"``, or an empty string if no known name is as similar as ``cutoff``."""
+    """``"; did you mean 'weights'?"``, or an empty string if no known name is as similar as
+    ``cutoff``.
+    """
     near = nearest(word, known, cutoff)
     return "" if near is None else f"; did you mean {near!r}?"
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "strict") -> str:
@@ -71,7 +90,9 @@ def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "stri
     try:
         return data.decode(errors=errors)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
+        raise ValueError(
+            f"{what}: is no UTF-8 text ({error.reason} at byte {error.start:,})"
+        ) from None
 
 
 def parse_json(text: str, what: str) -> Any:
@@ -95,14 +116,19 @@ def packaged(package: str, name: str) -> Any:
 
 
 def within_limits(value: Any, what: str) -> Any:
-    """Return the value if it is safe to traverse: no YAML alias makes it endless, and no number overflows.
+    """Return the value if it is safe to traverse: no YAML alias makes it endless, and no number
+    overflows.
 
     Raises:
-        ValueError: if it is nested deeper, has more parts, or a whole number of more digits than any config.
+        ValueError: if it is nested deeper, has more parts, or a whole number of more digits than
+            any config.
     """
-    level, depth, count = [value], 0, 0
+    level = [value]
+    depth = 0
+    count = 0
     while level:
-        depth, count = depth + 1, count + len(level)
+        depth = depth + 1
+        count = count + len(level)
         if depth > MOST_DEEP:
             raise ValueError(f"{what}: nested more than {MOST_DEEP} deep")
         if count > MOST_VALUES:
@@ -119,7 +145,7 @@ def _parts(whole: Any) -> Iterable[Any]:
     return whole if isinstance(whole, list | tuple) else ()
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 class StrictModel(BaseModel):
@@ -135,9 +161,11 @@ class StrictModel(BaseModel):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def strict_dataclass(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass whose fields are checked by their types, when built and when read from JSON.
+    """Make a class a frozen dataclass whose fields are checked by their types, when built and when
+    read from JSON.
 
-    A wrong value is a ValueError of one line, as in :func:`read`, which begins with the class's name.
+    A wrong value is a ValueError of one line, as in :func:`read`, which begins with the class's
+    name.
     """
 
     def check_keys(made: Any, block: Any) -> Any:
@@ -170,8 +198,8 @@ def read(kind: Any, what: str, data: object) -> Any:
         data: the result of ``json.loads``.
 
     Raises:
-        ValueError: in one line, for the first key that is unknown (with the nearest known one) or missing, or value
-            that does not fit.
+        ValueError: in one line, for the first key that is unknown (with the nearest known one) or
+            missing, or value that does not fit.
     """
     try:
         return _adapter(kind).validate_python(data)
@@ -180,7 +208,8 @@ def read(kind: Any, what: str, data: object) -> Any:
 
 
 def conform(kind: Any, what: str, text: str) -> Any:
-    """Parse a JSON text with :func:`parse_json`, and check that it is of a type without any conversion.
+    """Parse a JSON text with :func:`parse_json`, and check that it is of a type without any
+    conversion.
 
     Raises:
         ValueError: in one line, as :func:`read`.
@@ -197,13 +226,17 @@ def plain(text: str) -> str:
     """Return the text with terminal control characters written as escapes."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
     """A JSON object from which :func:`read` builds an equal value."""
     kind: Any = type(value)
-    written: dict[str, Any] = _adapter(kind).dump_python(value, mode="json", exclude_defaults=exclude_defaults)
+    written: dict[str, Any] = _adapter(kind).dump_python(
+        value, mode="json", exclude_defaults=exclude_defaults
+    )
     return written
 
 
@@ -215,16 +248,21 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _known(block: Any, known: list[str]) -> Any:
     unknown = [str(key) for key in block if key not in known] if isinstance(block, Mapping) else []
     if unknown:
-        hint = f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: {', '.join(known)})"
+        hint = (
+            f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: "
+            f"{', '.join(known)})"
+        )
         raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint})
     return block
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def must_be(words: str) -> WrapValidator:
-    """Return a validator whose error states what a value must be, in place of pydantic's message."""
+    """Return a validator whose error states what a value must be, in place of pydantic's
+    message.
+    """
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -241,23 +279,33 @@ Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at l
 Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
 Strings = Annotated[tuple[str, ...], Field(strict=False), must_be("a list of strings")]
-Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")]
-Positive = Annotated[float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")]
+Seconds = Annotated[
+    float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")
+]
+Positive = Annotated[
+    float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")
+]
 
 
 Near = Callable[[Sequence[str]], str]
 
 
-def describe(error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it") -> str:
-    """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by ``"; also "``.
+def describe(
+    error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it"
+) -> str:
+    """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by
+    ``"; also "``.
 
     Args:
         error: pydantic's error.
         what: the begin of each line, such as ``"topology: "``, or the key of a block with a dot.
         names: names of positional arguments.
-        near: suggests what to do about an unknown key of a model from another package; gets the keys that lead to it.
+        near: suggests what to do about an unknown key of a model from another package; gets the
+            keys that lead to it.
     """
-    return "; also ".join(_describe_one(detail, what, names, near) for detail in error.errors(include_url=False))
+    return "; also ".join(
+        _describe_one(detail, what, names, near) for detail in error.errors(include_url=False)
+    )
 
 
 NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|union_tag_not_found")
@@ -265,9 +313,15 @@ NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|uni
 
 
 def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Near) -> str:
-    first, context, value = detail["loc"][:1], detail.get("ctx", {}), detail["input"]
-    location = (*(names[part] if names and isinstance(part, int) else part for part in first), *detail["loc"][1:])
-    # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no keys of the JSON.
+    first = detail["loc"][:1]
+    context = detail.get("ctx", {})
+    value = detail["input"]
+    location = (
+        *(names[part] if names and isinstance(part, int) else part for part in first),
+        *detail["loc"][1:],
+    )
+    # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no
+    # keys of the JSON.
     keys = [str(key) for i, key in enumerate(location) if i != 1 or location[0] != "sync"]
     keys = keys[:-2] if keys[-1:] == ["[key]"] else keys
     place, above = (f"{what}{'.'.join(path)}".rstrip(".: ") for path in (keys, keys[:-1]))
@@ -282,10 +336,17 @@ def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: N
         case "value_error" | "assertion_error":
             return f"{place}: {context['error']}" if keys else str(context["error"])
         case "literal_error":
-            return f"{place}: {shown} is not one of {context['expected']}{_near(value, context['expected'])}"
+            return (
+                f"{place}: {shown} is not one of "
+                f"{context['expected']}{_near(value, context['expected'])}"
+            )
         case "union_tag_invalid":
-            tag, modes = context["tag"], context["expected_tags"]
-            return f"{place}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: {modes})"
+            tag = context["tag"]
+            modes = context["expected_tags"]
+            return (
+                f"{place}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: "
+                f"{modes})"
+            )
         case kind if NO_OBJECT.fullmatch(kind):
             way_out = "" if value is not None else f"; {_instead_of_null(place)}"
             return f"{place}: must be a JSON object, got {shown}{way_out}"

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Bytes, rates and seconds: the constants, and how they are written for people.
 
-Networks and published memory sizes are decimal (1 GB = 10^9 bytes), so decimal is the default; the binary units are
-there for what is counted in powers of two. No other file spells out ``1e9``.
+Networks and published memory sizes are decimal (1 GB = 10^9 bytes), so decimal is the default; the
+binary units are there for what is counted in powers of two. No other file spells out ``1e9``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def format_bytes(n: float) -> str:
     size = abs(n)
     sign = "-" if n < 0 else ""
     if round(size) < KB:
-        digits = f"{size:.0f}" if float(size).is_integer() else f"{size:.2f}".rstrip("0").rstrip(".")
+        digits = (
+            f"{size:.0f}" if float(size).is_integer() else f"{size:.2f}".rstrip("0").rstrip(".")
+        )
         return f"{sign}{digits} B"
     for name, unit in _DECIMAL:
         # Compare the rounded value, or 999,999 bytes would be written "1000.00 KB".
@@ -41,7 +43,9 @@ def format_bytes(n: float) -> str:
 
 
 def format_count(n: int) -> str:
-    """Write a number of parameters as people say it, to three digits: ``"350M"``, ``"20.0B"``, ``"1.50T"``."""
+    """Write a number of parameters as people say it, to three digits: ``"350M"``, ``"20.0B"``,
+    ``"1.50T"``.
+    """
     for name, unit in (("", 1), ("K", KB), ("M", MB), ("B", GB), ("T", TB)):
         if float(f"{n / unit:.3g}") < 1000:
             return str(n) if n < KB else f"{n / unit:#.3g}".rstrip(".") + name
@@ -54,7 +58,8 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_seconds(s: float) -> str:
-    """Write a duration, for example ``"3.2 us"``, ``"12.0 ms"``, ``"1.50 s"``, ``"2 min 05 s"``, ``"1 h 02 min"``.
+    """Write a duration, for example ``"3.2 us"``, ``"12.0 ms"``, ``"1.50 s"``, ``"2 min 05 s"``,
+    ``"1 h 02 min"``.
 
     Args:
         s: seconds; may be negative (a difference).

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Lists the supported releases of torch and DeepSpeed, which pip, the import, `doctor` and `check` enforce."""
+"""Lists the supported releases of torch and DeepSpeed, which pip, the import, `doctor` and `check`
+enforce.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Releases:
-    """The supported releases of a package, each to as many places as decide: ``"2.15"`` has all of 2.15.
+    """The supported releases of a package, each to as many places as decide: ``"2.15"`` has all of
+    2.15.
 
     Attributes:
         oldest: the first that works.
         newest: the last that was tried.
         pinned: the one that everything is tested with.
-        seam: whether a newer one is tried, because ``hook/seam.py`` refuses it if it lacks what is relied on.
+        seam: whether a newer one is tried, because ``hook/seam.py`` refuses it if it lacks what is
+            relied on.
     """
 
     oldest: str
@@ -45,15 +49,19 @@ SUPPORTED: Mapping[str, Releases] = MappingProxyType(
 RECORDED = ("torch", "deepspeed", "numpy", "triton")
 """Packages that records and reports list in addition to Python and zero_topo."""
 
-TORCH_SINCE: Mapping[str, str] = MappingProxyType({"torch.distributed.split_group(backend=)": "2.13"})
+TORCH_SINCE: Mapping[str, str] = MappingProxyType(
+    {"torch.distributed.split_group(backend=)": "2.13"}
+)
 """What of torch is used only where it is there -> the release from which on it is relied on.
 
-Before, groups are made by ``new_group``: as right, and slower on thousands of GPUs. DeepSpeed's differences are in the
-seam, which alone names its privates.
+Before, groups are made by ``new_group``: as right, and slower on thousands of GPUs. DeepSpeed's
+differences are in the seam, which alone names its privates.
 """
 
 CLIPPING_SINCE = "0.19.3"
-"""The first release of DeepSpeed that clips gradients to a norm of 1.0 if the config has no ``gradient_clipping``."""
+"""The first release of DeepSpeed that clips gradients to a norm of 1.0 if the config has no
+``gradient_clipping``.
+"""
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -68,7 +76,9 @@ def torch_has(name: str, version: str) -> bool:
 
 
 def default_clipping(version: str) -> float:
-    """Return the norm to which a release of DeepSpeed clips without ``gradient_clipping``; 0 is no clipping."""
+    """Return the norm to which a release of DeepSpeed clips without ``gradient_clipping``; 0 is no
+    clipping.
+    """
     return 1.0 if release(version) >= release(CLIPPING_SINCE) else 0.0
 
 
@@ -81,7 +91,8 @@ def installed(package: str) -> str | None:
 
 
 def refusal(package: str, version: str) -> str | None:
-    """Return one line with why a release is not supported and what to install; None if it is supported.
+    """Return one line with why a release is not supported and what to install; None if it is
+    supported.
 
     Args:
         package: a key of :data:`SUPPORTED`.
@@ -91,21 +102,29 @@ def refusal(package: str, version: str) -> str | None:
     if version in known:
         return None
     return (
-        f"{package} {version} is installed, but zero_topo works with {known.oldest} to {known.newest}: "
+        f"{package} {version} is installed, but zero_topo works with {known.oldest} to "
+        f"{known.newest}: "
         f"install {package} {known.pinned}, or a zero_topo for your version"
     )
 
 
 def untried(package: str, version: str) -> str | None:
-    """A warning for a supported release of a package that is newer than those that were tried; None for others."""
+    """A warning for a supported release of a package that is newer than those that were tried; None
+    for others.
+    """
     known = SUPPORTED[package]
     if release(version) <= release(known.newest) or refusal(package, version):
         return None
-    return f"warning: {package} {version} is newer than {known.newest}, the last release that was tried"
+    return (
+        f"warning: {package} {version} is newer than {known.newest}, the last release that was "
+        "tried"
+    )
 
 
 def installed_refusals() -> Iterator[str]:
-    """A line for each package that is installed here and not supported; what is not installed is not missed."""
+    """A line for each package that is installed here and not supported; what is not installed is
+    not missed.
+    """
     for package in SUPPORTED:
         version = installed(package)
         if version is not None and (problem := refusal(package, version)):
@@ -122,25 +141,39 @@ def check_loaded(modules: Mapping[str, object]) -> None:
         ImportError: a line for each, with what was found, what is supported and the way out.
     """
     found = {package: getattr(modules.get(package), "__version__", None) for package in SUPPORTED}
-    problems = [line for package, version in found.items() if version and (line := refusal(package, str(version)))]
+    problems = [
+        line
+        for package, version in found.items()
+        if version and (line := refusal(package, str(version)))
+    ]
     if problems:
         raise ImportError("; ".join(problems))
 
 
 def used() -> dict[str, str | None]:
-    """Versions of Python, zero_topo and the libraries of :data:`RECORDED`, and the checkout's commit.
+    """Versions of Python, zero_topo and the libraries of :data:`RECORDED`, and the checkout's
+    commit.
 
-    The commit ends in ``+`` if files differ from it. None stands for what is not installed, and outside of a checkout.
+    The commit ends in ``+`` if files differ from it. None stands for what is not installed, and
+    outside of a checkout.
     """
-    ours = {"python": platform.python_version(), "zero_topo": installed("zero-topo"), "commit": _commit()}
+    ours = {
+        "python": platform.python_version(),
+        "zero_topo": installed("zero-topo"),
+        "commit": _commit(),
+    }
     return ours | {name: installed(name) for name in RECORDED}
 
 
 def _commit() -> str | None:
     here = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        commit = subprocess.run(
+            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*here, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if changed.strip() else commit

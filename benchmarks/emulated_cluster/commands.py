@@ -4,15 +4,19 @@
 Note [The tree of links]
     One network namespace per rank, and one more, the *fabric*, with all bridges:
 
-        rank's eth0 <-> r<rank> | GPU bridge | gpu<g>-up <-> gpu<g>-dn | node bridge | node<n>-up <-> node<n>-dn | core
+        rank's eth0 <-> r<rank> | GPU bridge | gpu<g>-up <-> gpu<g>-dn | node bridge | node<n>-up
+        <-> node<n>-dn | core
 
-    Each ``<->`` is a veth pair with a token bucket filter at both ends, so that every link has its rate in each
-    direction by itself. What a device ``x-up`` transmits leaves the unit, what ``x-dn`` transmits enters it. Two ranks
-    in one namespace would talk over its loopback device, past every limit.
+    Each ``<->`` is a veth pair with a token bucket filter at both ends, so that every link has its
+    rate in each direction by itself. What a device ``x-up`` transmits leaves the unit, what
+    ``x-dn`` transmits enters it. Two ranks in one namespace would talk over its loopback device,
+    past every limit.
 
 Note [Token buckets]
-    Tried: a queue under 64 MB drops packets, and retransmissions spoil the timing; a burst under 64 KB starves large
-    segments, one of 1 MB overshoots the rate. Frames of 9000 bytes and segmentation offload keep the CPU's share low.
+    Tried: a queue under 64 MB drops packets, and retransmissions spoil the timing; a burst under 64
+        KB starves large
+    segments, one of 1 MB overshoots the rate. Frames of 9000 bytes and segmentation offload keep
+    the CPU's share low.
 """
 
 from __future__ import annotations
@@ -28,9 +32,11 @@ BURST = 1 << 17
 QUEUE = 1 << 26
 FABRIC = "fabric"
 
-# No IPv6, so that nothing talks by itself while counters are read; TCP keeps its pace after a pause for computation.
+# No IPv6, so that nothing talks by itself while counters are read; TCP keeps its pace after a pause
+# for computation.
 _QUIET = (
-    "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6; "
+    "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; echo 1 > "
+    "/proc/sys/net/ipv6/conf/default/disable_ipv6; "
     "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle"
 )
 
@@ -46,7 +52,9 @@ def rank_space(prefix: str, rank: int) -> str:
 
 
 def spaces(spec: Spec, prefix: str) -> list[str]:
-    """All namespaces of a cluster; without them nothing of it is left, links vanish with their namespaces."""
+    """All namespaces of a cluster; without them nothing of it is left, links vanish with their
+    namespaces.
+    """
     return [fabric(prefix), *(rank_space(prefix, rank) for rank in range(spec.world_size))]
 
 
@@ -57,7 +65,10 @@ def build(spec: Spec, prefix: str) -> list[Command]:
 
 def limits(spec: Spec, prefix: str, rates: LinkRates) -> list[Command]:
     """The commands that give every link of a built cluster the rate of its level."""
-    return [_limit(space, device, getattr(rates, level)) for space, device, level in _devices(spec, prefix)]
+    return [
+        _limit(space, device, getattr(rates, level))
+        for space, device, level in _devices(spec, prefix)
+    ]
 
 
 def _devices(spec: Spec, prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -105,7 +116,8 @@ def _bridge(space: str, name: str) -> Iterator[Command]:
 
 
 def _pair(space: str, name: str, other_space: str, other: str) -> Iterator[Command]:
-    here, there = ("ip", "-n", space, "link", "add", name), ("type", "veth", "peer", "name", other)
+    here = ("ip", "-n", space, "link", "add", name)
+    there = ("type", "veth", "peer", "name", other)
     yield (*here, "mtu", str(MTU), *there, "netns", other_space, "mtu", str(MTU))
 
 

@@ -33,7 +33,9 @@ class Snapshot:
 
     @property
     def total(self) -> int:
-        """Bytes all devices sent and received: two snapshots with equal totals had no traffic between them."""
+        """Bytes all devices sent and received: two snapshots with equal totals had no traffic
+        between them.
+        """
         return sum(link.sent + link.received for link in self.links.values())
 
 
@@ -64,8 +66,11 @@ def parse_links(text: str) -> dict[str, LinkCounters]:
     """Counters by device, from the output of ``ip -s -j link``."""
     links = {}
     for entry in json.loads(text):
-        sent, received = entry["stats64"]["tx"], entry["stats64"]["rx"]
-        links[entry["ifname"]] = LinkCounters(sent["bytes"], received["bytes"], sent["dropped"] + received["dropped"])
+        sent = entry["stats64"]["tx"]
+        received = entry["stats64"]["rx"]
+        links[entry["ifname"]] = LinkCounters(
+            sent["bytes"], received["bytes"], sent["dropped"] + received["dropped"]
+        )
     return links
 
 
@@ -85,11 +90,19 @@ def between(spec: Spec, before: Snapshot, after: Snapshot) -> Traffic:
     """What crossed each link from one snapshot to another."""
 
     def difference(device: str, counter: str) -> int:
-        return int(getattr(after.links[device], counter)) - int(getattr(before.links[device], counter))
+        return int(getattr(after.links[device], counter)) - int(
+            getattr(before.links[device], counter)
+        )
 
     counts = {"gpu": spec.gpus, "node": spec.nodes}
-    out = {level: tuple(difference(f"{level}{i}-up", "sent") for i in range(n)) for level, n in counts.items()}
-    into = {level: tuple(difference(f"{level}{i}-dn", "sent") for i in range(n)) for level, n in counts.items()}
+    out = {
+        level: tuple(difference(f"{level}{i}-up", "sent") for i in range(n))
+        for level, n in counts.items()
+    }
+    into = {
+        level: tuple(difference(f"{level}{i}-dn", "sent") for i in range(n))
+        for level, n in counts.items()
+    }
     ranks = range(spec.world_size)
     out["gcd"] = tuple(difference(f"r{rank}", "received") for rank in ranks)  # what its eth0 sent
     into["gcd"] = tuple(difference(f"r{rank}", "sent") for rank in ranks)

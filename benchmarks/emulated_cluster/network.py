@@ -98,7 +98,9 @@ class EmulatedNetwork:
             if now.total == last.total:
                 return now
             last = now
-        raise RuntimeError(f"the links of the emulated cluster were not at rest for {_PATIENCE_S:.0f} s")
+        raise RuntimeError(
+            f"the links of the emulated cluster were not at rest for {_PATIENCE_S:.0f} s"
+        )
 
 
 def require() -> None:
@@ -117,7 +119,9 @@ def refusal() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
-        return "it needs root, to make network namespaces and limit the rates of links; run it as root"
+        return (
+            "it needs root, to make network namespaces and limit the rates of links; run it as root"
+        )
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"{' and '.join(absent)} not found; install iproute2"
@@ -125,7 +129,9 @@ def refusal() -> str | None:
 
 
 def _kernel_refusal() -> str | None:
-    """What the kernel (or the container around us) does not allow, found by trying it on a pair of links."""
+    """What the kernel (or the container around us) does not allow, found by trying it on a pair of
+    links.
+    """
     space = f"{_unused_prefix()}-probe"
     try:
         _run(("ip", "netns", "add", space))
@@ -149,7 +155,9 @@ def leftovers() -> list[str]:
 
 
 def clean() -> list[str]:
-    """Remove what crashed runs left: their processes, then their namespaces; returns the namespaces' names."""
+    """Remove what crashed runs left: their processes, then their namespaces; returns the
+    namespaces' names.
+    """
     require()
     found = leftovers()
     for space in found:
@@ -160,7 +168,9 @@ def clean() -> list[str]:
 
 
 def _unused_prefix() -> str:
-    """A prefix that names this process (a recycled pid began at another time) and no cluster of it."""
+    """A prefix that names this process (a recycled pid began at another time) and no cluster
+    of it.
+    """
     pid = os.getpid()
     for number in itertools.count():
         prefix = f"ztopo-{pid}-{_start_time(pid)}-{number}"
@@ -184,7 +194,9 @@ def _alive(match: re.Match[str]) -> bool:
 
 @contextmanager
 def signal_handled(number: int, handler: Any) -> Iterator[None]:
-    """A signal's handler within the block; does nothing in another thread than the main one, which alone gets any."""
+    """A signal's handler within the block; does nothing in another thread than the main one, which
+    alone gets any.
+    """
     try:
         before = signal.signal(number, handler)
     except ValueError:

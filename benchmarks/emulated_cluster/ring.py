@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A ring reduce-scatter for stock DeepSpeed on gloo, so that a baseline is not slowed by its backend.
+"""A ring reduce-scatter for stock DeepSpeed on gloo, so that a baseline is not slowed by its
+backend.
 
-gloo has no reduce-scatter: torch runs an all-reduce and drops what is not wanted, which sends every byte twice. NCCL
-and RCCL, where stock ZeRO-3 runs, send it once, in a ring. A baseline measured with gloo's own would therefore look
-worse than it is; the benchmark shows it both ways.
+gloo has no reduce-scatter: torch runs an all-reduce and drops what is not wanted, which sends every
+byte twice. NCCL and RCCL, where stock ZeRO-3 runs, send it once, in a ring. A baseline measured
+with gloo's own would therefore look worse than it is; the benchmark shows it both ways.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def ring_reduce_scatter_tensor(
     """``torch.distributed.reduce_scatter_tensor`` for sums, blocking.
 
     1. pass the part of the rank behind on to the rank ahead;
-    2. add the own values to what comes from behind, and pass that on; ``d - 1`` times, ``1 / d`` of the input each;
+    2. add the own values to what comes from behind, and pass that on; ``d - 1`` times, ``1 / d`` of
+       the input each;
     3. what comes last is this rank's own part, complete.
 
     Args:
@@ -41,14 +43,21 @@ def ring_reduce_scatter_tensor(
         NotImplementedError: for another ``op``, or ``async_op``.
     """
     if op != dist.ReduceOp.SUM or async_op:
-        raise NotImplementedError(f"the benchmark's ring sums and blocks, it was asked for {op}, async_op={async_op}")
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+        raise NotImplementedError(
+            f"the benchmark's ring sums and blocks, it was asked for {op}, async_op={async_op}"
+        )
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     parts = input.reshape(size, -1)
-    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    ahead = (rank + 1) % size
+    behind = (rank - 1) % size
     passing = parts[behind]
     for step in range(2, size + 1):
         came = torch.empty_like(passing)
-        works = [dist.isend(passing, group=group, group_dst=ahead), dist.irecv(came, group=group, group_src=behind)]
+        works = [
+            dist.isend(passing, group=group, group_dst=ahead),
+            dist.irecv(came, group=group, group_src=behind),
+        ]
         for work in works:
             assert work is not None
             work.wait()

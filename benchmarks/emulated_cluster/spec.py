@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What an emulated cluster looks like: its tree and the rates of its links. No torch, no network."""
+"""What an emulated cluster looks like: its tree and the rates of its links. No torch, no
+network.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,14 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.nodes < 2:
-            raise ValueError(f"cluster {self.name!r}: {self.nodes} node has no uplink to measure; give at least 2")
+            raise ValueError(
+                f"cluster {self.name!r}: {self.nodes} node has no uplink to measure; give at least "
+                "2"
+            )
         if self.world_size > ADDRESSES // 2:
-            raise ValueError(f"cluster {self.name!r}: {self.world_size} ranks are too many for one host")
+            raise ValueError(
+                f"cluster {self.name!r}: {self.world_size} ranks are too many for one host"
+            )
 
     @property
     def gpus(self) -> int:
@@ -89,7 +96,11 @@ class Spec:
 
     def topology_block(self) -> dict[str, Any]:
         """The same as the ``topology`` key of a ``zero_topo`` block."""
-        shape = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "gcds_per_gpu": self.gcds_per_gpu}
+        shape = {
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node,
+            "gcds_per_gpu": self.gcds_per_gpu,
+        }
         return {"emulated": shape}
 
     def to_json(self) -> dict[str, Any]:
@@ -109,8 +120,9 @@ class Spec:
 
 SPECS: Mapping[str, Spec] = MappingProxyType(
     {
-        # Both keep the proportions of Frontier: 200 GB/s between the GCDs of a GPU, 100 between GPUs, and of a node's
-        # uplink 25 for each GPU. The uplink is as fast as two cores can keep busy.
+        # Both keep the proportions of Frontier: 200 GB/s between the GCDs of a GPU, 100 between
+        # GPUs, and of a node's uplink 25 for each GPU. The uplink is as fast as two cores can keep
+        # busy.
         "t8": Spec("t8", 2, 2, 2, LinkRates(400, 200, 100)),
         "t16": Spec("t16", 4, 2, 2, LinkRates(400, 200, 100)),
         "t32": Spec("t32", 8, 2, 2, LinkRates(400, 200, 100)),

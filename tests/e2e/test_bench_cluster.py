@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A real emulated cluster, small: its links have their rates, its counters count, training in it moves what it should.
+"""A real emulated cluster, small: its links have their rates, its counters count, training in it
+moves what it should.
 
 Skipped where no cluster can be built: it needs root, `ip` and `tc`.
 """
@@ -58,7 +59,10 @@ def cluster() -> Iterator[EmulatedNetwork]:
 def send(cluster: EmulatedNetwork, source: int, target: int) -> float:
     """Seconds in which the payload goes from one rank to another."""
     address = SPEC.address(target)
-    inside = [["ip", "netns", "exec", cluster.space(rank).name, sys.executable, "-c"] for rank in (source, target)]
+    inside = [
+        ["ip", "netns", "exec", cluster.space(rank).name, sys.executable, "-c"]
+        for rank in (source, target)
+    ]
     receiver = subprocess.Popen([*inside[1], RECEIVER, address], stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None
     with receiver.stdout as ready:
@@ -71,9 +75,11 @@ def send(cluster: EmulatedNetwork, source: int, target: int) -> float:
 
 @pytest.mark.parametrize(("target", "level"), [(1, "gcd"), late(2, "gpu"), (4, "node")])
 def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, level: str) -> None:
-    """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of the slowest link.
+    """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of
+    the slowest link.
 
-    Within 15% of it, and the kernel counts the payload on the links up to that level and on no other.
+    Within 15% of it, and the kernel counts the payload on the links up to that level and on no
+    other.
     """
     before = cluster.at_rest()
     seconds = min(send(cluster, 0, target) for _ in range(2))
@@ -104,7 +110,9 @@ def bench(folder: Path) -> list[str]:
 
 @pytest.mark.long
 def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    """Stock with the ring, zero3 and topo: the kernel counts on each uplink what the formulas say, and no drop."""
+    """Stock with the ring, zero3 and topo: the kernel counts on each uplink what the formulas say,
+    and no drop.
+    """
     words = [*bench(tmp_path), "--schemes", "stock-ring,zero3,topo", "--json"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -116,10 +124,14 @@ def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
         assert 0 < row["step_s"]["min"] <= row["step_s"]["median"] <= row["step_s"]["max"]
         uplink = row["uplink_bytes_per_step_per_node"]
         assert row["uplink_formula"] < uplink < 1.05 * row["uplink_formula"] + PROTOCOL
-        metered = {phase: told["metered"] for phase, told in row["phases"].items() if "metered" in told}
+        metered = {
+            phase: told["metered"] for phase, told in row["phases"].items() if "metered" in told
+        }
         assert bool(metered) == (row["scheme"] != "stock-ring")
     assert content["message_bytes"] == 2 * 264_960 and content["spec"] == TRAINING.to_json()
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["bytes.png", "step_time.png"]
 
 
-PROTOCOL = 20_000  # barriers, norms, acknowledgements: what hundreds of small messages cost in a step
+PROTOCOL = (
+    20_000  # barriers, norms, acknowledgements: what hundreds of small messages cost in a step
+)

@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Trainers of other libraries on four ranks: unquantized as under stock ZeRO-3, by default near it.
 
-Each builds its engine in its own way: from a path, with a reference model, with adapters, with `generate` in training.
+Each builds its engine in its own way: from a path, with a reference model, with adapters, with
+`generate` in training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def test_it_trains_as_under_stock_zero3(client: str, tmp_path: Path) -> None:
     for name in {"datasets", CLIENTS[client]}:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install 'zero-topo[clients]'")
-    found = outcome(["fabric.py" if client == "fabric" else "clients.py", client], tmp_path, ranks=4)
+    found = outcome(
+        ["fabric.py" if client == "fabric" else "clients.py", client], tmp_path, ranks=4
+    )
     assert [found[name]["topo"] for name in ("plain", "topo", "default")] == [None, 6, 6]
     assert found["topo"]["losses"] == pytest.approx(found["plain"]["losses"], rel=0, abs=CLOSE)
     if client in ("dpo", "kto", "grpo"):  # the reference has the policy's bits

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""README and docs keep their word: every command that they show runs, or the tests say by what it is run."""
+"""README and docs keep their word: every command that they show runs, or the tests say by what it
+is run.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 
 # Added to a benchmark's command, so that it takes seconds.
 SMALLER = {
-    "python -m benchmarks quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
-    "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 --params 1e5 --layers 1",
+    "python -m benchmarks quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 "
+    "--blocks 256",
+    "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 "
+    "--params 1e5 --layers 1",
     "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
     "python -m benchmarks scatter": "--widths 64 --ranks 2 --steps 1",
     "python -m benchmarks sparse": (
@@ -54,15 +58,19 @@ SMALLER = {
     "python -m benchmarks faults": "--rounds 1",
     "python -m benchmarks soak": "--steps 160 --every 4",
     "python -m benchmarks formats": "--steps 10 --seeds 1 --floors 0",
-    "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers 1",
-    "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
+    "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers "
+    "1",
+    "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers "
+    "1",
 }
 ROOTS = ("python -m benchmarks cluster", "python -m benchmarks faults")
 LONG = tuple(start for start in SMALLER if start.startswith("python -m benchmarks "))
 
 
 def smaller(line: str, folder: Path) -> str:
-    """The command as shown, its config in a folder of ours; of a benchmark, with less to measure."""
+    """The command as shown, its config in a folder of ours; of a benchmark, with less to
+    measure.
+    """
     if "ds_config.json" in line:  # a reader's own
         zeropp = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}
         (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": zeropp}))
@@ -85,7 +93,9 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
     line = smaller(line, tmp_path)
     out = io.StringIO()
     with redirect_stdout(out):
-        program, words = (benchmarks_command, 3) if line.startswith("python") else (zero_topo_command, 1)
+        program, words = (
+            (benchmarks_command, 3) if line.startswith("python") else (zero_topo_command, 1)
+        )
         assert program(shlex.split(line)[words:]) == 0
     assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 5)
 
@@ -101,7 +111,12 @@ def test_the_launchers_lines_give_options_that_the_example_has(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What they train is trained by ``test_trainers.py``, with the same functions."""
-    options = {option for line in OF_DEEPSPEED if program_of(line)[0] == program for option in program_of(line)[1]}
+    options = {
+        option
+        for line in OF_DEEPSPEED
+        if program_of(line)[0] == program
+        for option in program_of(line)[1]
+    }
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / program), run_name="__main__")
@@ -123,34 +138,50 @@ def dry_run(line: str) -> list[str]:
 
 @pytest.mark.parametrize("line", [line for line in OF_MAKE if "demo" in line])
 def test_demo_lines_start_the_example_with_a_config_that_loads(line: str) -> None:
-    """Each `make demo` gives the example arguments it understands, and a config with a zero_topo block."""
+    """Each `make demo` gives the example arguments it understands, and a config with a zero_topo
+    block.
+    """
     (launch,) = [text for text in dry_run(line) if "train_gpt.py" in text]
     args = parse_arguments(shlex.split(launch.partition("train_gpt.py")[2]))
     assert ZeroTopoConfig.from_ds_config(load_deepspeed_config(ROOT / args.deepspeed_config))
 
 
 def test_make_test_and_test_long_run_every_test_once() -> None:
-    """`make test` itself cannot run inside a test: it is what CI runs, and it leaves nothing out but the long tests."""
-    with_tests = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests" / "launcher"}
+    """`make test` itself cannot run inside a test: it is what CI runs, and it leaves nothing out
+    but the long tests.
+    """
+    with_tests = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {
+        ROOT / "tests" / "launcher"
+    }
     for folder in with_tests:  # tests/launcher is started by tests/e2e
-        usual, late = (marks(line, str(folder.relative_to(ROOT))) for line in ("make test", "make test-long"))
+        usual, late = (
+            marks(line, str(folder.relative_to(ROOT))) for line in ("make test", "make test-long")
+        )
         for long, alone in itertools.product((False, True), repeat=2):
             known = {"long": long, "alone": alone}
             runs = [eval(mark, known) for mark in usual].count(True)
-            assert runs == 1 or (long and runs == 0 and any(eval(mark, known) for mark in late)), folder
+            assert runs == 1 or (long and runs == 0 and any(eval(mark, known) for mark in late)), (
+                folder
+            )
 
 
 def marks(line: str, folder: str) -> list[str]:
-    """What the `pytest` lines of a target say of a folder after `-m`; True where they say nothing."""
+    """What the `pytest` lines of a target say of a folder after `-m`; True where they say
+    nothing.
+    """
     of_folder = [
-        words for text in dry_run(line) if text.startswith("pytest") and folder in (words := shlex.split(text))
+        words
+        for text in dry_run(line)
+        if text.startswith("pytest") and folder in (words := shlex.split(text))
     ]
     return [words[words.index("-m") + 1] if "-m" in words else "True" for words in of_folder]
 
 
 @pytest.mark.long
 def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
-    """The first command a stranger types works, here with a small model and two steps on the demo's eight ranks."""
+    """The first command a stranger types works, here with a small model and two steps on the demo's
+    eight ranks.
+    """
     words = f"{TINY} --run-dir {tmp_path / 'run'}"
     command = ["make", "demo", f"--old-file={ROOT}/.venv/.set-up", f"ARGS={words}"]
     said = output(command, cwd=ROOT, timeout=300)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo enable`` in an environment of its own: DeepSpeed comes with the hook, and after ``disable`` without."""
+"""``zero-topo enable`` in an environment of its own: DeepSpeed comes with the hook, and after
+``disable`` without.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.launching import ROOT
 HOOKED = """
 import sys
 from importlib.util import find_spec
-assert "zero_topo" not in sys.modules and "torch" not in sys.modules, "a start must cost next to nothing"
+assert not {"zero_topo", "torch"} & {*sys.modules}, "a start must cost next to nothing"
 assert find_spec("deepspeed"), "as transformers asks"
 if find_spec("transformers"):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +31,9 @@ print("hooked" if getattr(DeepSpeedEngine, "_zero_topo_hook", False) else "stock
 
 
 class Environment:
-    """A virtual environment that sees this one's packages, and zero_topo as long as it is ``installed``."""
+    """A virtual environment that sees this one's packages, and zero_topo as long as it is
+    ``installed``.
+    """
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder / "venv", symlinks=True)
@@ -48,7 +52,9 @@ class Environment:
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         command = [str(self.python), *words]
-        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0 and "Error processing line" not in done.stderr, done.stderr
         return done.stdout.strip()
 
@@ -74,13 +80,19 @@ def test_enabling_hooks_any_program_and_disabling_leaves_no_trace(environment: E
 
 
 def test_a_checkout_on_the_path_has_its_kernels(environment: Environment) -> None:
-    """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands beside the package."""
+    """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands beside the
+    package.
+    """
     said = environment.run("-c", "from zero_topo.op_builder import jit; print(jit.__file__)")
     assert said == str(ROOT / "op_builder/jit.py")
 
 
-def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(environment: Environment) -> None:
-    """The .pth file outlives the package until DeepSpeed is imported next, as if there were none."""
+def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(
+    environment: Environment,
+) -> None:
+    """The .pth file outlives the package until DeepSpeed is imported next, as if there were
+    none.
+    """
     environment.install(False)
     before = environment.listing()
     environment.install(True)
@@ -91,20 +103,33 @@ def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(environm
 
 
 @pytest.mark.parametrize("value", ["/shared/block.json", '{"scheme": "topo"}'])
-def test_deepspeeds_launcher_passes_our_variables_to_other_nodes(tmp_path: Path, value: str) -> None:
-    """With the hook in the launcher's process, pdsh is told to export them; quotes, which get lost, are refused."""
+def test_deepspeeds_launcher_passes_our_variables_to_other_nodes(
+    tmp_path: Path, value: str
+) -> None:
+    """With the hook in the launcher's process, pdsh is told to export them; quotes, which get lost,
+    are refused.
+    """
     for name, body in (("pdsh", 'for word; do echo "word: $word"; done'), ("ssh", "echo host")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "hostfile").write_text("n0 slots=4\nn1 slots=4\n")
     start = "import zero_topo; from deepspeed.launcher.runner import main; main()"
     words = [sys.executable, "-c", start, "--hostfile", "hostfile", "train.py"]
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+    }
     env |= {"ZERO_TOPO_BLOCK": value, "HOME": str(tmp_path)}
-    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     if '"' in value:
         said = [line for line in done.stderr.splitlines() if "ZERO_TOPO_BLOCK" in line]
-        assert done.returncode != 0 and "Traceback" not in done.stderr and "word:" not in done.stdout
+        assert (
+            done.returncode != 0 and "Traceback" not in done.stderr and "word:" not in done.stdout
+        )
         assert len(said) == 1 and "set ZERO_TOPO_BLOCK=FILE.json" in said[0], done.stderr
     else:
         assert f"export ZERO_TOPO_BLOCK={value};" in done.stdout, done.stderr

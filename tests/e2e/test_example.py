@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The example as a program: mistakes, training, checkpoint, report, with and without zero_topo, on four ranks."""
+"""The example as a program: mistakes, training, checkpoint, report, with and without zero_topo, on
+four ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,27 @@ from zero_topo.examples.train_gpt import main
 from zero_topo.observe.runlog import read_metrics
 
 SCRIPT = "zero_topo/examples/train_gpt.py"
-SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--eval-batches", "1", "--sample", "20", "--warmup", "2"]
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--context",
+    "16",
+    "--eval-batches",
+    "1",
+    "--sample",
+    "20",
+    "--warmup",
+    "2",
+]
 
 
 def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
     """The demo's DeepSpeed JSON with two micro-batches and another block, or none."""
-    config = json.loads((ROOT / "configs" / "demo.json").read_text()) | {"gradient_accumulation_steps": 2}
+    config = json.loads((ROOT / "configs" / "demo.json").read_text()) | {
+        "gradient_accumulation_steps": 2
+    }
     del config["zero_topo"]
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config if block is None else config | {"zero_topo": block}))
@@ -30,19 +47,36 @@ def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch]:
-    """Six steps under topo with a checkpoint, then two more from it under stock ZeRO-3: a folder and both launches."""
+    """Six steps under topo with a checkpoint, then two more from it under stock ZeRO-3: a folder
+    and both launches.
+    """
     folder = tmp_path_factory.mktemp("example")
     (folder / "text").write_bytes((ROOT / "LICENSE").read_bytes() * 5)
-    block = {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}, "scheme": "topo"}
+    block = {
+        "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}},
+        "scheme": "topo",
+    }
     common = [SCRIPT, *SMALL, "--data", str(folder / "text")]
-    first = ["--steps", "6", "--eval-every", "3", "--save", str(folder / "saved"), "--run-dir", str(folder / "topo")]
+    first = [
+        "--steps",
+        "6",
+        "--eval-every",
+        "3",
+        "--save",
+        str(folder / "saved"),
+        "--run-dir",
+        str(folder / "topo"),
+    ]
     second = ["--steps", "8", "--resume", str(folder / "saved"), "--run-dir", str(folder / "stock")]
     launches = [
         launch(
             [*common, "--deepspeed_config", str(config), *words],
             LaunchSettings(folder / f"log-{config.stem}", world_size=4, timeout_s=200, forked=True),
         )
-        for config, words in ((ds_config(folder, "topo", block), first), (ds_config(folder, "stock", None), second))
+        for config, words in (
+            (ds_config(folder, "topo", block), first),
+            (ds_config(folder, "stock", None), second),
+        )
     ]
     return folder, launches[0], launches[1]
 
@@ -56,9 +90,15 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     names = {path.name for path in (folder / "topo").iterdir()}
     assert names == {"metrics.jsonl", "report.json", "report.html", "loss.png", "bytes.png"}
     (spans,) = (line["timeline"] for line in read_metrics(folder / "topo") if "timeline" in line)
-    assert {span[0] for span in spans} >= {"gather_forward", "scatter"} and all(a <= b for _, a, b in spans)
+    assert {span[0] for span in spans} >= {"gather_forward", "scatter"} and all(
+        a <= b for _, a, b in spans
+    )
     log = topo.log(0)
-    assert "--- the model writes\ndef " in log and "Sent by each rank" in log and "step 3: evaluation loss" in log
+    assert (
+        "--- the model writes\ndef " in log
+        and "Sent by each rank" in log
+        and "step 3: evaluation loss" in log
+    )
 
 
 def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
@@ -69,7 +109,9 @@ def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
 
 
 def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) -> None:
-    """With nobody's logging set up, under a DeepSpeed whose own log shows only warnings; each line once."""
+    """With nobody's logging set up, under a DeepSpeed whose own log shows only warnings; each line
+    once.
+    """
     _, topo, stock = runs
     said = [line for line in topo.log(0).splitlines() if "[INFO] zero_topo: " in line]
     for choice in ("kernels on cpu: ", "process groups of this rank: "):
@@ -78,7 +120,8 @@ def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) ->
 
 
 def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:
-    """With two micro-batches per step and evaluations between, the last step's bytes are the formula's everywhere.
+    """With two micro-batches per step and evaluations between, the last step's bytes are the
+    formula's everywhere.
 
     Those of codes are rank 0's: their changes have a size in each group.
     """
@@ -87,18 +130,26 @@ def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launc
     assert measured["micro_batches"] == 2
     assert {row["domain"] for row in measured["sent"] if row["max"]} == {"gpu", "world"}
     for row in measured["sent"]:
-        least, most = (row["min"], row["max"]) if row["phase"] == "publish" else (row["max"], row["min"])
+        least, most = (
+            (row["min"], row["max"]) if row["phase"] == "publish" else (row["max"], row["min"])
+        )
         assert least <= row["formula"] <= most, row
     for row in measured["memory"]:
         assert row["min"] == row["max"] == row["formula"], row
 
 
-def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(runs: tuple[Path, Launch, Launch]) -> None:
-    """The example resumes at the step where it stopped, with the loss it had, and says that nothing is metered."""
+def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(
+    runs: tuple[Path, Launch, Launch],
+) -> None:
+    """The example resumes at the step where it stopped, with the loss it had, and says that nothing
+    is metered.
+    """
     folder, _, stock = runs
     assert stock.returncode == 0, stock.tails()
     before = json.loads((folder / "topo" / "report.json").read_text())
-    lines = [json.loads(line) for line in (folder / "stock" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "stock" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [7, 8]
     assert lines[0]["loss"] < before["first_loss"] - 0.1
     assert "This run used stock ZeRO-3" in stock.log(0)
@@ -115,9 +166,16 @@ def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(runs: tuple[Path, Lau
 def test_mistakes_end_in_one_line_before_any_group(
     config: str, words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing config, missing data and a machine that does not fit the ranks: exit status not 0, no traceback."""
+    """A missing config, missing data and a machine that does not fit the ranks: exit status not 0,
+    no traceback.
+    """
     monkeypatch.chdir(ROOT)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config", config, *words])
     with pytest.raises(SystemExit, match=f"^train_gpt: .*{expected}") as caught:

@@ -8,7 +8,9 @@ import pytest
 from zero_topo.cost.model_files import build, read_modules
 
 PARTS, LEAST = 8, 60
-"""Families that could be built in each part with transformers 5.24; the others need packages, or have no model."""
+"""Families that could be built in each part with transformers 5.24; the others need packages, or
+have no model.
+"""
 
 
 @pytest.mark.long
@@ -24,6 +26,8 @@ def test_counts_of_all_families_are_true(part: int) -> None:
             continue
         found = read_modules(module, kind)
         assert found.params == sum(p.numel() for p in module.parameters()), kind
-        assert sum(found.module_flops(1)) >= 0 and 0 <= found.unknown <= 1 and found.stored >= 0, kind
+        assert sum(found.module_flops(1)) >= 0 and 0 <= found.unknown <= 1 and found.stored >= 0, (
+            kind
+        )
         built += 1
     assert built >= LEAST

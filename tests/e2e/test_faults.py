@@ -24,8 +24,12 @@ WATCH_S = 3.0
 TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
 
 
-def run(folder: Path, kind: str, phase: str, on_text: Callable[[str], None] | None = None) -> Launch:
-    """Two ranks in the folder, which take up what was written there; unless a rank is killed, the launch succeeds."""
+def run(
+    folder: Path, kind: str, phase: str, on_text: Callable[[str], None] | None = None
+) -> Launch:
+    """Two ranks in the folder, which take up what was written there; unless a rank is killed, the
+    launch succeeds.
+    """
     folder.mkdir(exist_ok=True)
     words = [str(PROGRAM), str(folder), kind, phase, "3", "1", TREE.get(phase, "dies")]
     logs = folder / f"logs {len(list(folder.glob('logs*')))}"
@@ -39,7 +43,9 @@ Slow = Callable[[str], tuple[Launch, Steps]]
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
-    """On the tree of a phase, the run in which one rank is slow, once; what it computes is what it would otherwise."""
+    """On the tree of a phase, the run in which one rank is slow, once; what it computes is what it
+    would otherwise.
+    """
 
     @cache
     def on(tree: str) -> tuple[Launch, Steps]:
@@ -50,8 +56,12 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
 
 
 @pytest.mark.parametrize("phase", ["sync", *(late(phase) for phase in PHASES if phase != "sync")])
-def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(phase: str, tmp_path: Path, slow: Slow) -> None:
-    """The launch ends by itself with its signal, in time; what the restart computes are the bits of a whole run."""
+def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
+    phase: str, tmp_path: Path, slow: Slow
+) -> None:
+    """The launch ends by itself with its signal, in time; what the restart computes are the bits of
+    a whole run.
+    """
     done, (_, whole_run) = run(tmp_path, "killed", phase), slow(phase)
     assert (done.returncode, done.timed_out) == (128 + signal.SIGKILL, False), done.tails()
     assert len(steps(tmp_path)) < len(whole_run)
@@ -61,7 +71,9 @@ def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(phase: str, tmp_pa
 
 @pytest.mark.long
 def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, slow: Slow) -> None:
-    """It is skipped on both, training goes on, and so does a restart from the checkpoint before it, bit for bit."""
+    """It is skipped on both, training goes on, and so does a restart from the checkpoint before it,
+    bit for bit.
+    """
     run(tmp_path, "nan", "forward")
     found = steps(tmp_path)
     assert [math.isnan(loss) for loss, _ in found.values()] == [False, False, False, True, False]
@@ -120,15 +132,21 @@ NAMED = {
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.skipif(network.refusal() is not None, reason="the emulated cluster needs root, ip and tc")
+@pytest.mark.skipif(
+    network.refusal() is not None, reason="the emulated cluster needs root, ip and tc"
+)
 @pytest.mark.parametrize("fault", NAMED, ids=lambda fault: f"{fault.kind} in {fault.phase}")
 def test_on_two_nodes_every_survivor_says_who_in_time(
     fault: Fault, nodes: Cluster, undisturbed_nodes: Steps, tmp_path: Path
 ) -> None:
-    """Each rank that no launcher ended names the rank that is gone; a network that comes back changes no bit."""
+    """Each rank that no launcher ended names the rank that is gone; a network that comes back
+    changes no bit.
+    """
     row = meet(nodes, tmp_path / "run", fault, undisturbed_nodes)
     assert row["equal"] and row["restarted"] == (fault.kind == "killed")
-    assert len(row["told_s"]) >= 2 and max(row["told_s"].values()) < 20 * WATCH_S, "in time, on a busy machine"
+    assert len(row["told_s"]) >= 2 and max(row["told_s"].values()) < 20 * WATCH_S, (
+        "in time, on a busy machine"
+    )
     for rank in row["told_s"]:
         log = (tmp_path / f"run/logs 0/{rank // 2}/{rank % 2}.log").read_text()
         (line,) = [line for line in log.splitlines() if "did not answer" in line]

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on ranks that are processes: the example, and torchtitan's model with its own parallelize function."""
+"""FSDP2 on ranks that are processes: the example, and torchtitan's model with its own parallelize
+function.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,40 @@ EXACT: dict[str, Any] = {
 def trained(ranks: int, *words: str) -> list[float]:
     """The losses that the example prints, started by torchrun."""
     launch = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), EXAMPLE, *words]
-    command = [sys.executable, "-m", "torch.distributed.run", *launch, "--layers", "1", "--data", "LICENSE"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *launch,
+        "--layers",
+        "1",
+        "--data",
+        "LICENSE",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("words", [(), pytest.param(("--q4",), marks=pytest.mark.long)], ids=["paper", "q4"])
-def test_the_example_trains_and_resumes_on_half_the_ranks(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Two nodes of two ranks over gloo, then two nodes of one from the checkpoint; the report has all ranks' bytes."""
-    common = ["--nodes", "2", "--checkpoint", str(tmp_path / "saved"), "--report", str(tmp_path / "report"), *words]
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--q4",), marks=pytest.mark.long)], ids=["paper", "q4"]
+)
+def test_the_example_trains_and_resumes_on_half_the_ranks(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two nodes of two ranks over gloo, then two nodes of one from the checkpoint; the report has
+    all ranks' bytes.
+    """
+    common = [
+        "--nodes",
+        "2",
+        "--checkpoint",
+        str(tmp_path / "saved"),
+        "--report",
+        str(tmp_path / "report"),
+        *words,
+    ]
     first = trained(4, "--steps", "6", *common)
     report = json.loads((tmp_path / "report" / "report.json").read_text())["zero_topo"]
     assert report["ranks"] == 4
@@ -55,10 +80,12 @@ def test_the_example_trains_and_resumes_on_half_the_ranks(words: tuple[str, ...]
 
 
 def titan(rank: int, block: dict[str, Any] | None) -> list[float]:
-    """Losses of torchtitan's debug model, sharded by its own function; plain FSDP2 over all ranks without a block.
+    """Losses of torchtitan's debug model, sharded by its own function; plain FSDP2 over all ranks
+    without a block.
 
-    Its attention, FlexAttention, has no backward pass on CPUs: its ``ScaledDotProductAttention`` takes the place. Our
-    mesh takes the place of its trainer's, and as in its trainer the loss is divided by the tokens of all ranks.
+    Its attention, FlexAttention, has no backward pass on CPUs: its ``ScaledDotProductAttention``
+    takes the place. Our mesh takes the place of its trainer's, and as in its trainer the loss is
+    divided by the tokens of all ranks.
     """
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -89,15 +116,22 @@ def titan(rank: int, block: dict[str, Any] | None) -> list[float]:
     if block is None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # the threads' groups have no weighted sum
+                # The threads' groups have no weighted sum
+                module.set_force_sum_reduction_for_comms(True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
-        optimizer = topo.shard_optimizer(torch.optim.AdamW, topo.attach(model, block, divisor=1), lr=1e-3)
+        optimizer = topo.shard_optimizer(
+            torch.optim.AdamW, topo.attach(model, block, divisor=1), lr=1e-3
+        )
     losses = []
     for step in range(3):
-        tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(100 * step + rank))
+        tokens = torch.randint(
+            0, 2048, (2, 33), generator=torch.Generator().manual_seed(100 * step + rank)
+        )
         logits = model(tokens[:, :-1], positions=torch.arange(32).expand(2, -1))
-        summed = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        summed = nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
         loss = summed / (64 * world)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,7 +145,9 @@ def titan(rank: int, block: dict[str, Any] | None) -> list[float]:
 
 @pytest.mark.long
 def test_torchtitans_model_trains_as_under_plain_fsdp2() -> None:
-    """Its Llama, sharded by its own parallelize function, and attached: losses of plain FSDP2 over all ranks."""
+    """Its Llama, sharded by its own parallelize function, and attached: losses of plain FSDP2 over
+    all ranks.
+    """
     pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
     expected = run_threads(4, titan, None, timeout=300)[0]
     assert run_threads(4, titan, EXACT, timeout=300)[0] == pytest.approx(expected, abs=1e-5)

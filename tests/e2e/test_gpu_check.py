@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check` runs to its end without a GPU, says that it was a stand-in, and asks a GPU for tests that exist."""
+"""`make gpu-check` runs to its end without a GPU, says that it was a stand-in, and asks a GPU for
+tests that exist.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from tests.launching import ROOT, output
 FAST = 4  # the others train or are tests that run by themselves
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s == FAST else [pytest.mark.long]) for s in STAGES])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=[] if s == FAST else [pytest.mark.long]) for s in STAGES]
+)
 def test_a_stage_runs_on_the_cpu(stage: int) -> None:
     """Every command of its stand-in succeeds."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
     words = [sys.executable, "-m", "tests.gpu", str(stage)]
     said = output(words, cwd=ROOT, env=env)
-    assert f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in said and "0 commands failed" in said
+    assert (
+        f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in said and "0 commands failed" in said
+    )
 
 
 def needed(names: Iterable[str]) -> dict[str, Distribution]:
@@ -49,33 +55,57 @@ def needed(names: Iterable[str]) -> dict[str, Distribution]:
 def pack(package: Distribution, folder: Path) -> None:
     """An installed package as the wheel that it was."""
     name = f"{package.metadata['Name'].replace('-', '_')}-{package.version}"
-    tag = [line.split()[1] for line in (package.read_text("WHEEL") or "").splitlines() if line.startswith("Tag:")][-1]
+    tag = [
+        line.split()[1]
+        for line in (package.read_text("WHEEL") or "").splitlines()
+        if line.startswith("Tag:")
+    ][-1]
     with zipfile.ZipFile(folder / f"{name}-{tag}.whl", "w") as wheel:
         for file in package.files or ():
             path = Path(str(package.locate_file(file))).resolve()
-            if path.is_file() and path.suffix != ".pyc" and path.name not in ("RECORD", "INSTALLER", "direct_url.json"):
-                wheel.write(path, f"{name}.data/scripts/{path.name}" if file.parts[0] == ".." else str(file))
+            if (
+                path.is_file()
+                and path.suffix != ".pyc"
+                and path.name not in ("RECORD", "INSTALLER", "direct_url.json")
+            ):
+                wheel.write(
+                    path, f"{name}.data/scripts/{path.name}" if file.parts[0] == ".." else str(file)
+                )
         rows = "".join(f"{entry},,\n" for entry in wheel.namelist())
-        wheel.writestr(next(str(file) for file in package.files or () if file.name == "RECORD"), rows)
+        wheel.writestr(
+            next(str(file) for file in package.files or () if file.name == "RECORD"), rows
+        )
 
 
 @pytest.mark.long
 def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) -> None:
-    """Whose packages are torch, what that needs, and pip; beside a ``.venv`` that an earlier call left half made."""
+    """Whose packages are torch, what that needs, and pip; beside a ``.venv`` that an earlier call
+    left half made.
+    """
     outer, wheels, checkout = tmp_path / "outer", tmp_path / "wheels", tmp_path / "checkout"
     venv.create(outer)
     there = needed(["torch", "pip"])
-    target = Path(sysconfig.get_path("purelib", "venv", {"base": str(outer), "platbase": str(outer)}))
+    target = Path(
+        sysconfig.get_path("purelib", "venv", {"base": str(outer), "platbase": str(outer)})
+    )
     for package in there.values():
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             (target / top).symlink_to(str(package.locate_file(top)))
     wheels.mkdir()
-    for name, package in needed(shlex.split(output(["make", "-s", "-C", ROOT, "gpu-needs"]))).items():
+    for name, package in needed(
+        shlex.split(output(["make", "-s", "-C", ROOT, "gpu-needs"]))
+    ).items():
         if name not in there:
             pack(package, wheels)
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "runs", "build", "site"))
     venv.create(checkout / ".venv")
-    words = ["make", "gpu-check", "STAGE=6", f"PYTHON={outer / 'bin' / 'python'}", f"GPU_WHEELS={wheels}"]
+    words = [
+        "make",
+        "gpu-check",
+        "STAGE=6",
+        f"PYTHON={outer / 'bin' / 'python'}",
+        f"GPU_WHEELS={wheels}",
+    ]
     words.append(f"TORCH_EXTENSIONS_DIR={ROOT / '.torch_extensions'}")
     nowhere = "http://127.0.0.1:9"
     env = {"PATH": os.defpath, "HOME": str(tmp_path), "http_proxy": nowhere, "https_proxy": nowhere}
@@ -96,21 +126,27 @@ def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
 def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
     """What zero_topo does on the host for a module, beside what DeepSpeed does in its place."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
-    output([sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)], cwd=ROOT, env=env)
+    output(
+        [sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)], cwd=ROOT, env=env
+    )
 
 
 def test_it_takes_15_minutes_in_pieces_of_nine() -> None:
     """All of it, and the pieces that it names."""
     limits = {number: stage.limit_s for number, stage in STAGES.items()}
     pieces = ((1, 2, 3, 4), (5, 6, 7))
-    assert sum(limits.values()) <= 15 * 60 and all(sum(limits[number] for number in piece) <= 540 for piece in pieces)
+    assert sum(limits.values()) <= 15 * 60 and all(
+        sum(limits[number] for number in piece) <= 540 for piece in pieces
+    )
 
 
 def test_a_stage_ends_at_its_limit_and_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it had to run afterwards fails too."""
-    monkeypatch.setattr(gpu_check, "commands", lambda *_: [Command(("sleep", "60")), Command(("true",))])
+    monkeypatch.setattr(
+        gpu_check, "commands", lambda *_: [Command(("sleep", "60")), Command(("true",))]
+    )
     monkeypatch.setitem(STAGES, 1, Stage("sleeping", 0.2, "patience"))
     assert [entry["status"] for entry in gpu_check.run(1, True, tmp_path)] == [124, 124]
     assert "stage 1 proved: nothing" in capsys.readouterr().out

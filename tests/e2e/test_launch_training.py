@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The example trains alike under deepspeed, mpirun and Slurm: same data for each rank, same losses.
 
-CPU ranks: under Slurm sixteen on two emulated nodes of Frontier, under mpirun four; under DeepSpeed's launcher as
-many, on one host that pretends to be two.
+CPU ranks: under Slurm sixteen on two emulated nodes of Frontier, under mpirun four; under
+DeepSpeed's launcher as many, on one host that pretends to be two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ from tests.launching import ROOT, free_port, rank_environment
 from tests.slurm import Cluster, distributed, missing, submitted
 
 SCRIPT = str(ROOT / "zero_topo/examples/train_gpt.py")
-SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--eval-batches", "1", "--sample", "0", "--warmup", "2"]
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--context",
+    "16",
+    "--eval-batches",
+    "1",
+    "--sample",
+    "0",
+    "--warmup",
+    "2",
+]
 STEPS = 4
 TIMEOUT_S = 400
 ROLES = {"weights": "gpu", "secondary": "none", "gradients": "node", "optimizer": "world"}
@@ -37,7 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text, and a DeepSpeed JSON for each way to say the machine: FP32, nothing quantized."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "text").write_bytes((ROOT / "LICENSE").read_bytes() * 5)
-    config = json.loads((ROOT / "configs/demo.json").read_text()) | {"gradient_accumulation_steps": 2}
+    config = json.loads((ROOT / "configs/demo.json").read_text()) | {
+        "gradient_accumulation_steps": 2
+    }
     del config["bf16"]
     for name, topology in TOPOLOGIES.items():
         block = {"topology": topology, **ROLES}
@@ -47,7 +62,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def training(folder: Path, config: str, run: str) -> list[str]:
     """The example's command."""
-    words = [*SMALL, "--steps", str(STEPS), "--data", str(folder / "text"), "--run-dir", str(folder / run)]
+    words = [
+        *SMALL,
+        "--steps",
+        str(STEPS),
+        "--data",
+        str(folder / "text"),
+        "--run-dir",
+        str(folder / run),
+    ]
     return [SCRIPT, *words, "--deepspeed_config", str(folder / f"{config}.json")]
 
 
@@ -60,12 +83,18 @@ def losses(folder: Path, run: str) -> list[float]:
 
 
 def launched(words: list[str], log: Path) -> None:
-    """Run a launcher with CPU ranks on this host; it and its ranks end with this call and leave nothing."""
-    env = {name: value for name, value in rank_environment().items() if not name.startswith("SLURM")}
+    """Run a launcher with CPU ranks on this host; it and its ranks end with this call and leave
+    nothing.
+    """
+    env = {
+        name: value for name, value in rank_environment().items() if not name.startswith("SLURM")
+    }
     port = free_port()
     words = [word.replace("PORT", str(port)) for word in words]
     with open(log, "wb") as output:
-        process = subprocess.Popen(words, env=env, stdout=output, stderr=output, start_new_session=True, cwd=log.parent)
+        process = subprocess.Popen(
+            words, env=env, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
+        )
         try:
             status = process.wait(TIMEOUT_S)
         finally:
@@ -78,7 +107,14 @@ def launched(words: list[str], log: Path) -> None:
 def reference(folder: Path, ranks: int) -> list[float]:
     """Losses under the deepspeed launcher, which the tests here compare with."""
     run = f"deepspeed-{ranks}"
-    words = ["deepspeed", "--no_local_rank", "--num_accelerators", str(ranks), "--master_port", "PORT"]
+    words = [
+        "deepspeed",
+        "--no_local_rank",
+        "--num_accelerators",
+        str(ranks),
+        "--master_port",
+        "PORT",
+    ]
     words += training(folder, f"pretended-{ranks}", run)
     launched(words, folder / f"{run}.log")
     return losses(folder, run)
@@ -88,8 +124,26 @@ def reference(folder: Path, ranks: int) -> list[float]:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpirun_trains_as_deepspeed_does(folder: Path) -> None:
     """The same ranks in the same order: the same bits."""
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", "--bind-to", "none", "--rank-by", "slot"]
-    words += ["-x", "MASTER_ADDR=127.0.0.1", "-x", "MASTER_PORT=PORT", sys.executable, "-m", "zero_topo.launch.worker"]
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "4",
+        "--bind-to",
+        "none",
+        "--rank-by",
+        "slot",
+    ]
+    words += [
+        "-x",
+        "MASTER_ADDR=127.0.0.1",
+        "-x",
+        "MASTER_PORT=PORT",
+        sys.executable,
+        "-m",
+        "zero_topo.launch.worker",
+    ]
     words += ["--", sys.executable, *training(folder, "pretended-4", "mpi")]
     launched(words, folder / "mpi.log")
     assert losses(folder, "mpi") == reference(folder, 4)
@@ -97,13 +151,25 @@ def test_mpirun_trains_as_deepspeed_does(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
-def test_slurm_trains_as_deepspeed_does(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Block distribution: the same bits. Cyclic: other ranks share a node, so sums round differently, no more."""
+def test_slurm_trains_as_deepspeed_does(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Block distribution: the same bits. Cyclic: other ranks share a node, so sums round
+    differently, no more.
+    """
     expected, found = reference(folder, 16), {}
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         for order in ("block", "cyclic"):
             log = folder / f"slurm-{order}.log"
-            words = ["--machine", "frontier", "--nodes", "2", *distributed(order, folder), "--name", order]
+            words = [
+                "--machine",
+                "frontier",
+                "--nodes",
+                "2",
+                *distributed(order, folder),
+                "--name",
+                order,
+            ]
             words += ["--log", str(log), "--master-port", str(free_port()), "--"]
             words += ["env", "OMP_NUM_THREADS=1"]  # the cores are make-believe
             words += ["python", *training(folder, "stated-16", order)]
@@ -112,5 +178,7 @@ def test_slurm_trains_as_deepspeed_does(folder: Path, tmp_path_factory: pytest.T
             found[order] = losses(folder, order)
     assert found["block"] == expected
     assert found["cyclic"] == pytest.approx(expected, rel=0, abs=1e-6)
-    placed = json.loads((folder / "cyclic/report.json").read_text())["zero_topo"]["topology"]["order"]
+    placed = json.loads((folder / "cyclic/report.json").read_text())["zero_topo"]["topology"][
+        "order"
+    ]
     assert placed == [8 * (rank % 2) + rank // 2 for rank in range(16)]

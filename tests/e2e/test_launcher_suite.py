@@ -18,7 +18,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A launch of eight ranks and one of four; with `--launcher-k` one of `--launcher-ranks`."""
     if "ranks" in metafunc.fixturenames:
         option = metafunc.config.getoption
-        metafunc.parametrize("ranks", [option("--launcher-ranks")] if option("--launcher-k") else [8, 4])
+        metafunc.parametrize(
+            "ranks", [option("--launcher-ranks")] if option("--launcher-k") else [8, 4]
+        )
 
 
 def test_launcher_suite(
@@ -28,14 +30,20 @@ def test_launcher_suite(
     capfd: pytest.CaptureFixture[str],
     subtests: pytest.Subtests,
 ) -> None:
-    """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit code 0.
+    """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit
+    code 0.
 
-    Those that need three levels run under DeepSpeed's launcher on eight ranks, the others on four that are forked, but
-    on a GPU, which a process may not share with its children; what is long only where it is asked for.
+    Those that need three levels run under DeepSpeed's launcher on eight ranks, the others on four
+    that are forked, but on a GPU, which a process may not share with its children; what is long
+    only where it is asked for.
     """
     option = request.config.getoption
     selection = option("--launcher-k")
-    words = ["-k", selection] if selection else ["-m", f"{'' if ranks == 8 else 'not '}eight_ranks and not long"]
+    words = (
+        ["-k", selection]
+        if selection
+        else ["-m", f"{'' if ranks == 8 else 'not '}eight_ranks and not long"]
+    )
     settings = LaunchSettings(
         log_dir=tmp_path / "launch",
         world_size=ranks,

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ranks in an emulated cluster find its three levels and their rates by talking, wherever they were put.
+"""Ranks in an emulated cluster find its three levels and their rates by talking, wherever they were
+put.
 
 Those tests are skipped where no cluster can be built: it needs root, `ip` and `tc`.
 """
@@ -28,11 +29,16 @@ TOLERANCE = 0.15
 
 
 def measured(spec: Spec, places: Sequence[int]) -> Topology:
-    """What the ranks find when rank ``r`` runs at ``places[r]`` of the cluster's tree; they are told nothing of it."""
+    """What the ranks find when rank ``r`` runs at ``places[r]`` of the cluster's tree; they are
+    told nothing of it.
+    """
     size = spec.world_size
     with EmulatedNetwork(spec) as built:
         address = Address("eth0", spec.address(places[0]), PORT)
-        spots = [place(rank, size, spec.ranks_per_node, address, built.space(at)) for rank, at in enumerate(places)]
+        spots = [
+            place(rank, size, spec.ranks_per_node, address, built.space(at))
+            for rank, at in enumerate(places)
+        ]
         with Ranks("tests.e2e.programs.bench_ranks:measured", {}, spots) as ranks:
             (message,) = list(ranks.messages())
     first, *others = message["topologies"]
@@ -55,7 +61,11 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
             for b in range(a):
                 together = places[a] // degree == places[b] // degree
                 assert (found.position(a) // degree == found.position(b) // degree) == together
-    sharing = {"gpu": ("gcd", 1), "node": ("gpu", spec.gcds_per_gpu), "world": ("node", spec.ranks_per_node)}
+    sharing = {
+        "gpu": ("gcd", 1),
+        "node": ("gpu", spec.gcds_per_gpu),
+        "world": ("node", spec.ranks_per_node),
+    }
     for domain, (level, ranks) in sharing.items():
         right = spec.rates_mbit.bytes_per_s(level) / ranks
         assert found.links[domain].bandwidth == pytest.approx(right, rel=TOLERANCE), domain
@@ -65,9 +75,13 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
 
 
 def test_the_command_measures_inside_a_job(tmp_path: Path) -> None:
-    """``zero-topo topology --measure`` under a launcher: rank 0 prints what ``--from`` reads back, others nothing."""
+    """``zero-topo topology --measure`` under a launcher: rank 0 prints what ``--from`` reads back,
+    others nothing.
+    """
     command = ["zero_topo.cli", "topology", "--measure", "--json"]
-    done = succeeded(command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=True))
+    done = succeeded(
+        command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=True)
+    )
     text = done.log(0)
     found = Topology.from_json(json.loads(text[text.index("{\n") : text.rindex("}\n") + 2]))
     assert found.world_size == 2 and found.links["node"].bandwidth > 0

@@ -28,9 +28,20 @@ def missing() -> str | None:
 @pytest.mark.parametrize("ranks", [4, late(2)])
 def test_mpi_carries_the_same_bits(ranks: int) -> None:
     """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp", "-n", str(ranks)]
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--mca",
+        "btl",
+        "self,vader,tcp",
+        "-n",
+        str(ranks),
+    ]
     command += [sys.executable, str(PROGRAM), str(free_port())]
-    assert "SAME" in output(command, env=rank_environment(OMPI_MCA_rmaps_base_oversubscribe="1"), timeout=240)
+    assert "SAME" in output(
+        command, env=rank_environment(OMPI_MCA_rmaps_base_oversubscribe="1"), timeout=240
+    )
 
 
 def test_mpi_without_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""GPT-NeoX itself, unmodified, on 8 CPU ranks: it trains, saves and resumes under zero_topo as under plain ZeRO-3.
+"""GPT-NeoX itself, unmodified, on 8 CPU ranks: it trains, saves and resumes under zero_topo as
+under plain ZeRO-3.
 
     NEOX_PATH=<a checkout of EleutherAI/gpt-neox> NEOX_PYTHON=<a Python with its requirements> \
         pytest tests/e2e/test_neox.py
 
-NEOX_PYTHON also needs zero_topo and DeepSpeed; by default it is the Python of the tests. Of GPT-NeoX's requirements
-it takes transformers 4.57, setuptools below 81, lm_dataformat, ftfy, sentencepiece, tiktoken and pybind11.
+NEOX_PYTHON also needs zero_topo and DeepSpeed; by default it is the Python of the tests. Of
+GPT-NeoX's requirements it takes transformers 4.57, setuptools below 81, lm_dataformat, ftfy,
+sentencepiece, tiktoken and pybind11.
 """
 
 from __future__ import annotations
@@ -27,15 +29,22 @@ CHECKOUT = os.environ.get("NEOX_PATH", "")
 PYTHON = os.environ.get("NEOX_PYTHON", sys.executable)
 RANKS = 8
 STEPS, SAVED_AT = 30, 20
-TOPO = {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}, "scheme": "topo"}
+TOPO = {
+    "topology": {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}},
+    "scheme": "topo",
+}
 SCAPE = TOPO | {"optimizer": "node", "sync": {"mode": "scape", "density": 0.5}}
 LOSS = re.compile(r"iteration +(\d+)/ +\d+ .*?lm[_ ]loss: ([\d.E+-]+)")
 
-pytestmark = pytest.mark.skipif(not CHECKOUT, reason="NEOX_PATH is not set to a checkout of EleutherAI/gpt-neox")
+pytestmark = pytest.mark.skipif(
+    not CHECKOUT, reason="NEOX_PATH is not set to a checkout of EleutherAI/gpt-neox"
+)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of CPU ranks; NeoX compiles its C++ helpers with the `python3` it finds, which must have pybind11."""
+    """Of CPU ranks; NeoX compiles its C++ helpers with the `python3` it finds, which must have
+    pybind11.
+    """
     env = rank_environment(TRITON_CACHE_DIR=str(folder / "triton"))
     return env | {"PATH": os.pathsep.join([str(Path(PYTHON).parent), env["PATH"]])}
 
@@ -45,7 +54,12 @@ def run(folder: Path, *words: str, log: str) -> str:
     path = folder / f"{log}.log"
     with path.open("w") as output:
         done = subprocess.run(
-            [PYTHON, *words], cwd=folder, env=environment(folder), stdout=output, stderr=subprocess.STDOUT, timeout=500
+            [PYTHON, *words],
+            cwd=folder,
+            env=environment(folder),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=500,
         )
     text = path.read_text(errors="replace")
     assert done.returncode == 0, "\n".join(line[:300] for line in text.splitlines()[-60:])
@@ -76,7 +90,12 @@ def config(data: Path, block: dict[str, Any], **more: Any) -> dict[str, Any]:
         "min_lr": 0.0003,
         "log_interval": 1,
     }
-    schedule |= {"eval_interval": 1000, "eval_iters": 1, "lr_decay_style": "cosine", "checkpoint_factor": SAVED_AT}
+    schedule |= {
+        "eval_interval": 1000,
+        "eval_iters": 1,
+        "lr_decay_style": "cosine",
+        "checkpoint_factor": SAVED_AT,
+    }
     text: dict[str, Any] = {
         "tokenizer_type": "CharLevelTokenizer",
         "vocab_file": "none",
@@ -105,30 +124,53 @@ def config(data: Path, block: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def train(data: Path, name: str, neox_config: dict[str, Any], *options: str) -> tuple[dict[int, float], str]:
+def train(
+    data: Path, name: str, neox_config: dict[str, Any], *options: str
+) -> tuple[dict[int, float], str]:
     """Losses by step, and the output, of a launch with those options."""
     path = data / f"{name}.yml"
     path.write_text(json.dumps(neox_config, indent=1))
-    words = ["-m", "zero_topo.neox", "launch", "--cpu", "--neox-path", CHECKOUT, "--ranks", str(RANKS), *options]
+    words = [
+        "-m",
+        "zero_topo.neox",
+        "launch",
+        "--cpu",
+        "--neox-path",
+        CHECKOUT,
+        "--ranks",
+        str(RANKS),
+        *options,
+    ]
     text = run(data, *words, str(path), log=name)
-    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*"))
+    assert not list(
+        Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*")
+    )
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}, text
 
 
 def test_neox_learns_saves_and_resumes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """INT8 weights, INT4 gradients: the last ten losses are within 1% of plain ZeRO-3, and resuming repeats them."""
+    """INT8 weights, INT4 gradients: the last ten losses are within 1% of plain ZeRO-3, and resuming
+    repeats them.
+    """
     saved = {"save": str(data / "saved")}
     ours, text = train(data, "topo", config(data, TOPO, **saved))
-    resumed, _ = train(data, "resumed", config(data, TOPO, iteration=SAVED_AT, load=str(data / "saved"), **saved))
+    resumed, _ = train(
+        data, "resumed", config(data, TOPO, iteration=SAVED_AT, load=str(data / "saved"), **saved)
+    )
     plain, _ = train(data, "plain", config(data, TOPO), "--plain")
     with capsys.disabled():
-        print(f"\ntopo {ours[STEPS]:.4f}, plain ZeRO-3 {plain[STEPS]:.4f} after {STEPS} steps, {plain[1]:.4f} at first")
+        print(
+            f"\ntopo {ours[STEPS]:.4f}, plain ZeRO-3 {plain[STEPS]:.4f} after {STEPS} steps, "
+            f"{plain[1]:.4f} at first"
+        )
     assert "zero_topo.neox: 28 of 28 parameters partitioned as they were built" in text
     assert list(ours) == list(plain) == list(range(1, STEPS + 1))
     assert ours[STEPS] < 0.8 * ours[1]
     assert ours != plain  # else both were the same engine
     last = range(SAVED_AT + 1, STEPS + 1)
-    assert sum(ours[step] for step in last) == pytest.approx(sum(plain[step] for step in last), rel=0.01)
+    assert sum(ours[step] for step in last) == pytest.approx(
+        sum(plain[step] for step in last), rel=0.01
+    )
     assert resumed == {step: loss for step, loss in ours.items() if step > SAVED_AT}
 
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a user gets who installs the wheel: native sources, presets and examples, not only the Python code."""
+"""What a user gets who installs the wheel: native sources, presets and examples, not only the
+Python code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from zero_topo import __version__
 BUILD, INSTALL = starting("pip ")
 OFFLINE = ("--quiet", "--no-deps", "--no-index")
 
-NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "site", "*.egg-info", "__pycache__", "tests")
+NOT_THE_PROJECT = shutil.ignore_patterns(
+    ".*", "build", "dist", "runs", "site", "*.egg-info", "__pycache__", "tests"
+)
 
 LARGEST = 800_000
 
@@ -31,7 +35,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(directory: Path, **env: str) -> Path:
-    """The wheel, built with the README's line from a copy of the checkout so that no build directory is left in it."""
+    """The wheel, built with the README's line from a copy of the checkout so that no build
+    directory is left in it.
+    """
     shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
     command = [sys.executable, "-m", *shlex.split(BUILD), *OFFLINE, "--no-build-isolation"]
     output(command, cwd=directory / "source", env={**os.environ, **env})
@@ -39,24 +45,44 @@ def built(directory: Path, **env: str) -> Path:
 
 
 def run_outside(code: str, path: Path | None, cwd: Path) -> str:
-    """Runs code in a Python that does not see the checkout through its working directory; returns its output."""
+    """Runs code in a Python that does not see the checkout through its working directory; returns
+    its output.
+    """
     env = {**os.environ, "PYTHONPATH": str(path) if path else ""}
     return output([sys.executable, "-P", "-c", code], cwd=cwd, env=env).strip()
 
 
 def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
-    """Native sources, their finder, presets, example, type marker and licence; no tests, no records of benchmarks."""
+    """Native sources, their finder, presets, example, type marker and licence; no tests, no records
+    of benchmarks.
+    """
     names = zipfile.ZipFile(wheel).namelist()
-    wanted = {"csrc/zt_wire.h", "op_builder/__init__.py", "py.typed", "examples/train_gpt.py", "cli/__init__.py"}
-    presets = {f"topology/presets/{path.name}" for path in (ROOT / "zero_topo/topology/presets").glob("*.json")}
+    wanted = {
+        "csrc/zt_wire.h",
+        "op_builder/__init__.py",
+        "py.typed",
+        "examples/train_gpt.py",
+        "cli/__init__.py",
+    }
+    presets = {
+        f"topology/presets/{path.name}"
+        for path in (ROOT / "zero_topo/topology/presets").glob("*.json")
+    }
     assert presets
     assert {f"zero_topo/{name}" for name in wanted | presets} <= set(names)
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zero_topo").rglob("*.py")}
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "zero_topo",
+        f"zero_topo-{__version__}.dist-info",
+    }
     records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
-    assert records and not records & {Path(name).name for name in names} and wheel.stat().st_size < LARGEST
+    assert (
+        records
+        and not records & {Path(name).name for name in names}
+        and wheel.stat().st_size < LARGEST
+    )
 
 
 def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
@@ -67,7 +93,9 @@ def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:
-    """The version is the package's own, DeepSpeed no older than was tried, the command registered."""
+    """The version is the package's own, DeepSpeed no older than was tried, the command
+    registered.
+    """
     archive = zipfile.ZipFile(wheel)
     info = f"zero_topo-{__version__}.dist-info"
     metadata = archive.read(f"{info}/METADATA").decode()
@@ -79,7 +107,11 @@ def test_wheel_names_its_version_and_command(wheel: Path) -> None:
 def test_sources_are_found_in_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     """source_dir() of the unpacked wheel is inside it and holds the header."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    found = run_outside("from zero_topo.op_builder import source_dir; print(source_dir())", tmp_path / "site", tmp_path)
+    found = run_outside(
+        "from zero_topo.op_builder import source_dir; print(source_dir())",
+        tmp_path / "site",
+        tmp_path,
+    )
     assert Path(found) == tmp_path / "site" / "zero_topo" / "csrc"
     assert (Path(found) / "zt_wire.h").read_text() == (ROOT / "csrc" / "zt_wire.h").read_text()
 
@@ -97,7 +129,9 @@ print(name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
 
 @pytest.mark.long
 def test_ops_built_ahead_of_time_need_no_compiler(tmp_path: Path) -> None:
-    """With ZT_BUILD_OPS=1 the wheel carries the CPU's kernels, and they load where nothing can be compiled."""
+    """With ZT_BUILD_OPS=1 the wheel carries the CPU's kernels, and they load where nothing can be
+    compiled.
+    """
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         pytest.skip("g++ and ninja are needed to build ahead of time")
     zipfile.ZipFile(built(tmp_path, ZT_BUILD_OPS="1")).extractall(tmp_path / "site")

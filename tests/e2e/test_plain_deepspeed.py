@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Without a ``zero_topo`` block nothing about DeepSpeed changes: its own ZeRO-1, 2 and 3 give the same bits."""
+"""Without a ``zero_topo`` block nothing about DeepSpeed changes: its own ZeRO-1, 2 and 3 give the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PROGRAM = ROOT / "tests/e2e/programs/plain_deepspeed.py"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two ranks computed without the hook, and with it: ranks of the launcher, as forked ones have the hook."""
+    """What two ranks computed without the hook, and with it: ranks of the launcher, as forked ones
+    have the hook.
+    """
     folder = tmp_path_factory.mktemp("plain")
     settings = LaunchSettings(folder / "logs", world_size=2, timeout_s=300)
     succeeded([str(PROGRAM), str(folder / "found.pt")], settings)
@@ -23,13 +27,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     return without, hooked
 
 
-def test_the_first_runs_have_no_hook_and_the_others_have(runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_the_first_runs_have_no_hook_and_the_others_have(
+    runs: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     """Else the comparison below would say nothing."""
     assert [found["hook"] for found in runs] == [False, True]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_and_weights_are_the_same_bits(runs: tuple[dict[str, Any], dict[str, Any]], stage: int) -> None:
+def test_losses_and_weights_are_the_same_bits(
+    runs: tuple[dict[str, Any], dict[str, Any]], stage: int
+) -> None:
     """Five steps of two micro-batches with clipping."""
     (losses, weights), (hooked_losses, hooked_weights) = (found["runs"][stage] for found in runs)
     assert len(losses) == 10 and len(set(map(float, losses))) > 5

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What cannot work is refused in one line, on every rank alike, before any process group exists, and nothing hangs."""
+"""What cannot work is refused in one line, on every rank alike, before any process group exists,
+and nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,22 @@ def topo(**keys: Any) -> dict[str, Any]:
     return {**GOOD, "zero_topo": {"topology": TREE, **keys}}
 
 
-# name -> (config, what the line names, the way out it offers); one for each check, whose cases units try
+# name -> (config, what the line names, the way out it offers); one for each check, whose cases
+# units try
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "deepspeed_key": ({**GOOD, "zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2", "set it to 3"),
+    "deepspeed_key": (
+        {**GOOD, "zero_optimization": {"stage": 2}},
+        "zero_optimization.stage = 2",
+        "set it to 3",
+    ),
     "misspelt_block": ({**GOOD, "zero-topo": {}}, "zero-topo", 'write it "zero_topo"'),
     "block_key": (topo(wieghts=2), "zero_topo.wieghts", "weights"),
     "plan": (topo(weights=2, gradients=1, optimizer=2), "gradients", "weights"),
-    "world_size": (topo(topology={"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}), "8 ranks", "2"),
+    "world_size": (
+        topo(topology={"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}),
+        "8 ranks",
+        "2",
+    ),
     "preset": (topo(topology="fronteer"), "fronteer", "frontier"),
 }
 ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_device"}
@@ -46,7 +57,9 @@ ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_
 def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict[str, Any]]]:
     """One launch that tries every case in every way; what each rank got."""
     path = tmp_path_factory.mktemp("refused")
-    (path / "cases.json").write_text(json.dumps({"good": GOOD, **{name: case[0] for name, case in CASES.items()}}))
+    (path / "cases.json").write_text(
+        json.dumps({"good": GOOD, **{name: case[0] for name, case in CASES.items()}})
+    )
     command = [str(PROGRAMS / "refused.py"), str(path / "cases.json"), str(path)]
     done = launch(command, LaunchSettings(path / "logs", RANKS, TIMEOUT_S, forked=True))
     files = [path / f"{rank}.json" for rank in range(RANKS)]
@@ -59,15 +72,23 @@ Refused = tuple[Launch, list[dict[str, Any]]]
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_is_refused_in_one_line_everywhere(name: str, refused: Refused) -> None:
-    """Whichever call gets the config and in whichever form, on whichever rank: one line, and no process group yet."""
+    """Whichever call gets the config and in whichever form, on whichever rank: one line, and no
+    process group yet.
+    """
     _, what, instead = CASES[name]
-    ways = {(rank, way): said for rank, ways in enumerate(refused[1]) for way, said in ways[name].items()}
+    ways = {
+        (rank, way): said
+        for rank, ways in enumerate(refused[1])
+        for way, said in ways[name].items()
+    }
     assert len(ways) == 6 * RANKS
     assert_refused(list(ways.values()), what, instead)
 
 
 def assert_refused(said: list[dict[str, Any]], *words: str) -> None:
-    """Everywhere the same ValueError, in one line with these words, and there is no process group yet."""
+    """Everywhere the same ValueError, in one line with these words, and there is no process group
+    yet.
+    """
     first = said[0]
     assert [other for other in said if other != first] == []
     assert (first["type"], first["group"]) == ("ValueError", False), first
@@ -76,7 +97,9 @@ def assert_refused(said: list[dict[str, Any]], *words: str) -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_is_refused_in_one_line_everywhere(name: str, refused: Refused) -> None:
-    """What contradicts zero_topo in a call's arguments rather than in the JSON is refused as early."""
+    """What contradicts zero_topo in a call's arguments rather than in the JSON is refused as
+    early.
+    """
     assert_refused([ways["arguments"][name] for ways in refused[1]], ARGUMENTS[name])
 
 
@@ -96,7 +119,8 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_ranks_that_differ_get_the_same_error(name: str, refused: Refused) -> None:
-    """A rank with another config, optimizer, model or software is named on every rank; none waits for it.
+    """A rank with another config, optimizer, model or software is named on every rank; none waits
+    for it.
 
     All else that ranks agree on is in ``tests/ranks/test_agreement.py``.
     """
@@ -114,33 +138,55 @@ def test_ranks_may_log_and_measure_differently(refused: Refused) -> None:
 
 
 def test_a_rank_without_the_block_does_not_hang_the_others(tmp_path: Path) -> None:
-    """It goes on with stock DeepSpeed; the rank with the block names it and ends, so the launch does."""
-    for rank, config in enumerate([GOOD, {key: value for key, value in GOOD.items() if key != "zero_topo"}]):
+    """It goes on with stock DeepSpeed; the rank with the block names it and ends, so the launch
+    does.
+    """
+    for rank, config in enumerate(
+        [GOOD, {key: value for key, value in GOOD.items() if key != "zero_topo"}]
+    ):
         (tmp_path / f"{rank}.json").write_text(json.dumps(config))
-    command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(tmp_path / "{rank}.json"), str(tmp_path / "meeting")]
-    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True))
+    command = [
+        "zero_topo.run",
+        str(PROGRAMS / "plain.py"),
+        str(tmp_path / "{rank}.json"),
+        str(tmp_path / "meeting"),
+    ]
+    done = launch(
+        command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True)
+    )
     assert not done.timed_out, done.tails()
     assert done.returncode != 0
-    assert '1 of 2 ranks have no "zero_topo" block in their DeepSpeed config, such as rank 1 of host' in done.log(0)
+    assert (
+        '1 of 2 ranks have no "zero_topo" block in their DeepSpeed config, such as rank 1 of host'
+        in done.log(0)
+    )
 
 
 def test_a_machine_that_is_not_there_ends_the_launch(refused: Refused) -> None:
-    """Two nodes are declared, all ranks see one host: that is said once, and the launch ends by itself."""
+    """Two nodes are declared, all ranks see one host: that is said once, and the launch ends by
+    itself.
+    """
     assert_ended_with(refused[0], f"all {RANKS} ranks run on host ", "pretend them with")
 
 
 def test_an_escaping_refusal_ends_the_launch(tmp_path: Path) -> None:
-    """A script that may not be edited, run by `zero_topo.run`: the refusal is one line, with the script's own."""
+    """A script that may not be edited, run by `zero_topo.run`: the refusal is one line, with the
+    script's own.
+    """
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(topo(weights=2, gradients=1, optimizer=2)))
     command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(config), str(tmp_path / "meeting")]
-    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True))
+    done = launch(
+        command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True, forked=True)
+    )
     assert_ended_with(done, "", "gradients")
     assert " (plain.py:" in done.log(0)
 
 
 def assert_ended_with(done: Launch, begin: str, part: str) -> None:
-    """The launch failed by itself, in time; rank 0 printed the error in one line, the others nothing of it."""
+    """The launch failed by itself, in time; rank 0 printed the error in one line, the others
+    nothing of it.
+    """
     assert not done.timed_out, done.tails()
     assert done.returncode != 0
     assert done.seconds < TIMEOUT_S

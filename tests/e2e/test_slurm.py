@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The script that `zero-topo launch slurm` writes for Frontier, run by a real Slurm on two emulated nodes of it."""
+"""The script that `zero-topo launch slurm` writes for Frontier, run by a real Slurm on two emulated
+nodes of it.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,43 @@ def ran(cluster: Cluster, name: str, words: list[str], **env: str) -> tuple[str,
     """The final state and the output of a Frontier job."""
     log = cluster.folder / f"{name}.out"
     port = str(free_port())
-    job = submitted(cluster, [*FRONTIER, "--name", name, "--log", str(log), "--master-port", port, *words], env)
+    job = submitted(
+        cluster, [*FRONTIER, "--name", name, "--log", str(log), "--master-port", port, *words], env
+    )
     return cluster.wait(job, 120), log.read_text()
 
 
 @pytest.mark.parametrize(("distribution", "plane"), [("block", PER_NODE), ("cyclic", 1)])
-def test_every_rank_knows_its_place(cluster: Cluster, distribution: str, plane: int, tmp_path: Path) -> None:
-    """16 tasks: the worker's variables, the tree that zero_topo reads and the host where the task runs agree."""
+def test_every_rank_knows_its_place(
+    cluster: Cluster, distribution: str, plane: int, tmp_path: Path
+) -> None:
+    """16 tasks: the worker's variables, the tree that zero_topo reads and the host where the task
+    runs agree.
+    """
     program = [sys.executable, str(ROOT / "tests/e2e/programs/launched.py"), str(tmp_path)]
-    state, output = ran(cluster, distribution, [*distributed(distribution, tmp_path), "--", *program])
+    state, output = ran(
+        cluster, distribution, [*distributed(distribution, tmp_path), "--", *program]
+    )
     assert state == "COMPLETED", output
-    seen: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)]
+    seen: list[dict[str, Any]] = [
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)
+    ]
     positions = slurm.placement(2, PER_NODE, plane)
     for rank, (told, position) in enumerate(zip(seen, positions, strict=True)):
         node, local = divmod(position, PER_NODE)
         env = told["env"]
-        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (str(rank), "16", str(PER_NODE))
+        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (
+            str(rank),
+            "16",
+            str(PER_NODE),
+        )
         assert env["LOCAL_RANK"] == str(local) and told["host"] == cluster.hosts[node]
         assert told["place"] == [node, local // 2, local % 2]
-        assert env["MASTER_ADDR"] and env["FI_MR_CACHE_MONITOR"] == "kdreg2" and env["OMP_NUM_THREADS"] == "7"
+        assert (
+            env["MASTER_ADDR"]
+            and env["FI_MR_CACHE_MONITOR"] == "kdreg2"
+            and env["OMP_NUM_THREADS"] == "7"
+        )
         assert env["SLURM_CPU_BIND_LIST"].split(",")[0] == "fe000000000000"
     trees = [told["topology"] for told in seen]
     assert trees == [trees[0]] * 16
@@ -61,23 +81,37 @@ def test_every_rank_knows_its_place(cluster: Cluster, distribution: str, plane: 
 
 def test_a_rank_that_fails_ends_the_job(cluster: Cluster) -> None:
     """The others would wait for it in a collective for half an hour."""
-    state, output = ran(cluster, "failing", ["--", "bash", "-c", "[ $RANK != 3 ] || exit 7; sleep 100"])
+    state, output = ran(
+        cluster, "failing", ["--", "bash", "-c", "[ $RANK != 3 ] || exit 7; sleep 100"]
+    )
     assert state == "FAILED" and "Exited with exit code 7" in output
 
 
 def test_a_rank_left_over_in_the_environment_is_refused_by_every_rank(cluster: Cluster) -> None:
     """RANK=0 would be right on rank 0 only, which would then wait for the others."""
     state, output = ran(cluster, "stray", ["--", "true"], RANK="0")
-    said = [line for line in output.splitlines() if "RANK was set before Slurm started the ranks" in line]
-    assert state == "FAILED" and said and not [line for line in output.splitlines() if "Traceback" in line]
+    said = [
+        line
+        for line in output.splitlines()
+        if "RANK was set before Slurm started the ranks" in line
+    ]
+    assert (
+        state == "FAILED"
+        and said
+        and not [line for line in output.splitlines() if "Traceback" in line]
+    )
 
 
-MACHINES = [name for name in machine_names() if load_launch_machine(name).scheduler in (None, "slurm")]
+MACHINES = [
+    name for name in machine_names() if load_launch_machine(name).scheduler in (None, "slurm")
+]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One node with as many cores as any machine's script asks for, the partitions and features of their sites."""
+    """One node with as many cores as any machine's script asks for, the partitions and features of
+    their sites.
+    """
     with Cluster(tmp_path_factory.mktemp("large"), nodes=1, cpus=288, name="any") as up:
         yield up
 

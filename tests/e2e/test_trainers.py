@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer and Accelerate, and Lightning's Trainer: as under stock ZeRO-3, also after a resume.
+"""Hugging Face's Trainer and Accelerate, and Lightning's Trainer: as under stock ZeRO-3, also after
+a resume.
 
-Twenty steps each in FP32, unquantized; Hugging Face on eight ranks, Lightning on four. Imports in every order.
+Twenty steps each in FP32, unquantized; Hugging Face on eight ranks, Lightning on four. Imports in
+every order.
 """
 
 from __future__ import annotations
@@ -37,12 +39,18 @@ def outcome(command: list[str], folder: Path, ranks: int = 8) -> dict[str, Any]:
 @hugging_face
 @pytest.mark.parametrize(("verb", "learned"), [("trainer", 1.0), ("lora", 0.2)])
 def test_the_trainer_trains_as_under_stock_zero3(verb: str, learned: float, tmp_path: Path) -> None:
-    """A checkpoint of the tenth step resumes with the losses that followed it; also of PEFT's adapters alone."""
+    """A checkpoint of the tenth step resumes with the losses that followed it; also of PEFT's
+    adapters alone.
+    """
     if verb == "lora":
         pytest.importorskip("peft")
     found = outcome(["hugging_face.py", verb], tmp_path)
     plain, topo, resumed = (found[name]["losses"] for name in ("plain", "topo", "resumed"))
-    assert (found["plain"]["topo"], found["topo"]["topo"], found["resumed"]["topo"]) == (None, 20, 10)
+    assert (found["plain"]["topo"], found["topo"]["topo"], found["resumed"]["topo"]) == (
+        None,
+        20,
+        10,
+    )
     assert len(topo) == 20 and topo[-1] < topo[0] - learned
     assert topo == pytest.approx(plain, rel=0, abs=CLOSE)
     assert resumed[:10] == topo[:10]  # the Trainer's own log, read back
@@ -61,13 +69,21 @@ def test_accelerate_trains_as_under_stock_zero3(tmp_path: Path) -> None:
 
 @hugging_face
 def test_ranks_that_share_sequences_train_as_under_stock_zero3(tmp_path: Path) -> None:
-    """Ulysses by Accelerate's recipe: two data-parallel pairs of ranks, each with half of a sequence."""
-    plain, topo = (outcome(["hugging_face.py", verb], tmp_path, ranks=4) for verb in ("ulysses-plain", "ulysses"))
+    """Ulysses by Accelerate's recipe: two data-parallel pairs of ranks, each with half of a
+    sequence.
+    """
+    plain, topo = (
+        outcome(["hugging_face.py", verb], tmp_path, ranks=4)
+        for verb in ("ulysses-plain", "ulysses")
+    )
     assert (plain["topo"], topo["topo"]) == (None, 10) and topo["losses"][-1] < topo["losses"][0]
     assert topo["losses"] == pytest.approx(plain["losses"], rel=0, abs=CLOSE)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None,
+    reason="pytorch-lightning is not installed",
+)
 def test_lightning_trains_as_under_stock_zero3(tmp_path: Path) -> None:
     """Micro-batches and clipping by Lightning; its DeepSpeed strategy passes the block on."""
     found = outcome(["lightning.py"], tmp_path, ranks=4)
@@ -88,12 +104,14 @@ LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 """,
     "arguments": """
 from transformers import TrainingArguments
-TrainingArguments(deepspeed={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+TrainingArguments(deepspeed=config)
 """,
     "deepspeed": "import deepspeed",
 }
 
-# Every order of the steps; a process forks one for each step that is left, so orders share what they begin with.
+# Every order of the steps; a process forks one for each step that is left, so orders share what
+# they begin with.
 ORDERS = """
 import json, os, sys, torch, traceback
 steps = json.loads(sys.argv[1])
@@ -116,7 +134,9 @@ walk(list(steps))
 
 @hugging_face
 def test_every_order_of_imports_and_models_installs_the_hook() -> None:
-    """A model that exists before DeepSpeed is imported has changed ``torch.nn.Module``; no order needs a block."""
+    """A model that exists before DeepSpeed is imported has changed ``torch.nn.Module``; no order
+    needs a block.
+    """
     env = {**os.environ, **rank_alone(), "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", ORDERS, json.dumps(STEPS)]
     assert output(command, env=env).count("hooked: True") == 24

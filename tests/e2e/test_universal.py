@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run goes from two ranks to eight to four, over other machines and schemes, through DeepSpeed's conversion."""
+"""A run goes from two ranks to eight to four, over other machines and schemes, through DeepSpeed's
+conversion.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,24 @@ def run(verb: str, path: Path, ranks: int) -> Results:
         *(("four", name) for name in ("stock", "hsdp", "topo")),
     ],
 )
-def test_other_ranks_another_machine_and_plan_go_on_from_it(ranks: str, name: str, found: dict[str, Results]) -> None:
-    """The very weights, and the optimizer states with them: losses are those of stock ZeRO-3 that never stopped.
+def test_other_ranks_another_machine_and_plan_go_on_from_it(
+    ranks: str, name: str, found: dict[str, Results]
+) -> None:
+    """The very weights, and the optimizer states with them: losses are those of stock ZeRO-3 that
+    never stopped.
 
     Those on four ranks come of a run that was itself taken up, on eight, of one on two.
     """
     mine = found[ranks][name]
     assert set(mine["different"].values()) == {0.0}
-    assert mine["losses"] == pytest.approx(found["two"]["unbroken"]["losses"][STEPS[ranks]], abs=1e-5)
+    assert mine["losses"] == pytest.approx(
+        found["two"]["unbroken"]["losses"][STEPS[ranks]], abs=1e-5
+    )
 
 
 def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> None:
-    """From two ranks to eight, from eight to four, from four to four on another plan and other sub-groups.
+    """From two ranks to eight, from eight to four, from four to four on another plan and other
+    sub-groups.
 
     Weights, masters and losses have the bits that the universal checkpoint gives.
     """
@@ -64,7 +72,9 @@ def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> 
 
 
 def test_residuals_arrive_on_other_ranks_as_on_their_own(found: dict[str, Results]) -> None:
-    """Sent in one step on eight ranks, the losses are those of two ranks that each got its own residual back."""
+    """Sent in one step on eight ranks, the losses are those of two ranks that each got its own
+    residual back.
+    """
     mine, theirs = found["eight"]["sends all"]["losses"], found["two"]["sends all"]["losses"]
     assert mine == pytest.approx(theirs, abs=1e-5)
     # else equal losses would say nothing: a run that owes nothing learns otherwise
@@ -72,7 +82,9 @@ def test_residuals_arrive_on_other_ranks_as_on_their_own(found: dict[str, Result
 
 
 def test_weights_alone_go_on_as_in_stock(found: dict[str, Results]) -> None:
-    """Without optimizer states, masters are refilled from the weights, on every rank that holds a copy."""
+    """Without optimizer states, masters are refilled from the weights, on every rank that holds a
+    copy.
+    """
     mine, theirs = found["four"]["hsdp_weights_only"], found["four"]["stock_weights_only"]
     assert mine["different"] == theirs["different"]
     assert mine["losses"] == pytest.approx(theirs["losses"], abs=1e-6)

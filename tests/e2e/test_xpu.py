@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Nothing asks for CUDA by name: ranks, streams and a DeepSpeed job on an XPU, which stands in for Intel's GPUs.
+"""Nothing asks for CUDA by name: ranks, streams and a DeepSpeed job on an XPU, which stands in for
+Intel's GPUs.
 
-Its tensors are of PyTorch's own device ``xpu``, its streams and events those of ``torch.accelerator`` (``tests/xpu``).
+Its tensors are of PyTorch's own device ``xpu``, its streams and events those of
+``torch.accelerator`` (``tests/xpu``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ SUITES = {
     "agreement": (["tests/ranks/test_agreement.py"], "", 20),
     "order": (
         ["tests/ranks/test_streams.py"],
-        # In a world of one pretended rank, torch reads what no other has sent: text of any length on the host.
+        # In a world of one pretended rank, torch reads what no other has sent: text of any length
+        # on the host.
         "not load and (not no_race or (no_race and True-True and (codes or q4 or oktopk)))",
         20,
     ),
@@ -34,11 +37,25 @@ SUITES = {
 
 @pytest.mark.parametrize("name", SUITES)
 def test_ranks_that_are_threads_work_on_an_xpu(name: str) -> None:
-    """Gathers, scatters, sync and publish are right; and in order on its streams, of which each queue has one."""
+    """Gathers, scatters, sync and publish are right; and in order on its streams, of which each
+    queue has one.
+    """
     files, expression, least = SUITES[name]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", expression, *files]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        expression,
+        *files,
+    ]
     env = os.environ | environment()
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1200)
+    done = subprocess.run(
+        words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1200
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     passed = done.stdout.split(" passed")[0].split()[-1]
     assert int(passed) >= least
@@ -46,7 +63,9 @@ def test_ranks_that_are_threads_work_on_an_xpu(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["topo", "codes"])
 def test_a_job_trains_on_an_xpu_as_on_a_cpu(tmp_path: Path, scheme: str) -> None:
-    """Under the launcher, with DeepSpeed's accelerator for XPUs: the same losses and weights; queues have streams."""
+    """Under the launcher, with DeepSpeed's accelerator for XPUs: the same losses and weights;
+    queues have streams.
+    """
     found = {}
     for device, env in (("cpu", {"DS_ACCELERATOR": "cpu"}), ("xpu", environment(devices=2))):
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))}

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu [STAGE...]`: every stage's commands, one after the other; what failed, at the end.
+"""`python -m tests.gpu [STAGE...]`: every stage's commands, one after the other; what failed, at
+the end.
 
-Without a GPU each stage runs a stand-in: less of the same on the CPU, threads or gloo in place of NCCL, emulated
-kernels. That shows that the commands work, nothing about a GPU, and nothing of it is recorded.
+Without a GPU each stage runs a stand-in: less of the same on the CPU, threads or gloo in place of
+NCCL, emulated kernels. That shows that the commands work, nothing about a GPU, and nothing of it is
+recorded.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ SANITIZER = ("compute-sanitizer", "--error-exitcode", "1", "--kernel-name", "kns
 SANITIZED = "refuse or codes_have or roundings or limited or sparse"
 """Of the native kernels' tests, those that run under it."""
 SOME_FORMATS = (
-    "(test_operations and (int8/256-bfloat16 or int4/256-bfloat16)) or sparse or (codes_give and 256) or roundings"
+    "(test_operations and (int8/256-bfloat16 or int4/256-bfloat16)) or sparse or "
+    "(codes_give and 256) or roundings"
 )
 """Of Triton's tests: each took 18 s on an H100, most of it to compile."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage is about, the seconds it may take on a GPU, and what is known when it succeeds."""
+    """What a stage is about, the seconds it may take on a GPU, and what is known when it
+    succeeds.
+    """
 
     title: str
     limit_s: float
@@ -50,15 +55,43 @@ class Stage:
 
 
 STAGES = {
-    1: Stage("kernels give the reference's bits", 150, "the native kernels compile and give the reference's bits"),
-    2: Stage("one rank of 384: overlap", 60, "no overlap changes a bit; the host waits once in a step"),
-    3: Stage("two ranks over NCCL", 150, "schemes and sync modes train as unmodified ZeRO-3 over real NCCL"),
-    4: Stage("kernels beside a copy and other people's", 90, "kernels run at 0.8 of a copy and ahead of DeepSpeed's"),
-    5: Stage("one rank of 384: times", 90, "what zero_topo adds to a step is in the record, and what of it is hidden"),
-    6: Stage("a billion parameters", 180, "loss, tokens per second and peak memory are beside unmodified ZeRO-3's"),
-    7: Stage("the rest", 180, "Triton, the sanitizer, offload, FP16 and a billion sparse gradients agree too"),
+    1: Stage(
+        "kernels give the reference's bits",
+        150,
+        "the native kernels compile and give the reference's bits",
+    ),
+    2: Stage(
+        "one rank of 384: overlap", 60, "no overlap changes a bit; the host waits once in a step"
+    ),
+    3: Stage(
+        "two ranks over NCCL",
+        150,
+        "schemes and sync modes train as unmodified ZeRO-3 over real NCCL",
+    ),
+    4: Stage(
+        "kernels beside a copy and other people's",
+        90,
+        "kernels run at 0.8 of a copy and ahead of DeepSpeed's",
+    ),
+    5: Stage(
+        "one rank of 384: times",
+        90,
+        "what zero_topo adds to a step is in the record, and what of it is hidden",
+    ),
+    6: Stage(
+        "a billion parameters",
+        180,
+        "loss, tokens per second and peak memory are beside unmodified ZeRO-3's",
+    ),
+    7: Stage(
+        "the rest",
+        180,
+        "Triton, the sanitizer, offload, FP16 and a billion sparse gradients agree too",
+    ),
 }
-"""15 minutes. The order is by what a minute proves; the pieces of at most 9 minutes are 1 to 4, and 5 to 7."""
+"""15 minutes. The order is by what a minute proves; the pieces of at most 9 minutes are 1 to 4, and
+5 to 7.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +118,12 @@ def _kernels(gpu: bool, folder: Path) -> list[Command]:
     native = (*PYTEST, "tests/kernels/test_native.py")
     if gpu:
         return [_module("compiled"), Command(native)]
-    emulated = ("tests/kernels/test_gpu_sizes.py", "tests/kernels/test_gpu_codes.py", "-k", "mixed or uploaded")
+    emulated = (
+        "tests/kernels/test_gpu_sizes.py",
+        "tests/kernels/test_gpu_codes.py",
+        "-k",
+        "mixed or uploaded",
+    )
     return [Command((*native, "-k", FEW)), Command((*PYTEST, *emulated))]
 
 
@@ -99,10 +137,17 @@ def _ranks(gpu: bool, folder: Path) -> list[Command]:
 
 def _speed(gpu: bool, folder: Path) -> list[Command]:
     record = str(folder / "quantizers-gpu.json")
-    size = ("--device", "cuda", "--size", "2147483648") if gpu else ("--size", "65536", "--repeats", "1")
+    size = (
+        ("--device", "cuda", "--size", "2147483648")
+        if gpu
+        else ("--size", "65536", "--repeats", "1")
+    )
     formats = ("--threads", "1", "--dtypes", "bf16", "--blocks", "256")
     bench = (sys.executable, "-m", "benchmarks", "quantizers", *size, *formats, "--record", record)
-    return [Command((*bench, "--plots", str(ROOT / "runs" / "gpu-check"))), _module("goals", record)]
+    return [
+        Command((*bench, "--plots", str(ROOT / "runs" / "gpu-check"))),
+        _module("goals", record),
+    ]
 
 
 def _times(gpu: bool, folder: Path) -> list[Command]:
@@ -116,13 +161,21 @@ def _large(gpu: bool, folder: Path) -> list[Command]:
 def _rest(gpu: bool, folder: Path) -> list[Command]:
     triton = (*PYTEST, "tests/kernels/test_triton.py", "-k")
     if not gpu:
-        interpreted = Command((*triton, "large or misaligned or codes_give"), {"TRITON_INTERPRET": "1"})
-        return [interpreted, _module("one_of_many", "more", str(folder)), _module("sparse", str(folder), str(2**16))]
+        interpreted = Command(
+            (*triton, "large or misaligned or codes_give"), {"TRITON_INTERPRET": "1"}
+        )
+        return [
+            interpreted,
+            _module("one_of_many", "more", str(folder)),
+            _module("sparse", str(folder), str(2**16)),
+        ]
     commands = [Command((*triton, SOME_FORMATS)), _module("one_of_many", "more", str(folder))]
     commands.append(_module("sparse", str(folder), str(2**28)))
     # The order of streams: torch's sanitizer knows them, but not the allocator's reuse of memory.
     ordered = {"TORCH_CUDA_SANITIZER": "1", "ZERO_TOPO_QUANT": "reference"}
-    commands.append(replace(_module("one_of_many", "checks", str(folder / "sanitizer")), env=ordered))
+    commands.append(
+        replace(_module("one_of_many", "checks", str(folder / "sanitizer")), env=ordered)
+    )
     if shutil.which("compute-sanitizer"):
         native = (*PYTEST, "tests/kernels/test_native.py", "-k", SANITIZED)
         commands.append(Command((*SANITIZER, *native), {"ZERO_TOPO_TEST_SMALL": "1"}))
@@ -144,7 +197,12 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
     found = []
     end = time.monotonic() + (stage.limit_s if gpu else PATIENCE_S)
     for command in commands(number, gpu, folder):
-        env = {**os.environ, "DS_ACCELERATOR": device, "ZERO_TOPO_TEST_DEVICE": device, **own_architecture(gpu)}
+        env = {
+            **os.environ,
+            "DS_ACCELERATOR": device,
+            "ZERO_TOPO_TEST_DEVICE": device,
+            **own_architecture(gpu),
+        }
         if gpu:  # the reference computes on the host
             env = {**env, "OMP_NUM_THREADS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         began = time.monotonic()
@@ -152,10 +210,20 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
         if began < end:  # a command short enough would end before a limit of no time stopped it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 limit, env = end - began, {**env, **command.env}
-                status = subprocess.run(command.words, cwd=ROOT, env=env, check=False, timeout=limit).returncode
-        told = " ".join([*(f"{name}={value}" for name, value in command.env.items()), *command.words[1:]])
-        found.append({"command": told, "status": status, "seconds": round(time.monotonic() - began, 1)})
-        print(f"-- {'ok' if status == 0 else f'FAILED ({status})'} in {found[-1]['seconds']} s: {told}", flush=True)
+                status = subprocess.run(
+                    command.words, cwd=ROOT, env=env, check=False, timeout=limit
+                ).returncode
+        told = " ".join(
+            [*(f"{name}={value}" for name, value in command.env.items()), *command.words[1:]]
+        )
+        found.append(
+            {"command": told, "status": status, "seconds": round(time.monotonic() - began, 1)}
+        )
+        print(
+            f"-- {'ok' if status == 0 else f'FAILED ({status})'} in {found[-1]['seconds']} s: "
+            f"{told}",
+            flush=True,
+        )
     proved = gpu and not any(entry["status"] for entry in found)
     print(f"== stage {number} proved: {stage.proves if proved else 'nothing'}", flush=True)
     return found
@@ -182,7 +250,9 @@ def main(words: list[str]) -> int:
         stages[str(stage)] = {"title": STAGES[stage].title, "commands": entries}
         # After each stage: a lease of the GPU may end before the last one.
         records.write(path, records.record("gpu-check", {"device": device}, {"stages": stages}))
-    print(f"{path}: {len(failed)} commands failed{''.join(f'{chr(10)}  {told}' for told in failed)}")
+    print(
+        f"{path}: {len(failed)} commands failed{''.join(f'{chr(10)}  {told}' for told in failed)}"
+    )
     return int(bool(failed))
 
 

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.goals RECORD`: whether a record of `python -m benchmarks quantizers` on a GPU meets the goals.
+"""`python -m tests.gpu.goals RECORD`: whether a record of `python -m benchmarks quantizers` on a
+GPU meets the goals.
 
-0.8 of a copy of as many bytes, and ahead of every other quantizer in the record, for each of our best backend's
-kernels; DeepSpeed's must be in the record. The stand-in's record is read and shown, but held to nothing.
+0.8 of a copy of as many bytes, and ahead of every other quantizer in the record, for each of our
+best backend's kernels; DeepSpeed's must be in the record. The stand-in's record is read and shown,
+but held to nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +28,17 @@ def main(words: list[str]) -> int:
         formats[kernel][entry["backend"]] = entry["memcpy_ratio"]
     compared = any("deepspeed" in ratios for ratios in formats.values())
     missed = int(not compared)
-    print("beside DeepSpeed's" if compared else f"NOT beside DeepSpeed's: {content['skipped'].get('deepspeed')}")
+    print(
+        "beside DeepSpeed's"
+        if compared
+        else f"NOT beside DeepSpeed's: {content['skipped'].get('deepspeed')}"
+    )
     for kernel, ratios in formats.items():
         own = max((ratios[name] for name in OURS if name in ratios), default=0.0)
-        others = max((ratio for name, ratio in ratios.items() if name not in (*OURS, "reference")), default=0.0)
+        others = max(
+            (ratio for name, ratio in ratios.items() if name not in (*OURS, "reference")),
+            default=0.0,
+        )
         short = own < GOAL or own < others
         missed += short
         print(*kernel, f"{own:.2f} of a copy; others {others:.2f}{'  MISSED' if short else ''}")

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.one_of_many checks|more|times|calls FOLDER`: rank 0 of 384 alone, on some of 20B's layers.
+"""`python -m tests.gpu.one_of_many checks|more|times|calls FOLDER`: rank 0 of 384 alone, on some of
+20B's layers.
 
-Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective is one copy of what is
-sent, so what is measured is the rank's own work.
+Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective is one
+copy of what is sent, so what is measured is the rank's own work.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from tests.device import DEVICE, ON_GPU, device_name, synchronize
 RANKS = 384
 TOPOLOGY = {"emulated": {"nodes": RANKS // 8, "gpus_per_node": 4, "gcds_per_gpu": 2}}
 LAYERS, WIDTH, CONTEXT, BATCH = (4, 6144, 2048, 2) if ON_GPU else (4, 64, 16, 2)
-SETUP = TrainingSetup(LAYERS, WIDTH, CONTEXT, BATCH, bucket_numel=500_000_000, prefetch_numel=50_000_000)
+SETUP = TrainingSetup(
+    LAYERS, WIDTH, CONTEXT, BATCH, bucket_numel=500_000_000, prefetch_numel=50_000_000
+)
 SCHEMES = ("stock", "zero++", "topo", "topo-16bit", "topo-q4")
 STEPS, TURNS, WARM_UP = 4, 12 if ON_GPU else 4, 3
 FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
@@ -55,7 +58,8 @@ def one_of_many() -> Iterator[None]:
     """This process is rank 0; a collective copies what it sends to all that it would receive."""
 
     def collective(received: Tensor, sent: Tensor) -> Any:
-        if sent.untyped_storage().data_ptr() == received.untyped_storage().data_ptr():  # sent from its own place
+        # Sent from its own place
+        if sent.untyped_storage().data_ptr() == received.untyped_storage().data_ptr():
             return SimpleNamespace(wait=lambda: None)
         parts = max(1, received.numel() // max(1, sent.numel()))
         received.view(parts, -1).copy_(sent.view(-1)[: received.numel() // parts])
@@ -67,7 +71,13 @@ def one_of_many() -> Iterator[None]:
     def swap(received: Tensor, sent: Tensor, *sizes: Any, **how: Any) -> Any:
         return collective(received, sent[: len(received)])
 
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     kinds = ("into_tensor", "tensor", "single")
     names = [f"{name}_{kind}" for name in ("all_gather", "reduce_scatter") for kind in kinds]
     own: dict[str, Any] = dict.fromkeys((name for name in names if hasattr(dist, name)), copied)
@@ -85,11 +95,15 @@ def config(scheme: str, micro_batches: int, zero: Mapping[str, Any], **keys: Any
 
 def batch() -> Tensor:
     """Tokens of a micro-batch."""
-    return torch.randint(0, 256, (SETUP.batch, SETUP.context), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return torch.randint(
+        0, 256, (SETUP.batch, SETUP.context), generator=torch.Generator().manual_seed(1)
+    ).to(DEVICE)
 
 
 def step(engine: Any, tokens: Tensor, after: Callable[[], None] = lambda: None) -> float:
-    """One micro-batch and the optimizer's step; ``after`` is called after each phase. Returns the loss."""
+    """One micro-batch and the optimizer's step; ``after`` is called after each phase. Returns the
+    loss.
+    """
     loss = engine(tokens, tokens)
     after()
     engine.backward(loss)
@@ -99,13 +113,15 @@ def step(engine: Any, tokens: Tensor, after: Callable[[], None] = lambda: None) 
     return float(loss.detach())
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def checks(folder: Path) -> int:
-    """Whether all overlap or none changes a bit of the loss, BF16; 1 if so, or if the host waits too often.
+    """Whether all overlap or none changes a bit of the loss, BF16; 1 if so, or if the host waits
+    too often.
 
-    The first setting runs twice: if its losses differ, the GPU's own kernels do, and a comparison would prove nothing.
+    The first setting runs twice: if its losses differ, the GPU's own kernels do, and a comparison
+    would prove nothing.
     """
     cases = compare("bf16", {}, {}, [(True, True), (True, True), (False, False)])
     save(folder, "checks", {"cases": cases})
@@ -113,7 +129,9 @@ def checks(folder: Path) -> int:
 
 
 def more(folder: Path) -> int:
-    """The other settings: one overlap alone, FP16 (on a GPU), the optimizer on the host; 1 if one is wrong."""
+    """The other settings: one overlap alone, FP16 (on a GPU), the optimizer on the host; 1 if one
+    is wrong.
+    """
     both = (True, True)
     cases = compare("bf16", {}, {}, [both, (True, False), (False, True)])
     cases += compare("bf16", OFFLOAD, {}, [both, (False, False)])
@@ -126,23 +144,39 @@ def more(folder: Path) -> int:
 def compare(
     dtype: str, zero: Mapping[str, Any], keys: Mapping[str, Any], overlaps: list[tuple[bool, bool]]
 ) -> list[dict[str, Any]]:
-    """Train with each pair of zero_topo's ``overlap`` and DeepSpeed's ``overlap_comm``; one entry for each.
+    """Train with each pair of zero_topo's ``overlap`` and DeepSpeed's ``overlap_comm``; one entry
+    for each.
 
-    ``right``: the losses have the first one's bits and are finite, and without offload the host waits `WAITS` times.
+    ``right``: the losses have the first one's bits and are finite, and without offload the host
+    waits `WAITS` times.
     """
     cases: list[dict[str, Any]] = []
     for overlap, overlap_comm in overlaps:
         ds = config("topo", 1, {"overlap_comm": overlap_comm, **zero}, **keys)
         ds["zero_topo"]["overlap"] = overlap
-        case = {"dtype": dtype, "zero": dict(zero), "overlap": overlap, "overlap_comm": overlap_comm, **looked_at(ds)}
+        case = {
+            "dtype": dtype,
+            "zero": dict(zero),
+            "overlap": overlap,
+            "overlap_comm": overlap_comm,
+            **looked_at(ds),
+        }
         first = cases[0] if cases else case
         equal = case["losses"] == first["losses"]
         finite = all(map(math.isfinite, case["losses"]))
         few = bool(zero) or (case["host_waits"] or 0) <= WAITS
         cases.append({**case, "right": equal and finite and few})
-        shown = {name: case[name] for name in ("host_waits", "allocated", "peak", "left_by_offload_states")}
-        verdict = f"{'equal to' if equal else 'NOT EQUAL to'} the first one's, {'finite' if finite else 'NOT FINITE'}"
-        print(f"{dtype} {dict(zero)} {overlap=} {overlap_comm=}: losses {verdict};", shown, flush=True)
+        shown = {
+            name: case[name]
+            for name in ("host_waits", "allocated", "peak", "left_by_offload_states")
+        }
+        verdict = (
+            f"{'equal to' if equal else 'NOT EQUAL to'} the first one's, "
+            f"{'finite' if finite else 'NOT FINITE'}"
+        )
+        print(
+            f"{dtype} {dict(zero)} {overlap=} {overlap_comm=}: losses {verdict};", shown, flush=True
+        )
     return cases
 
 
@@ -153,7 +187,9 @@ def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
     with engine_of(model(), ds) as engine, sdpa_kernel(SDPBackend.MATH):
         losses = [step(engine, tokens) for _ in range(STEPS)]
         memory = (
-            {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()} if ON_GPU else {}
+            {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+            if ON_GPU
+            else {}
         )
         waits = own_waits(lambda: step(engine, tokens)) if ON_GPU else None
         engine.offload_states()
@@ -161,7 +197,13 @@ def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
         engine.reload_states()
         losses += [step(engine, tokens) for _ in range(STEPS)]
         formulas = zero_topo.stats(engine).memory
-    stored = {"allocated": None, "peak": None, **memory, "left_by_offload_states": left, "formulas": formulas}
+    stored = {
+        "allocated": None,
+        "peak": None,
+        **memory,
+        "left_by_offload_states": left,
+        "formulas": formulas,
+    }
     return {"losses": losses, "host_waits": waits, **stored}
 
 
@@ -181,23 +223,36 @@ def model() -> Any:
         return build_model(SETUP, 0)
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
+# -- times -----------------------------------------------------------------------------------------
 
 
 def times(folder: Path) -> int:
-    """Milliseconds of each phase of each scheme, on the device and of the host, and beyond the model's own; 0."""
+    """Milliseconds of each phase of each scheme, on the device and of the host, and beyond the
+    model's own; 0.
+    """
     tokens = batch()
     results = {"model": timed(partial(alone_step, model().bfloat16(), tokens))}
     for scheme in SCHEMES:
         with engine_of(model(), config(scheme, 1, {})) as engine:
             results[scheme] = timed(partial(step, engine, tokens))
-            results[scheme] |= traced(partial(step, engine, tokens), folder / f"trace-{scheme}.json")
+            results[scheme] |= traced(
+                partial(step, engine, tokens), folder / f"trace-{scheme}.json"
+            )
     for (scheme, result), clock in product(results.items(), ("host_ms", "device_ms")):
         medians = {name: spread["median"] for name, spread in result.get(clock, {}).items()}
-        beyond = {name: median - results["model"][clock][name]["median"] for name, median in medians.items()}
-        print(f"{scheme}: {clock}", *(f"{name} {medians[name]:.2f} ({beyond[name]:+.2f})" for name in medians))
+        beyond = {
+            name: median - results["model"][clock][name]["median"]
+            for name, median in medians.items()
+        }
+        print(
+            f"{scheme}: {clock}",
+            *(f"{name} {medians[name]:.2f} ({beyond[name]:+.2f})" for name in medians),
+        )
     for scheme in SCHEMES:
-        print(f"{scheme}:", {name: value for name, value in results[scheme].items() if not name.endswith("_ms")})
+        print(
+            f"{scheme}:",
+            {name: value for name, value in results[scheme].items() if not name.endswith("_ms")},
+        )
     save(folder, "times", {"schemes": results})
     return 0
 
@@ -226,8 +281,12 @@ def timed(work: Callable[[Callable[[], None]], object]) -> dict[str, Any]:
         work(after)
         synchronize()
         host.append([1000 * (end - begin) for begin, end in pairwise(clock)])
-        device.append([begin.elapsed_time(end) for begin, end in pairwise(events)] if ON_GPU else [])
-    return {"host_ms": spreads(host[WARM_UP:])} | ({"device_ms": spreads(device[WARM_UP:])} if ON_GPU else {})
+        device.append(
+            [begin.elapsed_time(end) for begin, end in pairwise(events)] if ON_GPU else []
+        )
+    return {"host_ms": spreads(host[WARM_UP:])} | (
+        {"device_ms": spreads(device[WARM_UP:])} if ON_GPU else {}
+    )
 
 
 def event() -> Any:
@@ -240,15 +299,21 @@ def event() -> Any:
 
 def spreads(steps: list[list[float]]) -> dict[str, Any]:
     """By phase."""
-    return {name: records.Spread.of(values).to_json() for name, *values in zip(PHASES, *steps, strict=True)}
+    return {
+        name: records.Spread.of(values).to_json()
+        for name, *values in zip(PHASES, *steps, strict=True)
+    }
 
 
 def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
-    """Launches of two steps, milliseconds of our kernels in them, and the part of it that runs under the model's.
+    """Launches of two steps, milliseconds of our kernels in them, and the part of it that runs
+    under the model's.
 
     The trace stays in a file.
     """
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+    ) as seen:
         for _ in range(2):
             work()
         synchronize()
@@ -257,12 +322,16 @@ def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
 
 
 def under(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a trace's kernels: how many, microseconds of ours, and for how many of these the model's run beside them."""
+    """Of a trace's kernels: how many, microseconds of ours, and for how many of these the model's
+    run beside them.
+    """
     kernels = [one for one in events if one.get("cat") == "kernel"]
     streams: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for one in kernels:
         streams[one["args"]["stream"]].append((one["ts"], one["ts"] + one["dur"]))
-    main = max(streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]), default=0)
+    main = max(
+        streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]), default=0
+    )
     total = alongside = 0.0
     for one in kernels:
         if "zt_" not in one["name"]:
@@ -271,14 +340,20 @@ def under(events: list[dict[str, Any]]) -> dict[str, Any]:
         total += end - begin
         if one["args"]["stream"] != main:
             alongside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
-    return {"launches": len(kernels), "streams": len(streams), "ours_us": total, "ours_beside_the_model_us": alongside}
+    return {
+        "launches": len(kernels),
+        "streams": len(streams),
+        "ours_us": total,
+        "ours_beside_the_model_us": alongside,
+    }
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def calls(folder: Path) -> int:
-    """Calls of functions in each phase, of Python's and C's: what the host does, on any machine, however busy.
+    """Calls of functions in each phase, of Python's and C's: what the host does, on any machine,
+    however busy.
 
     Returns 1 if topo's forward pass makes more of them than stock's.
     """
@@ -293,7 +368,10 @@ def calls(folder: Path) -> int:
             sys.setprofile(None)
             pairs = zip(PHASES, pairwise(counter.ends), strict=True)
             results[scheme] = {name: (end - begin) / (6 * LAYERS) for name, (begin, end) in pairs}
-        print(f"{scheme}: calls for each module:", {name: round(value) for name, value in results[scheme].items()})
+        print(
+            f"{scheme}: calls for each module:",
+            {name: round(value) for name, value in results[scheme].items()},
+        )
     save(folder, "calls", {"schemes": results})
     return int(results["topo"]["forward"] > results["stock"]["forward"])
 
@@ -315,7 +393,13 @@ class Calls:
 
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write a record."""
-    settings = {"device": device_name(), "ranks": RANKS, "layers": LAYERS, "width": WIDTH, "tokens": BATCH * CONTEXT}
+    settings = {
+        "device": device_name(),
+        "ranks": RANKS,
+        "layers": LAYERS,
+        "width": WIDTH,
+        "tokens": BATCH * CONTEXT,
+    }
     records.write(folder / f"gpu-{name}.json", records.record(f"gpu-{name}", settings, results))
 
 

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.sparse FOLDER NUMEL`: each sparse mode syncs one large gradient: seconds and peak memory.
+"""`python -m tests.gpu.sparse FOLDER NUMEL`: each sparse mode syncs one large gradient: seconds and
+peak memory.
 
-Two ranks, which are threads on the one device. What zero_topo refuses at this size is an answer too, and recorded.
+Two ranks, which are threads on the one device. What zero_topo refuses at this size is an answer
+too, and recorded.
 """
 
 from __future__ import annotations
@@ -30,15 +32,23 @@ def main(words: list[str]) -> int:
         sync = {"mode": mode, **({} if mode == "tagc" else {"density": 0.01})}
         plan = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
         try:
-            w = world({"scheme": "topo", "quantize": PLAIN, **plan, "sync": sync}, emulated(2, 1, 1), (numel,))
+            w = world(
+                {"scheme": "topo", "quantize": PLAIN, **plan, "sync": sync},
+                emulated(2, 1, 1),
+                (numel,),
+            )
         except ValueError as error:
             found[mode] = {"refused": str(error)}
         else:
             found[mode] = measured(w)
         print(mode, numel, found[mode], flush=True)
-    content = records.record("gpu-sparse", {"device": str(DEVICE), "numel": numel, "ranks": 2}, {"modes": found})
+    content = records.record(
+        "gpu-sparse", {"device": str(DEVICE), "numel": numel, "ranks": 2}, {"modes": found}
+    )
     records.write(Path(words[0]) / f"gpu-sparse-{numel}.json", content)
-    return int(any("error" in entry or ("refused" in entry and not ON_GPU) for entry in found.values()))
+    return int(
+        any("error" in entry or ("refused" in entry and not ON_GPU) for entry in found.values())
+    )
 
 
 def measured(w: World) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.two_ranks parity|large FOLDER`: two ranks on one GPU, over NCCL, beside unmodified ZeRO-3.
+"""`python -m tests.gpu.two_ranks parity|large FOLDER`: two ranks on one GPU, over NCCL, beside
+unmodified ZeRO-3.
 
-NCCL refuses two ranks of one machine on the same GPU, so each rank names a machine of its own (``NCCL_HOSTID``) and
-their traffic goes through sockets of this machine. On a CPU gloo serves.
+NCCL refuses two ranks of one machine on the same GPU, so each rank names a machine of its own
+(``NCCL_HOSTID``) and their traffic goes through sockets of this machine. On a CPU gloo serves.
 
-``parity`` trains a small model under each case and compares its losses with unmodified DeepSpeed's. ``large`` trains
-the example's GPT with a billion parameters: loss, tokens per second, peak memory, beside unmodified ZeRO-3.
+``parity`` trains a small model under each case and compares its losses with unmodified DeepSpeed's.
+``large`` trains the example's GPT with a billion parameters: loss, tokens per second, peak memory,
+beside unmodified ZeRO-3.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ UNQUANTIZED = 3e-3
 """Largest relative difference of a loss in BF16, over a few steps."""
 QUANTIZED = 0.1
 
-SMALL = TrainingSetup(layers=2, width=128, context=64, batch=4, lr=1e-3, bucket_numel=100_000, prefetch_numel=50_000)
+SMALL = TrainingSetup(
+    layers=2, width=128, context=64, batch=4, lr=1e-3, bucket_numel=100_000, prefetch_numel=50_000
+)
 LARGE = TrainingSetup(
     layers=20 if ON_GPU else 2,
     width=2048 if ON_GPU else 64,
@@ -59,7 +63,9 @@ LARGE_STEPS = 13 if ON_GPU else 4
 WARM_UP = 3
 """Steps that are not timed."""
 RISING = 10
-"""Steps in which the learning rate rises: without them the first ones multiply the loss by 2.7 under every scheme."""
+"""Steps in which the learning rate rises: without them the first ones multiply the loss by 2.7
+under every scheme.
+"""
 LARGE_SCHEMES: dict[str, dict[str, Any] | None] = {
     "unmodified ZeRO-3": None,
     "zero3, unquantized": {"scheme": "zero3", "topology": APART, "quantize": PLAIN},
@@ -75,7 +81,9 @@ LARGE_SCHEMES: dict[str, dict[str, Any] | None] = {
 
 
 class SharedHead(nn.Module):
-    """The head runs inside two reentrant checkpoints and once outside: its gradient arrives in three parts."""
+    """The head runs inside two reentrant checkpoints and once outside: its gradient arrives in
+    three parts.
+    """
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -84,7 +92,9 @@ class SharedHead(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, computed in three chunks of the batch's positions."""
         gpt = self.gpt
-        x = gpt.embed_bytes(tokens) + gpt.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = gpt.embed_bytes(tokens) + gpt.embed_positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in gpt.blocks:
             x = block(x)
         first, second, third = gpt.norm(x).tensor_split(3, dim=1)
@@ -103,7 +113,8 @@ def plain(config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A block, what else differs from the plain config, and how near its losses are to unmodified ZeRO-3's.
+    """A block, what else differs from the plain config, and how near its losses are to unmodified
+    ZeRO-3's.
 
     Attributes:
         name: in the record.
@@ -146,7 +157,11 @@ def muon(config: dict[str, Any]) -> None:
 
 CASES = (
     Case("zero3", {"scheme": "zero3", "topology": APART, "quantize": PLAIN}, UNQUANTIZED),
-    Case("topo, unquantized, one node", {"scheme": "topo", "topology": PAIR, "quantize": PLAIN}, UNQUANTIZED),
+    Case(
+        "topo, unquantized, one node",
+        {"scheme": "topo", "topology": PAIR, "quantize": PLAIN},
+        UNQUANTIZED,
+    ),
     Case("topo, one node", {"scheme": "topo", "topology": PAIR}),
     Case("topo, nodes apart", {"scheme": "topo", "topology": APART}),
     Case("paper, one node", {"scheme": "paper", "topology": PAIR}),
@@ -163,28 +178,52 @@ CASES = (
     Case("ternary", {"scheme": "topo", "topology": APART, "sync": {"mode": "ternary"}}, 0.3),
     Case(
         "SCAPE by parameter",
-        {"scheme": "topo", "topology": APART, "sync": {"mode": "scape", "warmup": 0, "select": "parameter"}},
+        {
+            "scheme": "topo",
+            "topology": APART,
+            "sync": {"mode": "scape", "warmup": 0, "select": "parameter"},
+        },
         0.5,
         change=adams,
     ),
-    Case("Ok-Topk", {"scheme": "topo", "topology": APART, "sync": {"mode": "oktopk", "density": 0.1}}, 0.5),
+    Case(
+        "Ok-Topk",
+        {"scheme": "topo", "topology": APART, "sync": {"mode": "oktopk", "density": 0.1}},
+        0.5,
+    ),
     Case(
         "a head in reentrant checkpoints",
         {"scheme": "topo", "topology": PAIR, "quantize": PLAIN},
         UNQUANTIZED,
         wrap=SharedHead,
     ),
-    Case("FusedAdam", {"scheme": "topo", "topology": APART, "quantize": PLAIN}, UNQUANTIZED, change=deepspeeds_adam),
+    Case(
+        "FusedAdam",
+        {"scheme": "topo", "topology": APART, "quantize": PLAIN},
+        UNQUANTIZED,
+        change=deepspeeds_adam,
+    ),
     Case("FusedAdam, INT8 weights", {"scheme": "topo", "topology": APART}, change=deepspeeds_adam),
-    Case("CPUAdam", {"scheme": "topo", "topology": APART, "quantize": PLAIN}, UNQUANTIZED, change=offloaded),
-    Case("Muon", {"scheme": "topo", "topology": APART, "quantize": PLAIN}, UNQUANTIZED, change=muon),
+    Case(
+        "CPUAdam",
+        {"scheme": "topo", "topology": APART, "quantize": PLAIN},
+        UNQUANTIZED,
+        change=offloaded,
+    ),
+    Case(
+        "Muon", {"scheme": "topo", "topology": APART, "quantize": PLAIN}, UNQUANTIZED, change=muon
+    ),
 )
 ON_GPU_ALONE = ("CPUAdam", "FusedAdam", "FusedAdam, INT8 weights", "Muon")
 """Their ops compile for minutes, which the launches of the test suite do not need."""
 
 
-def config_of(setup: TrainingSetup, block: Mapping[str, Any] | None, case: Case | None = None) -> dict[str, Any]:
-    """Return the DeepSpeed config of a block, None for unmodified ZeRO-3; replicas are compared after each step."""
+def config_of(
+    setup: TrainingSetup, block: Mapping[str, Any] | None, case: Case | None = None
+) -> dict[str, Any]:
+    """Return the DeepSpeed config of a block, None for unmodified ZeRO-3; replicas are compared
+    after each step.
+    """
     checked = None if block is None else {"debug_checks": case is not None, **block}
     config = setup.deepspeed(checked, 1)
     config["zero_optimization"]["overlap_comm"] = ON_GPU
@@ -193,14 +232,18 @@ def config_of(setup: TrainingSetup, block: Mapping[str, Any] | None, case: Case 
     return config
 
 
-def losses(setup: TrainingSetup, case: Case, block: Mapping[str, Any] | None, corpus: Corpus) -> list[float]:
+def losses(
+    setup: TrainingSetup, case: Case, block: Mapping[str, Any] | None, corpus: Corpus
+) -> list[float]:
     """Train; return this rank's loss at each step."""
     with DEVICE:
         model = case.wrap(build_model(setup, 0))
     found = []
     with engine_of(model, config_of(setup, block, case)) as engine, sdpa_kernel(SDPBackend.MATH):  # type: ignore[arg-type]
         for step in range(STEPS):
-            tokens, targets = batch(corpus.train, (setup.batch, setup.context), 0, step, dist.get_rank())
+            tokens, targets = batch(
+                corpus.train, (setup.batch, setup.context), 0, step, dist.get_rank()
+            )
             loss = engine(tokens.to(DEVICE), targets.to(DEVICE))
             engine.backward(loss)
             engine.step()
@@ -209,14 +252,17 @@ def losses(setup: TrainingSetup, case: Case, block: Mapping[str, Any] | None, co
 
 
 def parity(folder: Path, corpus: Corpus) -> int:
-    """Return 1 if a case's losses leave their bound around unmodified ZeRO-3's, on the same ranks."""
+    """Return 1 if a case's losses leave their bound around unmodified ZeRO-3's, on the same
+    ranks.
+    """
     results: list[dict[str, Any]] = []
     stock: dict[str, list[float]] = {}
     for case in CASES:
         if case.name in ON_GPU_ALONE and not ON_GPU:
             continue
         began = time.perf_counter()
-        # Unmodified ZeRO-3 asserts on a gradient that arrives in parts, so that case's reference is the plain model's.
+        # Unmodified ZeRO-3 asserts on a gradient that arrives in parts, so that case's reference is
+        # the plain model's.
         key = case.change.__name__
         if key not in stock:
             stock[key] = losses(SMALL, Case("stock", {}, change=case.change), None, corpus)
@@ -224,10 +270,18 @@ def parity(folder: Path, corpus: Corpus) -> int:
             own = losses(SMALL, case, case.block, corpus)
             pairs = zip(own, stock[key], strict=True)
             difference = max(abs(a - b) / b for a, b in pairs)
-            result: dict[str, Any] = {"losses": own, "difference": difference, "right": difference <= case.bound}
+            result: dict[str, Any] = {
+                "losses": own,
+                "difference": difference,
+                "right": difference <= case.bound,
+            }
         except Exception as error:  # the next case is worth its minute of the GPU too
             result = {"error": f"{type(error).__name__}: {error}".splitlines()[0], "right": False}
-        result |= {"case": case.name, "bound": case.bound, "seconds": round(time.perf_counter() - began, 1)}
+        result |= {
+            "case": case.name,
+            "bound": case.bound,
+            "seconds": round(time.perf_counter() - began, 1),
+        }
         results.append(result)
         if dist.get_rank() == 0:
             shown = {name: value for name, value in result.items() if name != "losses"}
@@ -239,7 +293,8 @@ def parity(folder: Path, corpus: Corpus) -> int:
 def large(folder: Path, corpus: Corpus, name: str) -> int:
     """Train a billion parameters under one scheme and add it to the record; return 0.
 
-    Each scheme has processes of its own: DeepSpeed's caches keep the states of destroyed optimizers.
+    Each scheme has processes of its own: DeepSpeed's caches keep the states of destroyed
+    optimizers.
     """
     result = measured(LARGE_SCHEMES[name], corpus)
     if dist.get_rank() == 0:
@@ -258,14 +313,18 @@ def warm_up(step: int) -> float:
 
 
 def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
-    """Return the losses averaged over ranks, seconds of a step with their spread, tokens per second, peak bytes."""
+    """Return the losses averaged over ranks, seconds of a step with their spread, tokens per
+    second, peak bytes.
+    """
     with DEVICE:
         model = build_model(LARGE, 0)
     curve = []
     seconds = []
     with engine_of(model, config_of(LARGE, block), warm_up) as engine:
         for step in range(LARGE_STEPS):
-            tokens, targets = batch(corpus.train, (LARGE.batch, LARGE.context), 0, step, dist.get_rank())
+            tokens, targets = batch(
+                corpus.train, (LARGE.batch, LARGE.context), 0, step, dist.get_rank()
+            )
             began = time.perf_counter()
             loss = engine(tokens.to(DEVICE), targets.to(DEVICE))
             engine.backward(loss)
@@ -299,8 +358,18 @@ def start_ranks(words: list[str]) -> int:
     port = "29533"
     processes = []
     for rank in range(RANKS):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own |= {"LOCAL_RANK": "0", "NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        own |= {
+            "LOCAL_RANK": "0",
+            "NCCL_HOSTID": str(rank),
+            "NCCL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         own |= {"DS_ACCELERATOR": DEVICE.type, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         command = [sys.executable, "-m", "tests.gpu.two_ranks", *words]
         processes.append(subprocess.Popen(command, env={**os.environ, **own}))
@@ -320,7 +389,9 @@ def main(words: list[str]) -> int:
     import deepspeed
 
     behave()
-    deepspeed.init_distributed("nccl" if ON_GPU else "gloo", auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        "nccl" if ON_GPU else "gloo", auto_mpi_discovery=False, verbose=False
+    )
     corpus = Corpus.load(None, LARGE.context)
     folder = Path(words[1])
     status = large(folder, corpus, words[2]) if words[0] == "large" else parity(folder, corpus)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels at each instruction set, the work whole or split; the GPU kernels, compiled for the emulation."""
+"""The CPU kernels at each instruction set, the work whole or split; the GPU kernels, compiled for
+the emulation.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def split(module: ModuleType, level: int) -> Iterator[Operators]:
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Emulated]:
-    """The GPU kernels, compiled for the emulation, behind the binding that an engine on a GPU loads."""
+    """The GPU kernels, compiled for the emulation, behind the binding that an engine on a GPU
+    loads.
+    """
     module = bound(source_dir())
     with serving_module(module) as kernels:
         yield Emulated(module, kernels)

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The suite every backend passes: the reference's bits, for every format and for the values that break kernels.
+"""The suite every backend passes: the reference's bits, for every format and for the values that
+break kernels.
 
-A backend is a module or object with the functions of `zero_topo.quant.reference` and `zero_topo.quant.reference`
-(or only those of the first). A test file of a backend parametrises over `FORMATS` and calls the checks.
+A backend is a module or object with the functions of `zero_topo.quant.reference` and
+`zero_topo.quant.reference` (or only those of the first). A test file of a backend parametrises over
+`FORMATS` and calls the checks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from torch import Tensor
 
 from tests.kernels.operators import serving
 from zero_topo.quant import ops, reference
-from zero_topo.quant.operands import DTYPES, FLOATS, Messages, View, from_sources, to_members, total_numel, view_of
+from zero_topo.quant.operands import (
+    DTYPES,
+    FLOATS,
+    Messages,
+    View,
+    from_sources,
+    to_members,
+    total_numel,
+    view_of,
+)
 from zero_topo.quant.spec import BLOCK_SIZES, NF4, BlockSpec, Cast
 
 Spec = BlockSpec | Cast
@@ -39,7 +50,9 @@ class Format:
 
 
 PERIOD = 100_003
-"""After so many, values come again: making them takes long, and no kernel works in steps of a prime number."""
+"""After so many, values come again: making them takes long, and no kernel works in steps of a prime
+number.
+"""
 
 NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python's mmap does not name."""
@@ -69,9 +82,24 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @lru_cache(maxsize=1024)
 def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed + numel)
-    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 5, (numel,), generator=generator)
+    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
+        -6, 5, (numel,), generator=generator
+    )
     top = torch.finfo(dtype).max
-    specials = [torch.nan, torch.inf, -torch.inf, top, -top, 0.0, -0.0, 1e-42, -1e-45, 2.0**-100, 2.0**-101, 0.5]
+    specials = [
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        top,
+        -top,
+        0.0,
+        -0.0,
+        1e-42,
+        -1e-45,
+        2.0**-100,
+        2.0**-101,
+        0.5,
+    ]
     x = x.to(dtype)
     for begin in range(0, numel, 64):
         kind = int(torch.randint(0, 24, (), generator=generator))
@@ -105,14 +133,24 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
         nan = expected.isnan()
         assert torch.equal(actual.isnan(), nan), f"{what}: other NaNs"
         kind = torch.int32 if actual.dtype == torch.float32 else torch.int16
-        actual, expected = actual.view(kind).masked_fill(nan, 0), expected.view(kind).masked_fill(nan, 0)
+        actual, expected = (
+            actual.view(kind).masked_fill(nan, 0),
+            expected.view(kind).masked_fill(nan, 0),
+        )
     wrong = (actual != expected).nonzero()
     where = wrong[0].tolist() if len(wrong) else []
-    assert not where, f"{what}: {len(wrong)} differ, first at {where}: {actual[where[0]]} for {expected[where[0]]}"
+    assert not where, (
+        f"{what}: {len(wrong)} differ, first at {where}: {actual[where[0]]} for "
+        f"{expected[where[0]]}"
+    )
 
 
-def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values) -> Iterator[tuple[str, list[View]]]:
-    """Ways in which `numel` values lie in memory: plain, misaligned, strided, ending early, in several pieces."""
+def layouts(
+    numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values
+) -> Iterator[tuple[str, list[View]]]:
+    """Ways in which `numel` values lie in memory: plain, misaligned, strided, ending early, in
+    several pieces.
+    """
     yield "plain", [whole(make(numel, dtype))]
     yield "misaligned", [whole(make(numel + 1, dtype)[1:])]
     columns = max(1, numel // 3)
@@ -120,7 +158,11 @@ def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values
     yield "strided", [View(make(2 * stride + columns, dtype), 3, columns, stride)]
     yield "ending in a row", [View(make(stride + columns // 2, dtype), 3, columns, stride)]
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-    few = [whole(make(1, other)), View(make(3 * stride, dtype), 3, columns, stride), whole(make(33, dtype))]
+    few = [
+        whole(make(1, other)),
+        View(make(3 * stride, dtype), 3, columns, stride),
+        whole(make(33, dtype)),
+    ]
     yield "several", few
     empty = View(make(0, dtype), 2, 3, 3)
     yield "with some that do not exist", [empty, whole(make(70, dtype)), empty]
@@ -132,7 +174,9 @@ def whole(x: Tensor) -> View:
 
 
 def on(device: torch.device | str, pieces: Sequence[View]) -> list[View]:
-    """The pieces, copied to a device and there as misaligned as here; on the CPU nothing is copied."""
+    """The pieces, copied to a device and there as misaligned as here; on the CPU nothing is
+    copied.
+    """
     if torch.device(device).type == "cpu":
         return list(pieces)
     return [replace(p, flat=_copied(p.flat, device)) for p in pieces]
@@ -149,7 +193,9 @@ def blank(pieces: Sequence[View]) -> list[View]:
 
 
 def messages_of(spec: Spec, numel: int, sources: int) -> Tensor:
-    """Messages of several ranks, ``[sources, bytes]``, by the reference; the values of the first one are special."""
+    """Messages of several ranks, ``[sources, bytes]``, by the reference; the values of the first
+    one are special.
+    """
     return torch.stack([_message(spec, numel, source) for source in range(sources)])
 
 
@@ -161,9 +207,15 @@ def _message(spec: Spec, numel: int, source: int) -> Tensor:
     return made
 
 
-def same_message(backend: Any, pieces: Sequence[View], spec: Spec, device: str = "cpu", what: Any = "") -> Tensor:
-    """The backend's message of the pieces, which is the reference's, padding bytes included; one of each member."""
-    expected = torch.full((pieces[0].members, spec.nbytes(total_numel(pieces))), 0xA5, dtype=torch.uint8)
+def same_message(
+    backend: Any, pieces: Sequence[View], spec: Spec, device: str = "cpu", what: Any = ""
+) -> Tensor:
+    """The backend's message of the pieces, which is the reference's, padding bytes included; one of
+    each member.
+    """
+    expected = torch.full(
+        (pieces[0].members, spec.nbytes(total_numel(pieces))), 0xA5, dtype=torch.uint8
+    )
     actual = torch.full_like(expected, 0x5A).to(device)
     reference.quantize(pieces, spec, to_members(expected))
     backend.quantize(on(device, pieces), spec, to_members(actual))
@@ -171,12 +223,17 @@ def same_message(backend: Any, pieces: Sequence[View], spec: Spec, device: str =
     return expected.squeeze(0)
 
 
-def same_values(backend: Any, message: Tensor, spec: Spec, pieces: Sequence[View], what: Any = "") -> None:
-    """The backend makes of a message, in pieces like these, what the reference does, and writes nothing between them.
+def same_values(
+    backend: Any, message: Tensor, spec: Spec, pieces: Sequence[View], what: Any = ""
+) -> None:
+    """The backend makes of a message, in pieces like these, what the reference does, and writes
+    nothing between them.
 
     The backend works where the message lies; the reference wants it aligned.
     """
-    same_sums(backend, to_members(message), spec, blank(pieces), (1.0, False), f"{what} dequantized")
+    same_sums(
+        backend, to_members(message), spec, blank(pieces), (1.0, False), f"{what} dequantized"
+    )
 
 
 def same_sums(
@@ -189,7 +246,8 @@ def same_sums(
 ) -> None:
     """The backend makes of messages, and of what copies of the pieces held, the reference's sums.
 
-    The backend works where the messages lie; a tensor of them is ``[sources, bytes]`` or ``[sources, members, bytes]``.
+    The backend works where the messages lie; a tensor of them is ``[sources, bytes]`` or
+    ``[sources, members, bytes]``.
     """
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
     expected = [replace(p, flat=p.flat.cpu().clone()) for p in pieces]
@@ -201,9 +259,16 @@ def same_sums(
 
 
 def same_again(
-    backend: Any, messages: Messages | Tensor, spec: Spec, to: Spec, total: tuple[int, float], what: Any = ""
+    backend: Any,
+    messages: Messages | Tensor,
+    spec: Spec,
+    to: Spec,
+    total: tuple[int, float],
+    what: Any = "",
 ) -> None:
-    """The backend's messages of the sums of messages are the reference's; it works where the messages lie."""
+    """The backend's messages of the sums of messages are the reference's; it works where the
+    messages lie.
+    """
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
     expected = torch.full((messages.members, to.nbytes(total[0])), 0xA5, dtype=torch.uint8)
     actual = torch.full_like(expected, 0x5A).to(messages.table.device)
@@ -217,20 +282,26 @@ def _on_cpu(messages: Messages) -> Messages:
 
 
 def same_bytes(actual: Tensor, expected: Tensor, spec: Spec, what: str) -> None:
-    """Messages, equal as :func:`assert_same` says; casts are compared as the floats that they are."""
+    """Messages, equal as :func:`assert_same` says; casts are compared as the floats that they
+    are.
+    """
     kind = DTYPES[spec.dtype] if isinstance(spec, Cast) else torch.uint8
     got, wanted = (message.cpu().flatten().view(kind) for message in (actual, expected))
     assert_same(got, wanted, f"{what} to {spec}")
 
 
-def check_quantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
+def check_quantize(
+    backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()
+) -> None:
     """The same message, padding bytes included, for every size and layout."""
     for numel in numels or sizes(fmt.spec):
         for name, pieces in layouts(numel, fmt.dtype):
             same_message(backend, pieces, fmt.spec, device, f"{fmt} {numel} {name}")
 
 
-def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
+def check_dequantize(
+    backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()
+) -> None:
     """The same values, and nothing written between or beyond the rows."""
     for numel in numels or sizes(fmt.spec):
         for name, pieces in layouts(numel, fmt.dtype):
@@ -241,26 +312,38 @@ def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Seq
 REDUCES = ((1.0, False), (1 / 3, False), (1 / 3, True), (1.0, True))
 
 
-def check_reduce(backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)) -> None:
-    """The same sums, by the same roundings, for every number of sources, factor and accumulation."""
-    for (numel, count), reduce in product(zip(sizes(fmt.spec)[-len(sources) :], sources, strict=True), REDUCES):
+def check_reduce(
+    backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)
+) -> None:
+    """The same sums, by the same roundings, for every number of sources, factor and
+    accumulation.
+    """
+    for (numel, count), reduce in product(
+        zip(sizes(fmt.spec)[-len(sources) :], sources, strict=True), REDUCES
+    ):
         for name, pieces in layouts(numel, fmt.dtype, calm):
             messages = messages_of(fmt.spec, total_numel(pieces), count).to(device)
             same_sums(backend, messages, fmt.spec, pieces, reduce, f"{fmt} {numel} {count} {name}")
 
 
-def check_operations(backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)) -> None:
+def check_operations(
+    backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)
+) -> None:
     """Messages, values and sums of one format."""
     check_quantize(backend, fmt, device)
     check_dequantize(backend, fmt, device)
     check_reduce(backend, fmt, device, sources)
 
 
-def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)) -> None:
+def check_requantize(
+    backend: Any, spec: Spec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)
+) -> None:
     """The same message of the sum, to the same and to other bits."""
     for to, numel, count in product(others_of(spec), sizes(spec), sources):
         messages = messages_of(spec, numel, count).to(device)
-        same_again(backend, messages, spec, to, (numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}")
+        same_again(
+            backend, messages, spec, to, (numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}"
+        )
 
 
 def others_of(spec: Spec) -> list[Spec]:
@@ -270,7 +353,8 @@ def others_of(spec: Spec) -> list[Spec]:
 
 
 def check_roundings(backend: Any, device: str = "cpu") -> None:
-    """Halves and their neighbours at scales of every exponent, blocks about the least that is not zero and the largest.
+    """Halves and their neighbours at scales of every exponent, blocks about the least that is not
+    zero and the largest.
 
     And sums that need one bit more than the output has, added to the smallest value there is too.
     """
@@ -282,14 +366,19 @@ def check_roundings(backend: Any, device: str = "cpu") -> None:
         x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
         x[:, 0], x[:, 1] = bound[:, 0], 0.0
         same_message(backend, [whole(x.view(-1))], spec, device, "halves")
-    edges = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
+    edges = torch.tensor(
+        [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149]
+    )
     for spec in (BlockSpec("int8", 64), BlockSpec("int4", 64)):
         x = (edges[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
         message = same_message(backend, [whole(x)], spec, device, "edges")
         scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
         assert (scales > 0).tolist() == [True, False, True, True, False]
     for dtype, digits in ((torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)):
-        message, spec = torch.arange(BlockSpec("int8", 64).nbytes(256)).to(torch.uint8), BlockSpec("int8", 64)
+        message, spec = (
+            torch.arange(BlockSpec("int8", 64).nbytes(256)).to(torch.uint8),
+            BlockSpec("int8", 64),
+        )
         factors = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
         message[spec.scales_offset(256) :][:16] = factors.view(torch.uint8)
         smallest = torch.full((256,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
@@ -300,7 +389,8 @@ def check_roundings(backend: Any, device: str = "cpu") -> None:
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
-    """More values than 32 bits count: wherever blocks lie, they are those of the same few values alone.
+    """More values than 32 bits count: wherever blocks lie, they are those of the same few values
+    alone.
 
     Args:
         backend: to check.
@@ -309,7 +399,9 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     """
     spec, few = BlockSpec("int4", 2048), 8192
     part = calm(few, torch.bfloat16)
-    same_values(backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)])
+    same_values(
+        backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)]
+    )
     small, back = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (few, numel))
     with serving(backend, device):
         ops.dequantize(ops.quantize(part.to(device), spec), spec, small)
@@ -332,28 +424,39 @@ def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype
 
 
 def check_aged_adamw(backend: Any, device: str = "cpu") -> None:
-    """Weights, moments and ages, where all elements arrive, some or none; with numbers that are none among them.
+    """Weights, moments and ages, where all elements arrive, some or none; with numbers that are
+    none among them.
 
-    To the bit, but for weights (torch's square root on CPUs may be an ulp off) and Triton's interpreter, which fuses no
-    product and sum.
+    To the bit, but for weights (torch's square root on CPUs may be an ulp off) and Triton's
+    interpreter, which fuses no product and sum.
     """
     fused = os.environ.get("TRITON_INTERPRET") != "1"
     for n, density in product((1, 255, 4097, 70001), (0.0, 0.2, 1.0)):
         generator = torch.Generator().manual_seed(n)
         p, g, mean = (torch.randn(n, generator=generator) for _ in range(3))
-        g *= (torch.rand(n, generator=generator) < density) * 10.0 ** torch.randint(-30, 15, (n,), generator=generator)
-        g[n // 3 : n // 3 + 2] *= torch.tensor([torch.inf, torch.nan])[: max(0, n - n // 3)][:2] if n > 1 else 1.0
+        g *= (torch.rand(n, generator=generator) < density) * 10.0 ** torch.randint(
+            -30, 15, (n,), generator=generator
+        )
+        g[n // 3 : n // 3 + 2] *= (
+            torch.tensor([torch.inf, torch.nan])[: max(0, n - n // 3)][:2] if n > 1 else 1.0
+        )
         age = torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)
         steps = torch.arange(1, 257, dtype=torch.float64)
         rows = [1 / steps, 1 - 0.9**steps, 0.95**steps, (1 - 0.95**steps) / steps]
-        table = torch.stack([torch.cat([torch.tensor([float(k == 2)]), row]) for k, row in enumerate(rows)]).float()
+        table = torch.stack(
+            [torch.cat([torch.tensor([float(k == 2)]), row]) for k, row in enumerate(rows)]
+        ).float()
         state, settings = [p, g, mean, mean * mean, age, table], [0.999, 0.7, 1e-8, -0.003]
         own = [x.to(device, copy=True) for x in state]
         for which, given in ((backend, own), (reference, state)):
             which.aged_adamw(*given, settings)
-        for name, actual, expected in zip(("p", "g", "mean", "square", "age"), own, state, strict=False):
+        for name, actual, expected in zip(
+            ("p", "g", "mean", "square", "age"), own, state, strict=False
+        ):
             close = 0.0 if fused and name != "p" else 1e-5
-            torch.testing.assert_close(actual.cpu(), expected, rtol=close, atol=close, equal_nan=True)
+            torch.testing.assert_close(
+                actual.cpu(), expected, rtol=close, atol=close, equal_nan=True
+            )
 
 
 def check_masks(backend: Any, device: str = "cpu") -> None:
@@ -371,13 +474,17 @@ def check_masks(backend: Any, device: str = "cpu") -> None:
 
 
 def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Counts and picks above a threshold: equal ones are in, NaN is, a full buffer is not overrun."""
+    """Counts and picks above a threshold: equal ones are in, NaN is, a full buffer is not
+    overrun.
+    """
     for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
         x = values(n, dtype, 5)
         found = int(reference.count_above(x, threshold))
         assert int(backend.count_above(x.to(device), threshold)) == found, f"count {n} {threshold}"
         for room in {found, found // 2, found + 3}:
-            wanted, selected = ((torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2))
+            wanted, selected = (
+                (torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2)
+            )
             actual = selected[0].to(device), selected[1].to(device)
             reference.compact_above(x, threshold, *wanted)
             total = backend.compact_above(x.to(device), threshold, *actual)
@@ -387,10 +494,12 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
 
 
 def check_rows(backend: Any, device: str = "cpu") -> None:
-    """The largest of each row: NaN and infinity before all, of equal magnitudes the first, all of a row.
+    """The largest of each row: NaN and infinity before all, of equal magnitudes the first, all of a
+    row.
 
-    Also of long rows, of which the CPU's kernel looks at a sample of 2048 first: that it misleads, both ways. And of
-    short ones of unequal size, for which it begins with the threshold of the row before.
+    Also of long rows, of which the CPU's kernel looks at a sample of 2048 first: that it misleads,
+    both ways. And of short ones of unequal size, for which it begins with the threshold of the row
+    before.
     """
     short = ((1, 1, 1), (3, 64, 5), (2, 4096, 205), (5, 4097, 1), (2, 300, 300), (70, 4096, 41))
     for rows, columns, k in (*short, (2, 40_001, 400), (1, 40_000, 5_000), (1, 32_768, 1)):
@@ -400,7 +509,16 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
         seen, stride = x.clone(), max(columns // 2048, 1)
         seen[:, (sample * stride + (sample * 2654435761 >> 12) % stride) % columns] *= 100
         uneven = x * 10.0 ** (torch.arange(rows) % 5 - 2)[:, None]
-        for case in (x, uneven, x.round(), x.sign(), torch.zeros_like(x), torch.where(x > 1, torch.nan, x), few, seen):
+        for case in (
+            x,
+            uneven,
+            x.round(),
+            x.sign(),
+            torch.zeros_like(x),
+            torch.where(x > 1, torch.nan, x),
+            few,
+            seen,
+        ):
             wanted, actual = (torch.full((rows, k), -7, device=at) for at in ("cpu", device))
             reference.row_largest(case, wanted)
             backend.row_largest(case.to(device), actual)
@@ -408,26 +526,57 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
 
 
 def check_ternary(backend: Any, device: str = "cpu") -> None:
-    """Packets, counts, positions and values: few elements that are not zero, none, NaN, infinity; all dtypes."""
-    shapes = ((3, 2, 4096, 205, 4), (1, 5, 4096, 41, 6), (2, 1, 4096, 4096, 0), (2, 3, 64, 1, 6), (1, 1, 1, 1, 0))
+    """Packets, counts, positions and values: few elements that are not zero, none, NaN, infinity;
+    all dtypes.
+    """
+    shapes = (
+        (3, 2, 4096, 205, 4),
+        (1, 5, 4096, 41, 6),
+        (2, 1, 4096, 4096, 0),
+        (2, 3, 64, 1, 6),
+        (1, 1, 1, 1, 0),
+    )
     for (rows, blocks, block, k, low), dtype in product(shapes, range(len(FLOATS))):
-        form, x = [block, k, low, dtype], values(rows * blocks * block, torch.float32, k).view(-1, block)
-        size = -(-blocks * (k + (block >> low) + k * (low + 1)) // 8) + blocks * FLOATS[dtype].itemsize
+        form, x = (
+            [block, k, low, dtype],
+            values(rows * blocks * block, torch.float32, k).view(-1, block),
+        )
+        size = (
+            -(-blocks * (k + (block >> low) + k * (low + 1)) // 8) + blocks * FLOATS[dtype].itemsize
+        )
         begins = torch.arange(rows * blocks).view(rows, blocks) * 100_000
         few = x * (torch.arange(block) % 37 == 5)
-        for case in (x, few, few.abs() - few, torch.zeros_like(x), torch.where(x > 1, torch.nan, x), x.sign()):
+        for case in (
+            x,
+            few,
+            few.abs() - few,
+            torch.zeros_like(x),
+            torch.where(x > 1, torch.nan, x),
+            x.sign(),
+        ):
             indices = torch.empty(len(x), k, dtype=torch.int64)
             reference.row_largest(case, indices)
-            wanted, packets = (torch.full((rows, size), 0xA5, dtype=torch.uint8, device=at) for at in ("cpu", device))
+            wanted, packets = (
+                torch.full((rows, size), 0xA5, dtype=torch.uint8, device=at)
+                for at in ("cpu", device)
+            )
             count = reference.ternary_encode(case, indices, form, wanted)
-            assert int(backend.ternary_encode(case.to(device), indices.to(device), form, packets)) == int(count)
+            assert int(
+                backend.ternary_encode(case.to(device), indices.to(device), form, packets)
+            ) == int(count)
             what = f"ternary {rows} {blocks} {block} {k} {dtype}"
             scales = size - blocks * FLOATS[dtype].itemsize
             assert_same(packets.cpu()[:, :scales], wanted[:, :scales], what)
-            one, other = (x[:, scales:].reshape(-1).clone().view(FLOATS[dtype]) for x in (packets.cpu(), wanted))
+            one, other = (
+                x[:, scales:].reshape(-1).clone().view(FLOATS[dtype])
+                for x in (packets.cpu(), wanted)
+            )
             assert_same(one, other, what)  # any NaN
             decoded = [
-                (torch.full((indices.numel(),), -7, device=at), torch.full((indices.numel(),), 9.0, device=at))
+                (
+                    torch.full((indices.numel(),), -7, device=at),
+                    torch.full((indices.numel(),), 9.0, device=at),
+                )
                 for at in ("cpu", device)
             ]
             reference.ternary_decode(wanted, begins, form, *decoded[0])
@@ -439,8 +588,15 @@ def check_ternary(backend: Any, device: str = "cpu") -> None:
 
 
 def check_sketch(backend: Any, device: str = "cpu") -> None:
-    """Sketches are the reference's bits; peeling gives its values, also where some are left over."""
-    for n, rows, density in ((1, 3, 1.0), (1500, 30, 0.1), (40 * 1024 + 5, 20, 0.2), (40 * 1024 + 5, 12, 0.5)):
+    """Sketches are the reference's bits; peeling gives its values, also where some are left
+    over.
+    """
+    for n, rows, density in (
+        (1, 3, 1.0),
+        (1500, 30, 0.1),
+        (40 * 1024 + 5, 20, 0.2),
+        (40 * 1024 + 5, 12, 0.5),
+    ):
         generator = torch.Generator().manual_seed(n)
         mask = torch.rand(n, generator=generator) < density
         x = torch.randn(n, generator=generator) * mask

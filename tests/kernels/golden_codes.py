@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What every backend of codes passes: the reference's bits in all that is held and in every byte of a message.
+"""What every backend of codes passes: the reference's bits in all that is held and in every byte of
+a message.
 
 A backend is a module or object with the functions of `zero_topo.quant.reference`.
 """
@@ -47,7 +48,8 @@ class Layout:
 
     Attributes:
         block: values of a block.
-        columns: of each slot, its first column in the table of masters and how many it has, ascending.
+        columns: of each slot, its first column in the table of masters and how many it has,
+            ascending.
         begin, end: block columns of the messages.
         rows: of one member.
         members: outer and inner.
@@ -69,7 +71,9 @@ class Layout:
 
 
 def ragged(block: int) -> Layout:
-    """Several slots of any widths with gaps between them, of two by three members; not all block columns."""
+    """Several slots of any widths with gaps between them, of two by three members; not all block
+    columns.
+    """
     widths = [3 * block + 5, block, 2 * block + 1, 1, 4 * block - 1, block]
     firsts = [7 + sum(widths[:i]) + 3 * i for i in range(len(widths))]
     return Layout(block, tuple(zip(firsts, widths, strict=True)), 1, 13, 3, (2, 3), 4)
@@ -86,7 +90,9 @@ FATES = ("none", "all", "mixed", "first", "last")
 
 
 def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
-    """All three operations, on blocks of every kind, of which none, all, some, or one at an end are sent whole."""
+    """All three operations, on blocks of every kind, of which none, all, some, or one at an end are
+    sent whole.
+    """
     case, members, messages, stored = by_the_reference(layout, fate, device)
     for number, wanted in enumerate(members):
         masters, own = case.masters(number), case.copy()
@@ -102,7 +108,9 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
 
 
 class Made(NamedTuple):
-    """What the reference makes of a member's masters: a change, what is emitted of it, the codes, the whole message."""
+    """What the reference makes of a member's masters: a change, what is emitted of it, the codes,
+    the whole message.
+    """
 
     change: Change
     emitted: Tensor
@@ -111,12 +119,18 @@ class Made(NamedTuple):
 
 
 @cache
-def by_the_reference(layout: Layout, fate: str, device: str) -> tuple[Case, list[Made], Messages, Tensor]:
-    """A case, what becomes of each member, all their messages, and codes to which those were applied."""
+def by_the_reference(
+    layout: Layout, fate: str, device: str
+) -> tuple[Case, list[Made], Messages, Tensor]:
+    """A case, what becomes of each member, all their messages, and codes to which those were
+    applied.
+    """
     case = Case(layout, fate, device)
     members = [made(case, member) for member in range(case.part.members)]
     size = max(len(member.message) for member in members) + 256
-    table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[..., : size - 128]
+    table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[
+        ..., : size - 128
+    ]
     for number, member in enumerate(members):
         if number != layout.without:
             table[divmod(number, layout.members[1])][: len(member.message)] = member.message
@@ -141,12 +155,18 @@ def made(case: Case, member: int) -> Made:
 def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     """Every byte of a list, every size of a mask; Inf where what a scale fits overflows."""
     case = Case(single(10, block), "none", device)
-    case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
+    case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(
+        2.675e36
+    )
     masters, part = case.masters(0), case.part
     masters.table.fill_(-torch.inf)
     change = empty_change(case)
-    backend.codes_assess(masters, case.codes, part, change.scales, change.counts, change.steps, change.ends)
-    assert change.scales.isnan().all() and (change.counts == WHOLE).all(), "Inf passes for a value that fits"
+    backend.codes_assess(
+        masters, case.codes, part, change.scales, change.counts, change.steps, change.ends
+    )
+    assert change.scales.isnan().all() and (change.counts == WHOLE).all(), (
+        "Inf passes for a value that fits"
+    )
     spec = ChangeSpec(block)
     case = Case(single(256 // spec.tiles, block), "none", device)
     n = case.part.blocks
@@ -158,7 +178,10 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
         ),
     ):
         number, mask = counts % 128, spec.tile // 8
-        signed, new = torch.minimum(number, (number + 7) // 8 + mask), torch.minimum(number, number * 0 + mask) + number
+        signed, new = (
+            torch.minimum(number, (number + 7) // 8 + mask),
+            torch.minimum(number, number * 0 + mask) + number,
+        )
         sizes = torch.where(counts < 128, signed, new).view(n, spec.tiles).sum(1)
         ends = torch.stack([sizes * 0, sizes], 1).cumsum(0).to(torch.int32)
         message = torch.zeros(spec.nbytes(n, 0, int(ends[-1, 1])), dtype=torch.uint8)
@@ -177,14 +200,18 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     rows[1, : spec.most + 1] += 1.2 * scales[1]
     masters.table.copy_(rows.view(1, -1))
     change = OPS.assess_changes(masters, case.codes, case.part)
-    assert change.counts[:, 0].tolist() == [spec.most, WHOLE], "one change more than a tile may have"
+    assert change.counts[:, 0].tolist() == [spec.most, WHOLE], (
+        "one change more than a tile may have"
+    )
     check_assessed(backend, masters, case.codes, case, change)
     for add in (0.01, -0.01, torch.inf, torch.nan):
         check_edited(backend, block, add, device)
 
 
 def check_edited(backend: Any, block: int, add: float, device: str) -> None:
-    """Masters change after they were assessed: the message has what becomes of the owner's codes all the same."""
+    """Masters change after they were assessed: the message has what becomes of the owner's codes
+    all the same.
+    """
     case, ops = Case(single(69, block), "mixed", device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
     masters, part, size = case.masters(0), case.part, ChangeSpec(block).largest(69)
@@ -201,12 +228,21 @@ def check_edited(backend: Any, block: int, add: float, device: str) -> None:
 def empty_change(case: Case) -> Change:
     """Room for a change of the blocks of a case, filled with something."""
     spec, n, device = ChangeSpec(case.codes.block), case.part.blocks, case.codes.stored.device
-    steps = torch.full((n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device)
+    steps = torch.full(
+        (n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device
+    )
     ends = torch.zeros(n, 2, dtype=torch.int64, device=device)
-    return Change(torch.full((n,), 77.0, device=device), torch.full_like(steps[:, :, 0, 0], FILLING), steps, ends)
+    return Change(
+        torch.full((n,), 77.0, device=device),
+        torch.full_like(steps[:, :, 0, 0], FILLING),
+        steps,
+        ends,
+    )
 
 
-def check_assessed(backend: Any, masters: Masters, codes: Codes, case: Case, change: Change) -> None:
+def check_assessed(
+    backend: Any, masters: Masters, codes: Codes, case: Case, change: Change
+) -> None:
     """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
     made = empty_change(case)
     backend.codes_assess(masters, codes, case.part, made.scales, made.counts, made.steps, made.ends)
@@ -233,17 +269,31 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
     case, apart, room = Case(ragged(64), "mixed", "cpu"), 2**32 + 128, 2**16
     part, param_indices = case.part, case.codes.param_indices.clone()
     param_indices[:, :2] += apart
-    codes = Codes(far(apart + case.codes.stored.numel(), torch.uint8), param_indices, case.codes.param_index_of, 64)
-    table = far(3 * apart + 2 * room, torch.uint8).as_strided((1, 2, 3, room), (0, 2 * apart, apart // 2, 1))
+    codes = Codes(
+        far(apart + case.codes.stored.numel(), torch.uint8),
+        param_indices,
+        case.codes.param_index_of,
+        64,
+    )
+    table = far(3 * apart + 2 * room, torch.uint8).as_strided(
+        (1, 2, 3, room), (0, 2 * apart, apart // 2, 1)
+    )
     for member in range(part.members):
         near, masters = case.copy(), case.masters(member)
         codes.stored[apart:] = near.stored
-        rows = far(2 * apart // 4 + room, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
-        own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess_changes(masters, near, part)
+        rows = far(2 * apart // 4 + room, torch.float32).as_strided(
+            masters.table.shape, (apart // 4 - 1, 1), 5
+        )
+        own, change = (
+            replace(masters, table=rows.copy_(masters.table)),
+            OPS.assess_changes(masters, near, part),
+        )
         check_assessed(backend, own, codes, case, change)
         made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
         head = ChangeSpec(64).scales_offset(part.blocks)
-        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), part, change, room)[:head]
+        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), part, change, room)[
+            :head
+        ]
         reference.codes_emit(masters, near, part, change, wanted)
         backend.codes_emit(own, codes, part, change, made)
         assert_same(made, wanted, "the message")
@@ -268,9 +318,18 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     change = OPS.assess_changes(masters, near, case.part)
     OPS.encode_changes(masters, near, case.part, change, message_bytes(near, change))
     codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
-    planes = tuple(zip((0, int(codes.param_indices[0, 1])), (0, int(near.param_indices[0, 1])), (64 * few, 4 * few), strict=True))
+    planes = tuple(
+        zip(
+            (0, int(codes.param_indices[0, 1])),
+            (0, int(near.param_indices[0, 1])),
+            (64 * few, 4 * few),
+            strict=True,
+        )
+    )
     for there, here, size in planes:
-        codes.stored[there : there + times * size].view(times, size).copy_(case.codes.stored[here : here + size])
+        codes.stored[there : there + times * size].view(times, size).copy_(
+            case.codes.stored[here : here + size]
+        )
     others = replace(codes, stored=codes.stored.clone())
     own = Masters(masters.table.repeat(1, times), 0, 0)
     change = ops.assess_changes(own, codes, part)
@@ -310,15 +369,21 @@ class Case:
         shape = (self.part.members, layout.rows, layout.end - layout.begin)
         self.whole = sent_whole(shape, fate)
         before, self._now = moved(self.whole, layout)
-        self.codes = Codes.build(layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device))
+        self.codes = Codes.build(
+            layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device)
+        )
         for at, scales_at, blocks, *_ in self.codes.param_indices.tolist():
             self.codes.stored[at:scales_at] = FILLING
             rows = self.part.rows * self.part.members
-            self.codes.stored[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(TIE)
+            self.codes.stored[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(
+                TIE
+            )
         for member in range(self.part.members):
             own = self._masters(before, member)
             change = OPS.assess_changes(own, self.codes, self.part)
-            OPS.encode_changes(own, self.codes, self.part, change, message_bytes(self.codes, change))
+            OPS.encode_changes(
+                own, self.codes, self.part, change, message_bytes(self.codes, change)
+            )
 
     def copy(self) -> Codes:
         """The codes, to be changed."""
@@ -329,10 +394,15 @@ class Case:
         return self._masters(self._now, member)
 
     def _masters(self, values: Tensor, member: int) -> Masters:
-        """Only the columns of the part's slots, rows apart, at an odd address; NaN where no block lies."""
+        """Only the columns of the part's slots, rows apart, at an odd address; NaN where no block
+        lies.
+        """
         layout, param_indices = self.layout, self.codes.param_indices.tolist()
         param_index_of = self.codes.param_index_of.tolist()
-        first, last = param_indices[param_index_of[layout.begin]], param_indices[param_index_of[layout.end - 1]]
+        first, last = (
+            param_indices[param_index_of[layout.begin]],
+            param_indices[param_index_of[layout.end - 1]],
+        )
         width = last[4] + last[5] - first[4]
         flat = torch.full((3 + layout.rows * (width + 5) - 5,), torch.nan)
         table = flat.as_strided((layout.rows, width), (width + 5, 1), 3)
@@ -351,14 +421,18 @@ def sent_whole(shape: tuple[int, ...], fate: str) -> Tensor:
     whole = torch.full(shape, fate == "all")
     flat = whole.view(shape[0], -1)
     if fate == "mixed":
-        flat.copy_(torch.rand(flat.shape, generator=torch.Generator().manual_seed(flat.numel())) < 0.4)
+        flat.copy_(
+            torch.rand(flat.shape, generator=torch.Generator().manual_seed(flat.numel())) < 0.4
+        )
     if fate in ("first", "last"):
         flat[:, 0 if fate == "first" else -1] = True
     return whole
 
 
 def moved(whole: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Values of blocks before and now; those sent whole are so for all reasons in turn, and so are the others."""
+    """Values of blocks before and now; those sent whole are so for all reasons in turn, and so are
+    the others.
+    """
     generator = torch.Generator().manual_seed(layout.block + whole.numel())
     x = torch.randn(*whole.shape, layout.block, generator=generator) * 0.005
     ties = torch.randint(-120, 120, x.shape, generator=generator).float()
@@ -392,7 +466,8 @@ def _leave(now: Tensor, kind: int) -> None:
 
 def _stay(before: Tensor, now: Tensor, number: int, ties: Tensor, noise: Tensor) -> None:
     kind, scale = number % 12, 0.03 * 1.0625 / 127
-    if kind > 5:  # a list or a mask, of any number of codes that change by one or, from 9 on, by any number
+    # A list or a mask, of any number of codes that change by one or, from 9 on, by any number
+    if kind > 5:
         before.copy_((before / scale).round() * scale)
         order = noise.abs()
         order[::8] = -1  # an eighth stays, lest the block be sent whole

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels as a backend for tests: built for a CPU by the emulation, behind the binding for torch.
+"""The GPU kernels as a backend for tests: built for a CPU by the emulation, behind the binding for
+torch.
 
-`Settings` are those of `csrc/zt_gpu_emulation.h`: what a kernel computes must not depend on any of them.
+`Settings` are those of `csrc/zt_gpu_emulation.h`: what a kernel computes must not depend on any of
+them.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 
 @dataclass(frozen=True)
 class Emulated:
-    """The module ``bound`` as a backend; called with the settings of the emulated GPU, which all calls share.
+    """The module ``bound`` as a backend; called with the settings of the emulated GPU, which all
+    calls share.
 
     Attributes:
         module: the loaded module.
@@ -69,7 +72,9 @@ class Emulated:
     def __call__(self, s: Settings = PLAIN) -> Operators:
         """Configure the emulated GPU for the calls that follow."""
         configure = ctypes.CDLL(self.module.__file__).zt_emulation_configure
-        configure(s.wave, int(s.descending), ctypes.c_int64(s.most_blocks), ctypes.c_int64(s.first_block))
+        configure(
+            s.wave, int(s.descending), ctypes.c_int64(s.most_blocks), ctypes.c_int64(s.first_block)
+        )
         return self.kernels
 
 
@@ -92,7 +97,8 @@ def kernel_sources(directory: Path) -> list[Path]:
 
 
 def built(name: str, stages: Sequence[Sequence[Step]], source: Path, cache: Path) -> Path:
-    """The directory in which all steps were run, now or earlier on the same sources; those of a stage side by side.
+    """The directory in which all steps were run, now or earlier on the same sources; those of a
+    stage side by side.
 
     Raises:
         AssertionError: with the compiler's messages, if a step fails.
@@ -118,7 +124,8 @@ def _run(step: Step, directory: Path) -> None:
 
 
 def bound(source: Path) -> ModuleType:
-    """The torch binding as it is built for a GPU, over the emulated kernels: its tensors lie on the CPU.
+    """The torch binding as it is built for a GPU, over the emulated kernels: its tensors lie on the
+    CPU.
 
     Raises:
         BuildError: if it does not compile.
@@ -131,11 +138,19 @@ def bound(source: Path) -> ModuleType:
         for path in kernels:  # torch would give them to nvcc
             (directory / f"{path.stem}.cpp").write_text(f'#include "{path}"\n')
         names = [*map(str, sources), *(str(directory / f"{path.stem}.cpp") for path in kernels)]
-        where: dict[str, Any] = {"extra_include_paths": [str(source)], "build_directory": str(directory)}
-        cpp_extension.load("zt_gpu_bound", names, extra_cflags=list(flags), is_python_module=False, **where)
+        where: dict[str, Any] = {
+            "extra_include_paths": [str(source)],
+            "build_directory": str(directory),
+        }
+        cpp_extension.load(
+            "zt_gpu_bound", names, extra_cflags=list(flags), is_python_module=False, **where
+        )
 
     return jit.load(
         jit.Recipe(
-            "zt_gpu_bound", (*sources, *kernels, *source.glob("zt_*.h")), (*flags, torch.__version__), compile_in
+            "zt_gpu_bound",
+            (*sources, *kernels, *source.glob("zt_*.h")),
+            (*flags, torch.__version__),
+            compile_in,
         )
     )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The operators as a backend of the golden suite, and backends of the suite as kernels of the operators."""
+"""The operators as a backend of the golden suite, and backends of the suite as kernels of the
+operators.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,37 @@ LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 
 
 class Operators:
-    """The functions of ``zero_topo.quant.reference``, by whatever backend serves the device of their arguments."""
+    """The functions of ``zero_topo.quant.reference``, by whatever backend serves the device of
+    their arguments.
+    """
 
     def quantize(self, pieces: Sequence[View], spec: Format, out: Messages) -> None:
         """Pieces -> messages."""
         OPS.quantize.default(*described(pieces)[:2], spec.code, out.table, out.without_member)
 
     def dequantize_reduce(
-        self, messages: Messages, spec: Format, pieces: Sequence[View], factor: float = 1.0, accumulate: bool = False
+        self,
+        messages: Messages,
+        spec: Format,
+        pieces: Sequence[View],
+        factor: float = 1.0,
+        accumulate: bool = False,
     ) -> None:
         """Sums of messages -> pieces."""
         left_out = messages.without_source, messages.without_member
         given = described(pieces)[:2]
-        OPS.dequantize_reduce.default(messages.table, *left_out, spec.code, *given, factor, accumulate)
+        OPS.dequantize_reduce.default(
+            messages.table, *left_out, spec.code, *given, factor, accumulate
+        )
 
     def requantize(
-        self, messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+        self,
+        messages: Messages,
+        source: Format,
+        spec: Format,
+        out: Messages,
+        numel: int,
+        factor: float = 1.0,
     ) -> None:
         """Sums of messages -> messages."""
         sums, made = (messages.table, messages.without_source), (out.table, out.without_member)
@@ -43,16 +60,24 @@ class Operators:
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
         """Scales, counts, steps and sizes."""
-        OPS.codes_assess.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
+        OPS.codes_assess.default(
+            *ops._own_arguments(masters), *ops._code_arguments(codes, part), *made
+        )
 
-    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+    def codes_emit(
+        self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor
+    ) -> None:
         """Masters -> codes and message."""
         made = change.scales, change.counts, change.steps, change.ends, message
-        OPS.codes_emit.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
+        OPS.codes_emit.default(
+            *ops._own_arguments(masters), *ops._code_arguments(codes, part), *made
+        )
 
     def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
         """Messages -> codes."""
-        OPS.codes_apply.default(messages.table, messages.without_member, *ops._code_arguments(codes, part))
+        OPS.codes_apply.default(
+            messages.table, messages.without_member, *ops._code_arguments(codes, part)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(OPS, name).default
@@ -75,8 +100,12 @@ def serving(backend: Any, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def limited(module: ModuleType, level: int = -1, values: int = 1 << 15, threads: int = 1) -> Iterator[Operators]:
-    """Within it the CPU's kernels serve, with these instructions, values per piece of work, and threads."""
+def limited(
+    module: ModuleType, level: int = -1, values: int = 1 << 15, threads: int = 1
+) -> Iterator[Operators]:
+    """Within it the CPU's kernels serve, with these instructions, values per piece of work, and
+    threads.
+    """
     threads_before, before = torch.get_num_threads(), operators.use("native", operators.CPU)
     module.limit(level, values)
     torch.set_num_threads(threads)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Codes and their messages, by the reference: what they promise to whoever holds weights as codes."""
+"""Codes and their messages, by the reference: what they promise to whoever holds weights as
+codes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Ranks:
     """Every member's copy of the codes, and all rows' masters ``[ROWS, WIDTH]``."""
 
     def __init__(self, seed: int) -> None:
-        self.masters = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.02
+        self.masters = (
+            torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.02
+        )
         self.codes = [Codes.build(COLUMNS, ROWS, BLOCK, CPU) for _ in range(MEMBERS)]
         self.part = Part(0, len(self.codes[0].param_index_of), ROWS // MEMBERS, MEMBERS)
         self.size = 0  # of the last messages
@@ -35,8 +39,12 @@ class Ranks:
     def publish(self) -> list[int]:
         """Each member publishes its rows; how many of its blocks are sent whole."""
         own = [Masters(self.masters[m::MEMBERS], 0, m) for m in range(MEMBERS)]
-        changes = [ops.assess_changes(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
-        self.size = max(message_bytes(codes, change) for codes, change in zip(self.codes, changes, strict=True))
+        changes = [
+            ops.assess_changes(o, c, self.part) for o, c in zip(own, self.codes, strict=True)
+        ]
+        self.size = max(
+            message_bytes(codes, change) for codes, change in zip(self.codes, changes, strict=True)
+        )
         sent = torch.stack(
             [
                 ops.encode_changes(*of, self.size)
@@ -63,8 +71,12 @@ class Ranks:
 def stored(codes: Codes, param_index: int) -> tuple[Tensor, Tensor]:
     """Codes ``[rows, blocks, block]`` and scales ``[rows, blocks]`` of a slot."""
     at, scales_at, blocks, *_ = codes.param_indices[param_index].tolist()
-    values = codes.stored[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)
-    return values, codes.stored[scales_at : scales_at + ROWS * blocks * 4].view(torch.float32).view(ROWS, blocks)
+    values = (
+        codes.stored[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)
+    )
+    return values, codes.stored[scales_at : scales_at + ROWS * blocks * 4].view(torch.float32).view(
+        ROWS, blocks
+    )
 
 
 def test_codes_follow_their_masters_in_every_copy() -> None:
@@ -83,7 +95,9 @@ def test_codes_follow_their_masters_in_every_copy() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38])
 def test_what_is_not_finite_is_seen_and_heals(bad: float) -> None:
-    """A bad master makes its block NaN everywhere, once; a good one brings it back; zeros have no scale."""
+    """A bad master makes its block NaN everywhere, once; a good one brings it back; zeros have no
+    scale.
+    """
     ranks = Ranks(2)
     ranks.publish()
     ranks.masters[1, 310] = bad
@@ -100,10 +114,18 @@ def test_what_is_not_finite_is_seen_and_heals(bad: float) -> None:
 
 
 def test_scales_stay_while_blocks_fit() -> None:
-    """A block's scale changes when it outgrows its headroom, and when it shrinks by a quarter, not before."""
+    """A block's scale changes when it outgrows its headroom, and when it shrinks by a quarter, not
+    before.
+    """
     ranks = Ranks(3)
     ranks.publish()
-    for factor, anew in ((1.06, False), (1 / 1.06, False), (1.07, True), (0.76, False), (0.9, True)):
+    for factor, anew in (
+        (1.06, False),
+        (1 / 1.06, False),
+        (1.07, True),
+        (0.76, False),
+        (0.9, True),
+    ):
         ranks.masters *= factor
         before = stored(ranks.codes[0], 0)[1].clone()
         ranks.publish()
@@ -112,24 +134,32 @@ def test_scales_stay_while_blocks_fit() -> None:
 
 
 def test_bytes_of_a_message() -> None:
-    """Under 8.2 bits where all is sent whole, 0.07 where nothing changes; rows that do not fit are refused."""
+    """Under 8.2 bits where all is sent whole, 0.07 where nothing changes; rows that do not fit are
+    refused.
+    """
     spec, blocks = ChangeSpec(256), 100_000
     assert spec.largest(blocks) * 8 / (256 * blocks) < 8.2
     assert spec.nbytes(blocks, 0, 0) * 8 / (256 * blocks) < 0.071
     for block in BLOCK_SIZES:
-        sizes = [ChangeSpec(block).nbytes(301, whole, (301 - whole) * block) for whole in range(302)]
+        sizes = [
+            ChangeSpec(block).nbytes(301, whole, (301 - whole) * block) for whole in range(302)
+        ]
         assert sizes == sorted(sizes), "a block sent whole takes more than any other"
     ranks = Ranks(5)
     with pytest.raises(ValueError, match="are not 2 of 3"):
         ops.assess_changes(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
     with pytest.raises(ValueError, match="FP32"):
-        ops.assess_changes(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))
+        ops.assess_changes(
+            Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part)
+        )
 
 
 @pytest.mark.parametrize(("rate", "most"), [(1e-4, 0.75), (3e-5, 0.27), (1e-5, 0.15), (1e-6, 0.08)])
 @pytest.mark.parametrize("signs", [False, True])
 def test_bits_of_steps_of_adam(rate: float, most: float, signs: bool) -> None:
-    """Updates of 0.4 times the learning rate of weights of deviation 0.02, normal or of one size; and copies agree."""
+    """Updates of 0.4 times the learning rate of weights of deviation 0.02, normal or of one size;
+    and copies agree.
+    """
     generator, n = torch.Generator().manual_seed(7), 2000
     x = torch.randn(1, 256 * n, generator=generator) * 0.02
     owner, copy = (Codes.build([(0, 256 * n)], 1, 256, CPU) for _ in range(2))
@@ -148,7 +178,9 @@ def test_bits_of_steps_of_adam(rate: float, most: float, signs: bool) -> None:
 
 @given(seed=st.integers(0, 2**40), share=st.floats(0, 1), block=st.sampled_from(BLOCK_SIZES))
 def test_changes_of_any_density_arrive(seed: int, share: float, block: int) -> None:
-    """Whichever codes change by one or more, and however many: all is sent in the fewest bytes, and copies agree."""
+    """Whichever codes change by one or more, and however many: all is sent in the fewest bytes, and
+    copies agree.
+    """
     generator, n = torch.Generator().manual_seed(seed), 37
     owner, copy = (Codes.build([(0, n * block)], 1, block, CPU) for _ in range(2))
     part, before = Part(0, n, 1, 1), torch.randint(-100, 101, (1, n * block), generator=generator)
@@ -167,5 +199,7 @@ def test_changes_of_any_density_arrive(seed: int, share: float, block: int) -> N
     number, far = chosen.view(n, -1, tile).sum(2), far.view(n, -1, tile)[:, :, 0]
     whole = (number > tile * 7 // 8).any(1)
     signed = torch.minimum(number, (number + 7) // 8 + tile // 8)
-    bytes_of = torch.where(far, number.clamp(max=tile // 8) + number, signed).sum(1).masked_fill(whole, 0)
+    bytes_of = (
+        torch.where(far, number.clamp(max=tile // 8) + number, signed).sum(1).masked_fill(whole, 0)
+    )
     assert change.ends[-1].tolist() == [whole.sum(), bytes_of.sum()] and (bytes_of <= block).all()

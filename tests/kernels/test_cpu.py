@@ -18,7 +18,9 @@ NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x
 
 @pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
 def test_operations(whole: Operators, fmt: golden.Format) -> None:
-    """Messages, padding included, of every size and layout; values, and nothing besides them; sums of up to eight."""
+    """Messages, padding included, of every size and layout; values, and nothing besides them; sums
+    of up to eight.
+    """
     golden.check_operations(whole, fmt)
 
 
@@ -43,7 +45,9 @@ MEMBERS = [*[f for f in golden.FEW_FORMATS if f.spec.block_size != 256], *golden
 
 @pytest.mark.parametrize("fmt", MEMBERS, ids=str)
 def test_members(module: ModuleType, level: int, fmt: golden.Format) -> None:
-    """All members in one call, or the blocks of all split among calls; tables of one and of two levels."""
+    """All members in one call, or the blocks of all split among calls; tables of one and of two
+    levels.
+    """
     with limited(module, level) as whole:
         golden_members.check_members(whole, fmt)
     with limited(module, level, values=64, threads=4) as split:
@@ -58,13 +62,17 @@ def test_more_than_a_few(split: Operators) -> None:
 
 
 def test_sparse(module: ModuleType, level: int) -> None:
-    """Masks to bits and back, picks above a threshold, count sketches and their inverse; by one thread and several."""
+    """Masks to bits and back, picks above a threshold, count sketches and their inverse; by one
+    thread and several.
+    """
     for work in ({}, {"values": 64, "threads": 4}):
         with limited(module, level, **work) as kernels:
             golden.check_sparse(kernels)
 
 
-@pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str
+)
 def test_split_work(split: Operators, fmt: golden.Format) -> None:
     """Any split of the blocks among calls, in any order, gives the same bytes."""
     golden.check_operations(split, fmt, sources=(1, 2))
@@ -78,8 +86,12 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "spec", "shape"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
-def test_millions(split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "spec", "shape"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE]
+)
+def test_millions(
+    split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]
+) -> None:
     """Several million elements, where results go past the caches; the last row ends early."""
     rows, columns, stride = shape
     limit = rows * stride - (stride - columns) - columns // 2
@@ -91,8 +103,8 @@ def test_millions(split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
 def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
-    """So many that results go past the caches, from and to addresses that are no multiple of a cache line's; rows that
-    are short, long, filled up and end early, of two members.
+    """So many that results go past the caches, from and to addresses that are no multiple of a
+    cache line's; rows that are short, long, filled up and end early, of two members.
     """
     wide = golden.calm(2_500_001, fmt.dtype)[1:]
     layouts = [
@@ -102,7 +114,9 @@ def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
     ]
     for pieces in layouts:
         message = golden.same_message(split, pieces, fmt.spec).view(pieces[0].members, -1)
-        apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(2, *message.shape)
+        apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(
+            2, *message.shape
+        )
         golden.same_values(split, apart[0].copy_(message), fmt.spec, pieces)
         apart[1].copy_(message)
         golden.same_sums(split, apart, fmt.spec, golden.blank(pieces), (0.5, True))
@@ -111,7 +125,9 @@ def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) -> None:
-    """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts any NaN)."""
+    """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts
+    any NaN).
+    """
     spec = BlockSpec(f"int{bits}", 64)
     x = torch.ones(70)
     x[3] = torch.inf
@@ -126,7 +142,9 @@ def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) ->
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype) -> None:
-    """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal results too."""
+    """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal
+    results too.
+    """
     spec = BlockSpec("int8", 64)
     scales = torch.arange(0, 2**32, 2**32 // 4096 - 977)[:4096].to(torch.uint32).view(torch.float32)
     numel = 64 * scales.numel()
@@ -138,12 +156,23 @@ def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype
 
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_half_is_cast_as_the_reference_does(whole: Operators, dtype: torch.dtype, wire: str) -> None:
-    """All FP16 and BF16 there are; FP32 on either side of every place where rounding to them changes."""
+def test_every_half_is_cast_as_the_reference_does(
+    whole: Operators, dtype: torch.dtype, wire: str
+) -> None:
+    """All FP16 and BF16 there are; FP32 on either side of every place where rounding to them
+    changes.
+    """
     bits = torch.arange(2**16, dtype=torch.int32)
     x = bits.to(torch.int16).view(dtype) if dtype != torch.float32 else None
     if x is None:
-        places = torch.cat([(bits << 16) + 0x8000, bits.to(torch.int16).view(torch.float16).float().view(torch.int32)])
-        x = torch.cat([places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]).view(torch.float32)
+        places = torch.cat(
+            [
+                (bits << 16) + 0x8000,
+                bits.to(torch.int16).view(torch.float16).float().view(torch.int32),
+            ]
+        )
+        x = torch.cat(
+            [places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]
+        ).view(torch.float32)
     pieces = [golden.whole(x)]
     golden.same_values(whole, golden.same_message(whole, pieces, Cast(wire)), Cast(wire), pieces)

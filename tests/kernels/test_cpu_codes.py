@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Codes by the CPU kernels, every instruction set: the reference's bits, however the work is split.
 
-What is malformed is refused, and nothing is touched; test_cpu_sanitizers.py runs these tests under AddressSanitizer.
+What is malformed is refused, and nothing is touched; test_cpu_sanitizers.py runs these tests under
+AddressSanitizer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,15 @@ class Calls:
         own, stored = ops._own_arguments(masters), ops._code_arguments(codes, part)
         self.arguments: dict[str, list[Any]] = {
             "codes_assess": [*own, *stored, *assessed],
-            "codes_emit": [*own, *stored, change.scales, change.counts, change.steps, change.ends, message],
+            "codes_emit": [
+                *own,
+                *stored,
+                change.scales,
+                change.counts,
+                change.steps,
+                change.ends,
+                message,
+            ],
             "codes_apply": [self.table[None], -1, *stored],
         }
 
@@ -71,7 +80,9 @@ class Calls:
         before = [memory.clone() for memory in self.memory]
         with pytest.raises(RuntimeError):
             self.make(name)
-        assert all(torch.equal(now, then) for now, then in zip(self.memory, before, strict=True)), what
+        assert all(torch.equal(now, then) for now, then in zip(self.memory, before, strict=True)), (
+            what
+        )
 
     def check_each_refused(self, name: str, damages: Iterable[Damage]) -> None:
         """Damage one argument after the other; undamaged the call is accepted."""
@@ -104,7 +115,9 @@ def wrong(name: str) -> Iterator[Damage]:
         yield 0, lambda table: table.repeat(2, 1, 1, 1)
         return
     yield from ((1, put(1, value)) for value in (-1, 6))
-    yield from ((place, lambda x: x[:0].clone()) for place in (0, *((8, 9) if name == "codes_emit" else ())))
+    yield from (
+        (place, lambda x: x[:0].clone()) for place in (0, *((8, 9) if name == "codes_emit" else ()))
+    )
 
 
 def wrong_by_the_tables(name: str) -> Iterator[Damage]:
@@ -121,20 +134,35 @@ def wrong_by_the_tables(name: str) -> Iterator[Damage]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_wrong_argument_is_refused(whole: Operators, name: str) -> None:
-    """Any number out of its bounds, and tables that are too small; undamaged the call is accepted."""
+    """Any number out of its bounds, and tables that are too small; undamaged the call is
+    accepted.
+    """
     Calls().check_each_refused(name, (*wrong(name), *wrong_by_the_tables(name)))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str) -> None:
-    """No slot may end beyond what is held or, where masters are read, their columns; nor may changes."""
+    """No slot may end beyond what is held or, where masters are read, their columns; nor may
+    changes.
+    """
     damages: list[tuple[str, Any, list[int]]] = [("slot_of", 4, [-1, 6, 2**31 - 1])]
     damages += [("param_indices", (1, column), [-1, 2**57, 2**63 - 1]) for column in range(6)]
-    damages += [("param_indices", (0, 0), [10_000]), ("param_indices", (0, 1), [100_000]), ("param_indices", (1, 3), [0, 12])]
+    damages += [
+        ("param_indices", (0, 0), [10_000]),
+        ("param_indices", (0, 1), [100_000]),
+        ("param_indices", (1, 3), [0, 12]),
+    ]
     damages += [("param_indices", (1, 4), [0, 5000])] if name != "codes_apply" else []
     ends = [-1, 37, 2**62]
-    emitted: list[tuple[str, Any, list[int]]] = [("ends", (-1, 0), ends), ("ends", (-1, 1), [-1, 2**40, 2**62])]
-    emitted += [("ends", (7, 0), ends), ("ends", (7, 1), [-1, 2**40, 2**62]), ("counts", (8, 0), [65, 254])]
+    emitted: list[tuple[str, Any, list[int]]] = [
+        ("ends", (-1, 0), ends),
+        ("ends", (-1, 1), [-1, 2**40, 2**62]),
+    ]
+    emitted += [
+        ("ends", (7, 0), ends),
+        ("ends", (7, 1), [-1, 2**40, 2**62]),
+        ("counts", (8, 0), [65, 254]),
+    ]
     damages += emitted if name == "codes_emit" else []
     calls = Calls()
     for table, place, values in damages:
@@ -186,15 +214,24 @@ def test_ends_that_disagree_with_counts_are_refused(whole: Operators) -> None:
 
 
 @given(
-    seed=st.integers(0, 2**31), places=st.lists(st.integers(0, 10_000), max_size=8), level=st.sampled_from([*LEVELS])
+    seed=st.integers(0, 2**31),
+    places=st.lists(st.integers(0, 10_000), max_size=8),
+    level=st.sampled_from([*LEVELS]),
 )
-def test_messages_of_any_bytes(module: ModuleType, seed: int, places: list[int], level: str) -> None:
-    """Whatever bytes come, nothing out of bounds is read or written, and other block columns stay as they are."""
+def test_messages_of_any_bytes(
+    module: ModuleType, seed: int, places: list[int], level: str
+) -> None:
+    """Whatever bytes come, nothing out of bounds is read or written, and other block columns stay
+    as they are.
+    """
     calls = Calls()
     flat = calls.table.view(-1)
     for place in places:
         flat[place * 37 % flat.numel()] = (seed + place) % 256
     before = calls.stored[:64].clone()
-    with limited(module, min(LEVELS[level], module.best_level())), contextlib.suppress(RuntimeError):
+    with (
+        limited(module, min(LEVELS[level], module.best_level())),
+        contextlib.suppress(RuntimeError),
+    ):
         calls.make("codes_apply")
     assert torch.equal(calls.stored[:64], before), "a block column that the part leaves out"

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The kernels keep to their arrays: the tests again with AddressSanitizer and UBSan, and arrays fenced by the MMU."""
+"""The kernels keep to their arrays: the tests again with AddressSanitizer and UBSan, and arrays
+fenced by the MMU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from tests.launching import ROOT, output
 from zero_topo.quant.operands import FLOATS, Messages, View, to_members, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast
 
-FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+FLAGS = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+]
 FLAGS += ["-O1", "-g1"]
 
 
@@ -41,7 +48,8 @@ def environment() -> dict[str, str]:
 
 
 def built_with(name: str, compiler: str, flags: Sequence[str]) -> dict[str, str]:
-    """For a process whose kernels another compiler makes, or one with more flags; they are kept for the next run.
+    """For a process whose kernels another compiler makes, or one with more flags; they are kept for
+    the next run.
 
     The binding is compiled without these flags and unoptimized, in half the time.
     """
@@ -52,14 +60,17 @@ def built_with(name: str, compiler: str, flags: Sequence[str]) -> dict[str, str]
     wrapper = directory / compiler  # the last flags win
     real, more = shutil.which(compiler), " ".join(flags)
     wrapper.write_text(
-        f'#!/bin/sh\ncase "$*" in *zt_binding.cpp*) exec {real} "$@" -O0 ;; *) exec {real} "$@" {more} ;; esac\n'
+        f'#!/bin/sh\ncase "$*" in *zt_binding.cpp*) exec {real} "$@" -O0 ;; *) exec {real} "$@" '
+        f"{more} ;; esac\n"
     )
     wrapper.chmod(0o755)
     return {**os.environ, "CXX": str(wrapper), "TORCH_EXTENSIONS_DIR": str(directory)}
 
 
 def _library(name: str) -> str:
-    asked = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
     path = Path(asked.stdout.strip())
     if not path.is_absolute():
         pytest.skip(f"g++ has no {name}")
@@ -69,7 +80,18 @@ def _library(name: str) -> str:
 def check_kernel_tests(environment: Mapping[str, str], name: str, which: str = "") -> None:
     """Tests of the kernels pass in a process with this environment."""
     tests = str(ROOT / "tests" / "kernels" / name)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", which, tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        which,
+        tests,
+    ]
     said = output(command, cwd=ROOT, env=environment)
     assert " passed" in said and " failed" not in said
 
@@ -83,24 +105,35 @@ def check_kernel_tests(environment: Mapping[str, str], name: str, which: str = "
         ("test_cpu_codes.py", "mixed or changes or refused or any"),
     ],
 )
-def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:
+def test_the_kernel_tests_pass_under_sanitizers(
+    environment: dict[str, str], name: str, which: str
+) -> None:
     """No access out of bounds and nothing undefined in anything that the other files do."""
     check_kernel_tests(environment, name, which)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("compiler", "flags"), [("clang++", []), ("g++", ["-DZT_X86=0"])], ids=["clang", "no x86"])
+@pytest.mark.parametrize(
+    ("compiler", "flags"), [("clang++", []), ("g++", ["-DZT_X86=0"])], ids=["clang", "no x86"]
+)
 def test_other_builds_have_the_same_bits(compiler: str, flags: list[str]) -> None:
-    """Another compiler vectorises in its own way; without x86 instructions the plain kernels are the best."""
+    """Another compiler vectorises in its own way; without x86 instructions the plain kernels are
+    the best.
+    """
     for name in ("test_cpu.py", "test_cpu_codes.py"):
         check_kernel_tests(built_with(f"{compiler}{len(flags)}", compiler, flags), name)
 
 
-FENCED: list[golden.Spec] = [*(spec for spec in golden.SPECS if spec.block_size in (64, 512)), *golden.CASTS]
+FENCED: list[golden.Spec] = [
+    *(spec for spec in golden.SPECS if spec.block_size in (64, 512)),
+    *golden.CASTS,
+]
 
 
 class FencedMemory:
-    """Tensors that end (or begin) where memory does: an access beyond is a segmentation fault, whatever makes it."""
+    """Tensors that end (or begin) where memory does: an access beyond is a segmentation fault,
+    whatever makes it.
+    """
 
     def __init__(self, at_end: bool) -> None:
         self._at_end = at_end
@@ -118,7 +151,10 @@ class FencedMemory:
         assert libc.mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0
         self._maps.append(memory)
         return torch.frombuffer(
-            memory, dtype=dtype, count=numel, offset=len(memory) - page - size if self._at_end else page
+            memory,
+            dtype=dtype,
+            count=numel,
+            offset=len(memory) - page - size if self._at_end else page,
         )
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,8 +167,12 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
     for dtype in FLOATS:
         x = fenced.copy(golden.values(n, dtype))
         found = int(backend.count_above(x, 0.5))
-        backend.compact_above(x, 0.5, fenced.tensor(found, torch.int64), fenced.tensor(found, dtype))
-        backend.compact_above(x, 0.0, fenced.tensor(found // 2, torch.int64), fenced.tensor(found // 2, dtype))
+        backend.compact_above(
+            x, 0.5, fenced.tensor(found, torch.int64), fenced.tensor(found, dtype)
+        )
+        backend.compact_above(
+            x, 0.0, fenced.tensor(found // 2, torch.int64), fenced.tensor(found // 2, dtype)
+        )
         if dtype == torch.float32:
             k = -(-n // 20)
             largest = fenced.tensor(k, torch.int64).view(1, k)
@@ -141,14 +181,27 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
                 form, size = [n, k, 3, 0], -(-(k + (n >> 3) + 4 * k) // 8) + 4
                 packet = fenced.tensor(size, torch.uint8).view(1, size)
                 backend.ternary_encode(x.view(1, n), largest, form, packet)
-                begins, values = fenced.tensor(1, torch.int64).zero_().view(1, 1), fenced.tensor(k, torch.float32)
+                begins, values = (
+                    fenced.tensor(1, torch.int64).zero_().view(1, 1),
+                    fenced.tensor(k, torch.float32),
+                )
                 backend.ternary_decode(packet, begins, form, fenced.tensor(k, torch.int64), values)
         for spec in FENCED:
             rows = n // 2 + 1
             last = 3 * (rows + 4) + rows - 7  # the second member's
-            two = View(fenced.tensor(max(last, 1), dtype), 2, rows + 3, rows + 4, 2, 2 * (rows + 4), present=rows)
+            two = View(
+                fenced.tensor(max(last, 1), dtype),
+                2,
+                rows + 3,
+                rows + 4,
+                2,
+                2 * (rows + 4),
+                present=rows,
+            )
             pieces = [View(x[: n // 2 * 2], 1, n // 2, n // 2, 2, n // 2), two]
-            table = fenced.tensor(2 * spec.nbytes(total_numel(pieces)), torch.uint8).view(1, 1, 2, -1)
+            table = fenced.tensor(2 * spec.nbytes(total_numel(pieces)), torch.uint8).view(
+                1, 1, 2, -1
+            )
             out = Messages(table)
             backend.quantize(pieces, spec, out)
             backend.dequantize_reduce(out, spec, pieces)
@@ -165,19 +218,31 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
 
 
 def streams_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
-    """So many elements that results go past the caches, to an address that is no multiple of a cache line's."""
+    """So many elements that results go past the caches, to an address that is no multiple of a
+    cache line's.
+    """
     values = fenced.tensor(n, torch.bfloat16)
     for spec in (BlockSpec("int8", 256), Cast("bf16"), Cast("fp32")):
         message = fenced.tensor(spec.nbytes(n), torch.uint8)
-        for piece in (View(values, 1, n, n), View(values[1:], 1, n, n), View(values, n // 9000, 9000, 9001)):
-            part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
+        for piece in (
+            View(values, 1, n, n),
+            View(values[1:], 1, n, n),
+            View(values, n // 9000, 9000, 9001),
+        ):
+            part = (
+                message
+                if piece.numel == n
+                else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
+            )
             backend.quantize([piece], spec, to_members(part))
             backend.dequantize_reduce(to_members(part), spec, [piece])
 
 
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "beginning"])
 def test_nothing_beyond_any_array_is_touched(module: ModuleType, level: int, at_end: bool) -> None:
-    """Neither read nor written, also by instructions that sanitizers do not see (masked ones, for example)."""
+    """Neither read nor written, also by instructions that sanitizers do not see (masked ones, for
+    example).
+    """
     child = os.fork()
     if child == 0:  # a fault ends this process only
         status = 1

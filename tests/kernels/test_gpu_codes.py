@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels on codes, emulated: the reference's bits, wherever all lies; no message makes them reach beyond."""
+"""The GPU kernels on codes, emulated: the reference's bits, wherever all lies; no message makes
+them reach beyond.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, 
 
 @given(seed=st.integers(0, 2**40), ends=ENDS)
 def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int]) -> None:
-    """Whatever bytes came: nothing behind a message is read, and of what is held only the members' part is written."""
+    """Whatever bytes came: nothing behind a message is read, and of what is held only the members'
+    part is written.
+    """
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
     n, spec = case.part.blocks, ChangeSpec(64)
     nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.stored.numel()
@@ -74,7 +78,9 @@ def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int
 
 
 def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
-    """One that is too small for its changes leaves codes and message as they were: sizes are known on the device."""
+    """One that is too small for its changes leaves codes and message as they were: sizes are known
+    on the device.
+    """
     case, backend = Case(single(40), "mixed", "cpu"), emulated()
     stored, masters = case.copy(), case.masters(0)
     change = OPS.assess_changes(masters, stored, case.part)
@@ -101,7 +107,9 @@ def test_masters_that_are_not_there_are_zero(emulated: Emulated, cut: tuple[int,
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_wrong_argument_is_refused(emulated: Emulated, name: str) -> None:
-    """Without a launch, of what the host sees; the tables that lie on the device keep the kernels within bounds."""
+    """Without a launch, of what the host sees; the tables that lie on the device keep the kernels
+    within bounds.
+    """
     emulated()
     Calls().check_each_refused(name, wrong(name))
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels, run thread by thread on a CPU, give the reference's bits, on wavefronts of 32 and of 64 lanes."""
+"""The GPU kernels, run thread by thread on a CPU, give the reference's bits, on wavefronts of 32
+and of 64 lanes.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,28 @@ from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.spec import BlockSpec, Cast
 
 CASES = [
-    *(pytest.param(PLAIN, fmt, id=f"wave32-{fmt}") for fmt in (*golden.FEW_FORMATS[::2], *golden.CAST_FORMATS)),
-    *(pytest.param(OTHER, fmt, id=f"wave64-{fmt}") for fmt in (*golden.FEW_FORMATS[1::2], *golden.CAST_FORMATS)),
-    *(late(PLAIN, fmt, id=f"wave32-{fmt}") for fmt in golden.FORMATS if fmt not in golden.FEW_FORMATS[::2]),
+    *(
+        pytest.param(PLAIN, fmt, id=f"wave32-{fmt}")
+        for fmt in (*golden.FEW_FORMATS[::2], *golden.CAST_FORMATS)
+    ),
+    *(
+        pytest.param(OTHER, fmt, id=f"wave64-{fmt}")
+        for fmt in (*golden.FEW_FORMATS[1::2], *golden.CAST_FORMATS)
+    ),
+    *(
+        late(PLAIN, fmt, id=f"wave32-{fmt}")
+        for fmt in golden.FORMATS
+        if fmt not in golden.FEW_FORMATS[::2]
+    ),
     *(late(OTHER, fmt, id=f"wave64-{fmt}") for fmt in golden.FEW_FORMATS[::2]),
 ]
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
 def test_operations(emulated: Emulated, chosen: Settings, fmt: golden.Format) -> None:
-    """Messages, values and sums of every format are the reference's; nothing is written where no piece is."""
+    """Messages, values and sums of every format are the reference's; nothing is written where no
+    piece is.
+    """
     golden.check_operations(emulated(chosen), fmt)
 
 
@@ -58,13 +72,17 @@ def test_masks_anywhere(emulated: Emulated, offset: int) -> None:
 
 @pytest.mark.parametrize("chosen", BOTH)
 def test_roundings(emulated: Emulated, chosen: Settings) -> None:
-    """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+    """Half way between two values the even one, at every exponent; denormals; the smallest and
+    largest blocks.
+    """
     golden.check_roundings(emulated(chosen))
 
 
 @pytest.mark.parametrize("spec", [BlockSpec("int8", 64), BlockSpec("int4", 2048)], ids=str)
 def test_padding_of_messages_does_not_count(emulated: Emulated, spec: BlockSpec) -> None:
-    """Whatever lies behind the last value of a message: the padding of the message of the sum stands for zeros."""
+    """Whatever lies behind the last value of a message: the padding of the message of the sum
+    stands for zeros.
+    """
     blocks = 16384 // spec.block_size
     numel = blocks * spec.block_size + 3
     messages = golden.messages_of(spec, numel, 3)[1:]

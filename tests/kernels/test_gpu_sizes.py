@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels, emulated, give the reference's bits for members, messages and pieces of any number and place."""
+"""The GPU kernels, emulated, give the reference's bits for members, messages and pieces of any
+number and place.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 
 from tests.kernels import golden, golden_members
 from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, Emulated, Settings
-from tests.kernels.test_cpu_malformed import DAMAGES, FUNCTIONS, check_one_wrong_argument, check_what_does_not_fit
+from tests.kernels.test_cpu_malformed import (
+    DAMAGES,
+    FUNCTIONS,
+    check_one_wrong_argument,
+    check_what_does_not_fit,
+)
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Messages, View, to_members
 from zero_topo.quant.spec import BlockSpec, Cast
@@ -28,7 +35,9 @@ MANY = [(1, -1), (2, -1), (4, 1), (129, -1), (130, 0), (130, 77), (130, 129), (9
 @pytest.mark.parametrize("chosen", BOTH)
 @pytest.mark.parametrize("fmt", SOME, ids=str)
 def test_members(emulated: Emulated, chosen: Settings, fmt: golden.Format) -> None:
-    """One launch serves all members, wherever their pieces and messages lie; the one left out is left alone."""
+    """One launch serves all members, wherever their pieces and messages lie; the one left out is
+    left alone.
+    """
     golden_members.check_members(emulated(chosen), fmt)
 
 
@@ -53,7 +62,9 @@ def test_empty_pieces_take_no_place(emulated: Emulated) -> None:
 
 @pytest.mark.parametrize("members", [1000, 75_264])
 def test_many_members(emulated: Emulated, members: int) -> None:
-    """A launch for as many ranks as there are: their blocks, one after the other, are those of one long message."""
+    """A launch for as many ranks as there are: their blocks, one after the other, are those of one
+    long message.
+    """
     spec, x = BlockSpec("int8", 64), golden.calm(64 * members, torch.bfloat16)
     made = torch.full((members, spec.nbytes(64)), 0x5A, dtype=torch.uint8)
     pieces, backend = [View(x, 1, 64, 64, members, 64)], emulated()
@@ -61,7 +72,9 @@ def test_many_members(emulated: Emulated, members: int) -> None:
     long = torch.empty(1, spec.nbytes(x.numel()), dtype=torch.uint8)
     reference.quantize([golden.whole(x)], spec, to_members(long))
     assert torch.equal(made[:, :64], long[0, : 64 * members].view(members, 64))
-    assert torch.equal(made[:, 128:132], long[0, spec.scales_offset(x.numel()) :][: 4 * members].view(members, 4))
+    assert torch.equal(
+        made[:, 128:132], long[0, spec.scales_offset(x.numel()) :][: 4 * members].view(members, 4)
+    )
     assert not made[:, 64:128].any() and not made[:, 132:].any()
     expected, back = torch.empty_like(x), torch.empty_like(x)
     reference.dequantize_reduce(to_members(long), spec, [golden.whole(expected)])
@@ -71,7 +84,13 @@ def test_many_members(emulated: Emulated, members: int) -> None:
 
 COLUMNS = st.sampled_from([1, 3, 8, 16, 40, 64, 129, 256, 700, 1029, 2051])
 SPECS = st.sampled_from(
-    [BlockSpec("int8", 64), BlockSpec("int4", 256), BlockSpec("int4", 512), BlockSpec("int8", 2048), Cast("bf16")]
+    [
+        BlockSpec("int8", 64),
+        BlockSpec("int4", 256),
+        BlockSpec("int4", 512),
+        BlockSpec("int8", 2048),
+        Cast("bf16"),
+    ]
 )
 
 
@@ -86,7 +105,8 @@ def pieces_anywhere(draw: st.DrawFn) -> list[View]:
         step = width if alongside else rows * stride + draw(st.integers(0, 9))
         extent, offset = (members - 1) * step + (rows - 1) * stride + width, draw(st.integers(0, 8))
         flat = golden.values(
-            offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])), draw(st.sampled_from(FLOATS))
+            offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])),
+            draw(st.sampled_from(FLOATS)),
         )
         columns = width + draw(st.sampled_from([0, 0, 1, 64]))
         made.append(View(flat[offset:], rows, columns, stride, members, step, width))
@@ -94,7 +114,9 @@ def pieces_anywhere(draw: st.DrawFn) -> list[View]:
 
 
 @given(pieces=pieces_anywhere(), spec=SPECS, chosen=st.sampled_from([PLAIN, OTHER]))
-def test_pieces_anywhere(emulated: Emulated, pieces: list[View], spec: golden.Spec, chosen: Settings) -> None:
+def test_pieces_anywhere(
+    emulated: Emulated, pieces: list[View], spec: golden.Spec, chosen: Settings
+) -> None:
     """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
     backend = emulated(chosen)
     message = golden.same_message(backend, pieces, spec).view(pieces[0].members, -1)
@@ -104,23 +126,40 @@ def test_pieces_anywhere(emulated: Emulated, pieces: list[View], spec: golden.Sp
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_alignment(emulated: Emulated, dtype: torch.dtype) -> None:
-    """Runs longer than any block, at each multiple of an element's size, read, written and added to."""
+    """Runs longer than any block, at each multiple of an element's size, read, written and added
+    to.
+    """
     backend = emulated()
-    specs: list[golden.Spec] = [BlockSpec("int8", 128), BlockSpec("int8", 512), BlockSpec("int8", 2048), *CASTS]
+    specs: list[golden.Spec] = [
+        BlockSpec("int8", 128),
+        BlockSpec("int8", 512),
+        BlockSpec("int8", 2048),
+        *CASTS,
+    ]
     for offset in range(9):
         pieces = [View(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
         for spec in specs:
             message = golden.same_message(backend, pieces, spec)
-            golden.same_sums(backend, message[None].expand(2, -1), spec, pieces, (1.0, offset % 2 > 0))
+            golden.same_sums(
+                backend, message[None].expand(2, -1), spec, pieces, (1.0, offset % 2 > 0)
+            )
 
 
 @pytest.mark.parametrize("width", [1023, 1029])
 @pytest.mark.parametrize("spec", CASTS, ids=str)
 def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width: int) -> None:
-    """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a chunk of its own."""
+    """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a
+    chunk of its own.
+    """
     backend, x, third = emulated(OTHER), golden.calm(9 * width, torch.float32), width // 3
     messages = golden.same_message(backend, [View(x, 1, width, width, 9, width)], spec)
-    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [View(x, 3, third, 9 * third, 9, third)], (0.3, False))
+    golden.same_sums(
+        backend,
+        messages.expand(3, -1, -1),
+        spec,
+        [View(x, 3, third, 9 * third, 9, third)],
+        (0.3, False),
+    )
     made, came = (
         torch.full((2, 9, width * spec.bits // 8), 0x5A, dtype=torch.uint8),
         Messages(messages.view(3, 1, 3, -1)),
@@ -132,7 +171,9 @@ def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width:
 
 
 def test_tables_are_uploaded_once_for_a_layout(emulated: Emulated) -> None:
-    """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is made again."""
+    """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is
+    made again.
+    """
     spec, x, count = BlockSpec("int8", 64), golden.calm(400, torch.bfloat16), emulated.module.tables
     before = count()
     layouts = [[View(x[i:], 1, 1, 1)] * 65 for i in range(300)]
@@ -145,7 +186,9 @@ def test_tables_are_uploaded_once_for_a_layout(emulated: Emulated) -> None:
 
 
 @pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
-def test_places_beyond_32_bits(emulated: Emulated, case: tuple[golden.Spec, int, int | None]) -> None:
+def test_places_beyond_32_bits(
+    emulated: Emulated, case: tuple[golden.Spec, int, int | None]
+) -> None:
     """Rows, members and messages that far apart are found, read and written."""
     golden_members.check_far(emulated(), *case)
 
@@ -157,12 +200,17 @@ def test_places_beyond_32_bits(emulated: Emulated, case: tuple[golden.Spec, int,
 def test_members_and_rows_beyond_32_bits(
     emulated: Emulated, spec: golden.Spec, members: int, rows: int, columns: int
 ) -> None:
-    """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread block is run."""
+    """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread
+    block is run.
+    """
     numel, stride = rows * columns, columns + 8
     tile = 8192 if isinstance(spec, BlockSpec) else 4096  # values of a thread block
     x = golden.untouched(members * rows * stride - 8, torch.bfloat16)
     table = golden.untouched(members * spec.nbytes(numel), torch.uint8)
-    piece, out = View(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
+    piece, out = (
+        View(x, rows, columns, stride, members, rows * stride),
+        to_members(table.view(members, -1)),
+    )
     x[-tile:] = golden.calm(tile, torch.bfloat16)
     last = emulated(Settings(most_blocks=2**31, first_block=members * numel // tile - 1))
     last.quantize([piece], spec, out)
@@ -171,7 +219,10 @@ def test_members_and_rows_beyond_32_bits(
     size, message = tile * spec.bits // 8, table[-spec.nbytes(numel) :]
     assert torch.equal(message[numel * spec.bits // 8 - size :][:size], expected[:size])
     if isinstance(spec, BlockSpec):
-        end, scales = spec.scales_offset(numel) + numel // 16, expected[spec.scales_offset(tile) :][: tile // 16]
+        end, scales = (
+            spec.scales_offset(numel) + numel // 16,
+            expected[spec.scales_offset(tile) :][: tile // 16],
+        )
         assert torch.equal(message[end - tile // 16 : end], scales)
     wanted = torch.empty(tile, dtype=torch.bfloat16)
     reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
@@ -202,9 +253,20 @@ def test_what_does_not_fit_together_is_refused(emulated: Emulated) -> None:
     ("spec", "least"), [(BlockSpec("int8", 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str
 )
 def test_misaligned_messages_are_refused(emulated: Emulated, spec: golden.Spec, least: int) -> None:
-    """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them, but one left out."""
-    kernels, size, pieces = emulated(), spec.nbytes(300), [View(torch.ones(600), 1, 300, 300, 2, 300)]
-    for step, refused in ((least // 2, True), (least, False), (least * 3 // 2, True), (3 * least, False)):
+    """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them, but
+    one left out.
+    """
+    kernels, size, pieces = (
+        emulated(),
+        spec.nbytes(300),
+        [View(torch.ones(600), 1, 300, 300, 2, 300)],
+    )
+    for step, refused in (
+        (least // 2, True),
+        (least, False),
+        (least * 3 // 2, True),
+        (3 * least, False),
+    ):
         room = torch.zeros(4 * (size + step), dtype=torch.uint8)
         tables = {
             "the first": room[step:].as_strided((1, 1, 2, size), (0, 0, 0, 1)),
@@ -213,5 +275,7 @@ def test_misaligned_messages_are_refused(emulated: Emulated, spec: golden.Spec, 
             "inner": room.as_strided((1, 1, 2, size), (0, 0, step, 1)),
         }
         for table in tables.values():
-            with pytest.raises(RuntimeError, match="does not begin at") if refused else nullcontext():
+            with (
+                pytest.raises(RuntimeError, match="does not begin at") if refused else nullcontext()
+            ):
                 kernels.dequantize_reduce(Messages(table), spec, pieces)

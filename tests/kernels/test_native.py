@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The compiled module that the engine loads, behind its torch binding: the reference's bits, on one and two threads.
+"""The compiled module that the engine loads, behind its torch binding: the reference's bits, on one
+and two threads.
 
 On the CPU, or where ``ZERO_TOPO_TEST_DEVICE`` says.
 """
@@ -20,7 +21,8 @@ from zero_topo.quant.operands import FLOATS, from_sources, to_members
 from zero_topo.quant.operators import BackendUnavailable
 from zero_topo.quant.spec import BlockSpec, Cast
 
-pytestmark = [] if ON_GPU else [pytest.mark.long]  # on the CPU test_cpu.py tries each instruction set
+# On the CPU test_cpu.py tries each instruction set
+pytestmark = [] if ON_GPU else [pytest.mark.long]
 
 FORMATS = [*golden.FEW_FORMATS, *golden.CAST_FORMATS[::4]]
 FORMATS = FORMATS if ON_GPU else FORMATS[::5]
@@ -56,7 +58,9 @@ def test_every_operation_gives_the_references_bits(native: Operators, fmt: golde
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str
+)
 def test_all_members_are_served_in_one_call(native: Operators, fmt: golden.Format) -> None:
     """Tables, strides and what is left out arrive as they were given."""
     golden_members.check_members(native, fmt, DEVICE.type)
@@ -69,18 +73,30 @@ def test_sums_are_quantized_again(native: Operators, spec: BlockSpec) -> None:
 
 
 def test_roundings(native: Operators) -> None:
-    """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+    """Half way between two values the even one, at every exponent; denormals; the smallest and
+    largest blocks.
+    """
     golden.check_roundings(native, DEVICE.type)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_threads_share_the_work_without_changing_a_bit(native: Operators, dtype: torch.dtype) -> None:
+def test_threads_share_the_work_without_changing_a_bit(
+    native: Operators, dtype: torch.dtype
+) -> None:
     """Large enough to be split: several million values, an odd number."""
-    golden.check_quantize(native, golden.Format(BlockSpec("int4"), dtype), DEVICE.type, numels=[3_000_001])
-    golden.check_dequantize(native, golden.Format(BlockSpec("int8", 2048), dtype), DEVICE.type, numels=[2_000_003])
-    golden.check_quantize(native, golden.Format(Cast("bf16"), dtype), DEVICE.type, numels=[2_500_003])
-    golden.check_dequantize(native, golden.Format(Cast("fp32"), dtype), DEVICE.type, numels=[2_500_003])
+    golden.check_quantize(
+        native, golden.Format(BlockSpec("int4"), dtype), DEVICE.type, numels=[3_000_001]
+    )
+    golden.check_dequantize(
+        native, golden.Format(BlockSpec("int8", 2048), dtype), DEVICE.type, numels=[2_000_003]
+    )
+    golden.check_quantize(
+        native, golden.Format(Cast("bf16"), dtype), DEVICE.type, numels=[2_500_003]
+    )
+    golden.check_dequantize(
+        native, golden.Format(Cast("fp32"), dtype), DEVICE.type, numels=[2_500_003]
+    )
 
 
 @pytest.mark.usefixtures("threads")
@@ -88,7 +104,9 @@ def test_the_sparse_operations_give_the_references_values(native: Operators) -> 
     """Masks, picks and sketches."""
     golden.check_sparse(native, DEVICE.type)
     x = golden.values(300_001, torch.float32, 2).to(DEVICE)
-    indices, selected = (torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32))
+    indices, selected = (
+        torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32)
+    )
     found = int(native.compact_above(x, 0.5, indices, selected))
     assert torch.equal(indices[:found], (x.abs() < 0.5).logical_not().nonzero()[:, 0])
 

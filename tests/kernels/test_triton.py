@@ -1,10 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The Triton backend gives the reference's bits: on a GPU where there is one, and anywhere in Triton's interpreter.
+"""The Triton backend gives the reference's bits: on a GPU where there is one, and anywhere in
+Triton's interpreter.
 
-Triton looks at TRITON_INTERPRET when it is imported, so one process runs these tests again with the variable set
-(``TRITON_INTERPRET=1 pytest tests/kernels/test_triton.py`` shows them one by one). The interpreter takes a millisecond
-for what a GPU does in a nanosecond: it sees every dtype and bit width, but only some of their combinations, and fewer
-numbers of sources; a GPU sees them all.
+Triton looks at TRITON_INTERPRET when it is imported, so one process runs these tests again with the
+variable set (``TRITON_INTERPRET=1 pytest tests/kernels/test_triton.py`` shows them one by one). The
+interpreter takes a millisecond for what a GPU does in a nanosecond: it sees every dtype and bit
+width, but only some of their combinations, and fewer numbers of sources; a GPU sees them all.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
-SPECS = golden.SPECS if GPU else [spec for spec in golden.SPECS if spec.block_size in (64, 256, 2048)]
-FORMATS = golden.FORMATS if GPU else [golden.Format(spec, FLOATS[i % 3]) for i, spec in enumerate(SPECS)]
+SPECS = (
+    golden.SPECS if GPU else [spec for spec in golden.SPECS if spec.block_size in (64, 256, 2048)]
+)
+FORMATS = (
+    golden.FORMATS if GPU else [golden.Format(spec, FLOATS[i % 3]) for i, spec in enumerate(SPECS)]
+)
 FORMATS += golden.CAST_FORMATS if GPU else golden.CAST_FORMATS[2::2]
 FORMATS = FORMATS if GPU else FORMATS[::2]  # in the interpreter each takes seconds
 SOURCES = (1, 3, 8) if GPU else (3,)
@@ -48,10 +53,23 @@ class TestElsewhere:
 
     __test__ = not INTERPRETED
 
-    @pytest.mark.parametrize("which", ["operations", pytest.param("not operations", marks=pytest.mark.long)])
+    @pytest.mark.parametrize(
+        "which", ["operations", pytest.param("not operations", marks=pytest.mark.long)]
+    )
     def test_the_interpreter_runs_these_tests(self, which: str) -> None:
-        """Every check of this file passes on CPU tensors, in Triton's interpreter; halves of them for two workers."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+        """Every check of this file passes on CPU tensors, in Triton's interpreter; halves of them
+        for two workers.
+        """
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::RuntimeWarning",
+        ]
         env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         output([*command, "-k", which, __file__], env=env, cwd=ROOT)
 
@@ -68,12 +86,16 @@ class TestBackend:
 
     @pytest.mark.parametrize("fmt", FORMATS if GPU else FORMATS[-2:-1], ids=str)
     def test_members_are_served_at_once(self, backend: Any, fmt: golden.Format) -> None:
-        """Each gets and gives what is its own, wherever pieces and messages lie; a member and a source are left out."""
+        """Each gets and gives what is its own, wherever pieces and messages lie; a member and a
+        source are left out.
+        """
         golden_members.check_members(backend, fmt, DEVICE, (2, 3) if GPU else (1, 3))
 
     def test_members_of_members(self, backend: Any) -> None:
         """Outer and inner ones, in messages that lie in any order."""
-        golden_members.check_members(backend, golden.Format(BlockSpec("int4", 64), torch.bfloat16), DEVICE)
+        golden_members.check_members(
+            backend, golden.Format(BlockSpec("int4", 64), torch.bfloat16), DEVICE
+        )
 
     @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
     @pytest.mark.parametrize("hole", [-1, 17])
@@ -96,12 +118,16 @@ class TestBackend:
         golden.check_requantize(backend, spec, DEVICE, SOURCES)
 
     def test_sparse(self, backend: Any) -> None:
-        """Masks packed and back; counts and picks above a threshold; sketches and their inverse, some left over."""
+        """Masks packed and back; counts and picks above a threshold; sketches and their inverse,
+        some left over.
+        """
         golden.check_sparse(backend, DEVICE)
 
     @pytest.mark.parametrize("block", BLOCK_SIZES if GPU else (64, 256))
     def test_codes_give_the_references_bits(self, backend: Any, block: int) -> None:
-        """Scales, messages and what is held, whichever blocks are sent whole; every byte that changes may come in."""
+        """Scales, messages and what is held, whichever blocks are sent whole; every byte that
+        changes may come in.
+        """
         for fate in golden_codes.FATES if GPU else ("mixed", "all"):
             golden_codes.check_codes(backend, golden_codes.ragged(block), fate, DEVICE)
             for layout in golden_codes.SINGLE[:: 1 if GPU else 4]:
@@ -109,7 +135,9 @@ class TestBackend:
         golden_codes.check_extremes(backend, block, DEVICE)
 
     def test_roundings(self, backend: Any) -> None:
-        """Half way between two values the even one, at every exponent; denormals; the smallest and largest blocks."""
+        """Half way between two values the even one, at every exponent; denormals; the smallest and
+        largest blocks.
+        """
         golden.check_roundings(backend, DEVICE)
 
     def test_large_tensors(self, backend: Any) -> None:
@@ -120,7 +148,9 @@ class TestBackend:
     def test_misaligned_messages(self, backend: Any) -> None:
         """What is in them would be too, which no kernel can read: they are refused."""
         for spec in (BlockSpec("int8"), Cast("bf16")):
-            odd = torch.empty(2 * spec.nbytes(300) + 2, dtype=torch.uint8, device=DEVICE)[1:-1].view(2, -1)
+            odd = torch.empty(2 * spec.nbytes(300) + 2, dtype=torch.uint8, device=DEVICE)[
+                1:-1
+            ].view(2, -1)
             apart = torch.empty(2, spec.nbytes(300) + 1, dtype=torch.uint8, device=DEVICE)[:, :-1]
             piece = golden.whole(torch.empty(300, device=DEVICE))
             for messages in (from_sources(odd), from_sources(apart)):
@@ -157,16 +187,22 @@ class TestFar:
 
         from zero_topo.quant import triton_sparse
 
-        def launch(kernel: Any, programs: int, target: Any, *arguments: Any, warps: int = 4) -> None:
+        def launch(
+            kernel: Any, programs: int, target: Any, *arguments: Any, warps: int = 4
+        ) -> None:
             here = (programs - 1, 0, 0)
-            monkeypatch.setattr(interpreter, "set_grid_idx", lambda *_: setattr(interpreter, "grid_idx", here))
+            monkeypatch.setattr(
+                interpreter, "set_grid_idx", lambda *_: setattr(interpreter, "grid_idx", here)
+            )
             kernel[(1,)](target, *arguments)
 
         monkeypatch.setattr(backend, "launch", launch)
         monkeypatch.setattr(triton_sparse, "launch", launch)
 
     @pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
-    def test_members_rows_and_messages_far_apart(self, backend: Any, case: tuple[Any, int, int | None]) -> None:
+    def test_members_rows_and_messages_far_apart(
+        self, backend: Any, case: tuple[Any, int, int | None]
+    ) -> None:
         """Each is read from, and written to, where it lies."""
         golden_members.check_far(backend, *case)
 
@@ -174,17 +210,28 @@ class TestFar:
         """Slots of codes, their masters' rows and messages."""
         golden_codes.check_far(backend, golden.untouched)
 
-    @pytest.mark.parametrize("spec", [BlockSpec("int8", 64), BlockSpec("int4", 256), Cast("bf16")], ids=str)
-    def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
-        """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
+    @pytest.mark.parametrize(
+        "spec", [BlockSpec("int8", 64), BlockSpec("int4", 256), Cast("bf16")], ids=str
+    )
+    def test_a_message_beyond_2_32_values(
+        self, backend: Any, last_program: None, spec: BlockSpec | Cast
+    ) -> None:
+        """The last tile of one, in both directions, of rows and of one row; and once more from
+        message to message.
+        """
         tail, stride = FAR % 4096, FAR // 8 + 8
         rows = View(golden.untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
         for piece in (View(golden.untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
             last = golden.whole(piece.flat[-tail:])
             last.flat.copy_(golden.calm(tail, torch.bfloat16))
-            made = {name: golden.untouched(spec.nbytes(FAR), torch.uint8) for name in ("quantized", "again")}
+            made = {
+                name: golden.untouched(spec.nbytes(FAR), torch.uint8)
+                for name in ("quantized", "again")
+            }
             backend.quantize([piece], spec, to_members(made["quantized"]))
-            backend.requantize(to_members(made["quantized"]), spec, spec, to_members(made["again"]), FAR)
+            backend.requantize(
+                to_members(made["quantized"]), spec, spec, to_members(made["again"]), FAR
+            )
             small = golden.same_message(reference, [last], spec)
             for name, message in made.items():
                 wanted = tail_of(small, spec, tail, tail)
@@ -195,8 +242,12 @@ class TestFar:
             backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece])
             golden.assert_same(last.flat, values[0].flat, f"{spec} back")
 
-    def test_masks_and_picks_beyond_2_32(self, backend: Any, last_program: None, monkeypatch: Any) -> None:
-        """Packed, unpacked and picked at the end; and nothing is written where room ended 2^31 picks before."""
+    def test_masks_and_picks_beyond_2_32(
+        self, backend: Any, last_program: None, monkeypatch: Any
+    ) -> None:
+        """Packed, unpacked and picked at the end; and nothing is written where room ended 2^31
+        picks before.
+        """
         mask, bits, again = (golden.untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
         mask[-9::4] = 1
         backend.mask_pack(mask.view(torch.bool), bits)

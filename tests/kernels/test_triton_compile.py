@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compile for every GPU that they are meant for, to code that computes and moves what it should.
+"""The Triton kernels compile for every GPU that they are meant for, to code that computes and moves
+what it should.
 
-No GPU is needed: another process (this file, run as a module) calls the backend on CPU tensors with a driver that
-compiles, as any launch does, and then launches nothing. So what is looked at is what a launch would run, with its
-options and its specialisation on aligned pointers.
+No GPU is needed: another process (this file, run as a module) calls the backend on CPU tensors with
+a driver that compiles, as any launch does, and then launches nothing. So what is looked at is what
+a launch would run, with its options and its specialisation on aligned pointers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ import pytest
 import torch
 
 from tests.launching import ROOT, output
-from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, from_sources, to_members
+from zero_topo.quant.operands import (
+    Change,
+    Codes,
+    Masters,
+    Messages,
+    Part,
+    View,
+    from_sources,
+    to_members,
+)
 from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
 pytest.importorskip("triton")
@@ -45,20 +55,30 @@ DIVIDES = (*ENCODES, "codes assess", "codes emit", "aged_adamw")
 
 def each(targets: Iterable[str]) -> list[Any]:
     """The targets, siblings left to the long tests."""
-    return [pytest.param(target, marks=[pytest.mark.long] * (target in SIBLINGS)) for target in targets]
+    return [
+        pytest.param(target, marks=[pytest.mark.long] * (target in SIBLINGS)) for target in targets
+    ]
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """A call for each kernel and for what decides its code most, with a name."""
     from zero_topo.quant import triton
 
-    int8, int4, other, large = BlockSpec("int8"), BlockSpec("int4", 64), BlockSpec("int8", 64), BlockSpec("int4", 2048)
+    int8, int4, other, large = (
+        BlockSpec("int8"),
+        BlockSpec("int4", 64),
+        BlockSpec("int8", 64),
+        BlockSpec("int4", 2048),
+    )
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     rows = View(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
     reduce, cast = triton.dequantize_reduce, Cast("bf16")
     many = [(chunks(int8)[:count], hole) for count in (2, 3, 8) for hole in (-1, 0, 1)]
     yield "quantize", lambda: triton.quantize([bf16], int8, to_members(chunks(int8)[0]))
-    yield "quantize strided", lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4]))
+    yield (
+        "quantize strided",
+        lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4])),
+    )
     yield "quantize large", lambda: triton.quantize([fp32], large, to_members(chunks(large)[0]))
     yield "quantize nf4", lambda: triton.quantize([bf16], NF4, to_members(chunks(NF4)[0]))
     yield "reduce nf4", lambda: reduce(from_sources(chunks(NF4)), NF4, [bf16], 0.1)
@@ -67,21 +87,33 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         "reduce int8 bf16",
         lambda: [reduce(from_sources(some, hole), int8, [bf16], 0.1) for some, hole in many],
     )
-    yield "reduce int4 fp32", lambda: reduce(from_sources(chunks(int4)), int4, [fp32], 0.1, accumulate=True)
+    yield (
+        "reduce int4 fp32",
+        lambda: reduce(from_sources(chunks(int4)), int4, [fp32], 0.1, accumulate=True),
+    )
     yield "reduce large fp16", lambda: reduce(from_sources(chunks(large)), large, [fp16])
     yield "requantize", lambda: again(int4, other)
     odd = View(bf16.flat, 16, 1024, 4099, 4, 1001, present=1000)
     yield "odd rows", lambda: reduce(to_members(chunks(int8, odd.numel)[:4]), int8, [odd])
     yield "cast", lambda: triton.quantize([fp32], cast, to_members(chunks(cast)[0]))
-    yield "cast strided", lambda: triton.quantize([rows], cast, to_members(chunks(cast, rows.numel)[:4]))
+    yield (
+        "cast strided",
+        lambda: triton.quantize([rows], cast, to_members(chunks(cast, rows.numel)[:4])),
+    )
     yield "sum casts", lambda: reduce(from_sources(chunks(cast), 3), cast, [fp32], 0.1)
     yield "sum casts again", lambda: again(cast, cast)
-    mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(-(-NUMEL // 8), dtype=torch.uint8)
+    mask, bits = (
+        torch.zeros(NUMEL, dtype=torch.bool),
+        torch.zeros(-(-NUMEL // 8), dtype=torch.uint8),
+    )
     yield "mask_pack", lambda: triton.mask_pack(mask, bits)
     yield "mask_unpack", lambda: triton.mask_unpack(bits, mask)
     indices, values = torch.zeros(99, dtype=torch.int64), torch.zeros(99, dtype=torch.bfloat16)
     yield "compact_above", lambda: triton.compact_above(bf16.flat, 0.5, indices, values)
-    yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat[None], 11, torch.zeros(1, 30, 1024))
+    yield (
+        "sketch_insert",
+        lambda: triton.sketch_insert(fp32.flat[None], 11, torch.zeros(1, 30, 1024)),
+    )
     yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
     p, g, mean, square = (fp32.flat.clone() for _ in range(4))
     table, settings = torch.zeros(4, 257), [0.9, 0.8, 1e-8, -0.1]
@@ -98,7 +130,11 @@ def calls_on_codes() -> Iterator[tuple[str, Callable[[], Any]]]:
     messages = torch.zeros(1, 1, 12, 2**16, dtype=torch.uint8)
 
     def owned(part: Part) -> tuple[Masters, Codes, Part]:
-        return Masters(torch.zeros(part.rows, 40_000), part.begin % 16, part.begin % 12), codes, part
+        return (
+            Masters(torch.zeros(part.rows, 40_000), part.begin % 16, part.begin % 12),
+            codes,
+            part,
+        )
 
     def bytes_of(numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=torch.uint8)
@@ -111,7 +147,9 @@ def calls_on_codes() -> Iterator[tuple[str, Callable[[], Any]]]:
     def emit() -> None:
         for part in parts:
             ends = torch.zeros(part.blocks, 2, dtype=torch.int64)
-            change = Change(torch.zeros(part.blocks), bytes_of(2 * part.blocks), bytes_of(2**16), ends)
+            change = Change(
+                torch.zeros(part.blocks), bytes_of(2 * part.blocks), bytes_of(2**16), ends
+            )
             triton.codes_emit(*owned(part), change, messages[0, 0, 0])
 
     def apply() -> None:
@@ -141,7 +179,9 @@ def chunks(spec: Format, numel: int = NUMEL) -> torch.Tensor:
 
 
 class Compiler:
-    """What Triton asks of a driver, for GPUs that are not there: it compiles for them, and launches nothing."""
+    """What Triton asks of a driver, for GPUs that are not there: it compiles for them, and launches
+    nothing.
+    """
 
     def __init__(self) -> None:
         from triton.backends.compiler import GPUTarget
@@ -171,7 +211,9 @@ class Compiler:
         return 0, 0, 0, 0, 1024
 
     def launcher_cls(self, *kernel: Any) -> Callable[..., None]:
-        """A launch: programs of any number are on the grid's first axis, as the others end at 65,535."""
+        """A launch: programs of any number are on the grid's first axis, as the others end at
+        65,535.
+        """
 
         def launch(x: int, y: int, z: int, *arguments: Any) -> None:
             assert y == z == 1
@@ -189,10 +231,14 @@ def main(directory: Path, target: str) -> None:
 
     def keep(metadata_group: dict[str, str], **compilation: Any) -> None:
         for name, path in metadata_group.items():
-            assert not Path(f"{place}.{name}").exists(), f"{place.name}: another kernel for other numbers"
+            assert not Path(f"{place}.{name}").exists(), (
+                f"{place.name}: another kernel for other numbers"
+            )
             shutil.copy(path, f"{place}.{name}")
             if name.endswith(".cubin"):
-                usage = subprocess.check_output([triton.knobs.nvidia.cuobjdump.path, "-res-usage", path], text=True)
+                usage = subprocess.check_output(
+                    [triton.knobs.nvidia.cuobjdump.path, "-res-usage", path], text=True
+                )
                 Path(f"{place}.{name.removesuffix('cubin')}usage").write_text(usage)
 
     triton.knobs.compilation.listener = keep
@@ -240,15 +286,20 @@ def compile_for(target: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("target", each(NVIDIA))
 def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
-    """Division is correctly rounded; nothing is approximate, flushed or contracted; BF16 is rounded to nearest even."""
+    """Division is correctly rounded; nothing is approximate, flushed or contracted; BF16 is rounded
+    to nearest even.
+    """
     code = compiled(target, "ptx")
     for name, text in code.items():
-        fused = (
-            "" if name.startswith("aged_adamw") else r"|\bfma\.\S*"
-        )  # torch fuses product and sum of lerp and addcmul
-        assert not re.findall(r"\bmad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|div\.full\S*" + fused, text), name
+        # Torch fuses product and sum of lerp and addcmul
+        fused = "" if name.startswith("aged_adamw") else r"|\bfma\.\S*"
+        assert not re.findall(
+            r"\bmad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|div\.full\S*" + fused, text
+        ), name
         assert bool(re.search(r"(div|rcp)\.rn\.f32", text)) == name.startswith(DIVIDES), name
-    assert "0f7FC00000" in code["codes assess._assess"], "the NaN whose bits say that nothing changed"
+    assert "0f7FC00000" in code["codes assess._assess"], (
+        "the NaN whose bits say that nothing changed"
+    )
     assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16.reduce_tile"]
 
 
@@ -274,7 +325,9 @@ def test_nvidia_registers_suffice(compiled: Callable[[str, str], Code], target: 
 
 
 @pytest.mark.parametrize("target", each(AMD))
-def test_amd_code_is_for_waves_of_64_and_does_not_spill(compiled: Callable[[str, str], Code], target: str) -> None:
+def test_amd_code_is_for_waves_of_64_and_does_not_spill(
+    compiled: Callable[[str, str], Code], target: str
+) -> None:
     """What the metadata of the binaries says; they are linked too."""
     for name, text in compiled(target, "amdgcn").items():
         said = dict(re.findall(r"^ *(?:- )?\.(\w+): +(\d+)$", text, re.MULTILINE))
@@ -284,8 +337,12 @@ def test_amd_code_is_for_waves_of_64_and_does_not_spill(compiled: Callable[[str,
 
 
 @pytest.mark.parametrize("target", each(AMD))
-def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
-    """Divisions end in the fix-up of IEEE; sums are not contracted; denormals stay; BF16 is rounded half to even."""
+def test_amd_code_rounds_as_the_contract_says(
+    compiled: Callable[[str, str], Code], target: str
+) -> None:
+    """Divisions end in the fix-up of IEEE; sums are not contracted; denormals stay; BF16 is rounded
+    half to even.
+    """
     code = compiled(target, "amdgcn")
     for name, text in code.items():
         assert ("v_div_fixup_f32" in text) == name.startswith(DIVIDES), name
@@ -293,7 +350,9 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
         if name.startswith((*DECODES, "sum")):
             assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
     rounds = code["reduce int8 bf16.reduce_tile"]
-    assert "v_add3_u32" in rounds and "0x7fff" in rounds, "half an ulp, less one, plus the last bit kept"
+    assert "v_add3_u32" in rounds and "0x7fff" in rounds, (
+        "half an ulp, less one, plus the last bit kept"
+    )
 
 
 if __name__ == "__main__":

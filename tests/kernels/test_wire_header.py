@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The wire formats are written twice, in Python and in C headers: the two agree on every size, and on codes' scales."""
+"""The wire formats are written twice, in Python and in C headers: the two agree on every size, and
+on codes' scales.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ PROGRAM = r"""
 int main(void) {
     zt_wire_spec s;
     int64_t n;
-    while (scanf("%" SCNd32 " %" SCNd32 " %" SCNd32 " %" SCNd64, &s.bits, &s.block_size, &s.dtype, &n) == 4) {
-        printf("%d %" PRId64 " %" PRId64, zt_wire_valid(s), zt_wire_blocks(s, n), zt_wire_scales_offset(s, n));
+    const char *row = "%" SCNd32 " %" SCNd32 " %" SCNd32 " %" SCNd64;
+    while (scanf(row, &s.bits, &s.block_size, &s.dtype, &n) == 4) {
+        printf("%d %" PRId64, zt_wire_valid(s), zt_wire_blocks(s, n));
+        printf(" %" PRId64, zt_wire_scales_offset(s, n));
         printf(" %" PRId64 "\n", zt_wire_nbytes(s, n));
     }
     return 0;
@@ -61,14 +65,51 @@ int main(void) {
 """
 
 COMPILERS = {
-    "gcc": ["gcc", "-std=c99", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pedantic", "-x", "c"],
+    "gcc": [
+        "gcc",
+        "-std=c99",
+        "-Wall",
+        "-Wextra",
+        "-Wconversion",
+        "-Werror",
+        "-pedantic",
+        "-x",
+        "c",
+    ],
     "g++": ["g++", "-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-x", "c++"],
     "nvcc": ["nvcc", "-std=c++17", "-x", "cu"],
-    "hipcc": ["env", "HIP_PLATFORM=amd", "hipcc", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"],
+    "hipcc": [
+        "env",
+        "HIP_PLATFORM=amd",
+        "hipcc",
+        "-std=c++17",
+        "-x",
+        "hip",
+        "--offload-arch=gfx90a",
+    ],
 }
 
 Case = tuple[golden.Spec, int]
-EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 2047, 2048, 2049, 99991, 2**20 + 1]
+EDGES = [
+    0,
+    1,
+    2,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    1023,
+    2047,
+    2048,
+    2049,
+    99991,
+    2**20 + 1,
+]
 KNOWN: list[golden.Spec] = [*golden.SPECS, *golden.CASTS]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**52 + 1]
 
@@ -76,7 +117,9 @@ LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**
 def asked(program: Path, cases: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """(valid, blocks, scales offset, nbytes) of (bits, block size, dtype, elements)."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
-    return [[int(word) for word in line.split()] for line in output([program], input=lines).splitlines()]
+    return [
+        [int(word) for word in line.split()] for line in output([program], input=lines).splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +129,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
-    """A program of those above, built with one of the compilers; skips, saying so, where the machine lacks it."""
+    """A program of those above, built with one of the compilers; skips, saying so, where the
+    machine lacks it.
+    """
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     source, program = directory / "wire.c", directory / "wire"
@@ -99,7 +144,9 @@ def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
 def check(program: Path, cases: Sequence[Case]) -> None:
     """The header's numbers are those of zero_topo.quant.spec, with 1 for a valid specification."""
     given = [(*spec.code, n) for spec, n in cases]
-    for (spec, n), (valid, blocks, *offsets, nbytes) in zip(cases, asked(program, given), strict=True):
+    for (spec, n), (valid, blocks, *offsets, nbytes) in zip(
+        cases, asked(program, given), strict=True
+    ):
         assert (valid, nbytes) == (1, spec.nbytes(n)), spec
         if isinstance(spec, BlockSpec):
             assert [blocks, *offsets] == [spec.blocks(n), spec.scales_offset(n)], spec
@@ -108,7 +155,9 @@ def check(program: Path, cases: Sequence[Case]) -> None:
 
 
 def test_header_agrees_at_every_edge(program: Path) -> None:
-    """Around block and padding boundaries, and past 31, 32 and 40 bits, for every known specification."""
+    """Around block and padding boundaries, and past 31, 32 and 40 bits, for every known
+    specification.
+    """
     check(program, [(spec, numel) for spec in KNOWN for numel in [*EDGES, *LARGE]])
 
 
@@ -118,7 +167,9 @@ BAD_CASTS = [(16, 1, 0), (32, 1, 1), (16, 1, 3), (16, 1, -1), (8, 1, 0)]
 
 @pytest.mark.parametrize("bad", [*BAD_BLOCKS, *BAD_CASTS])
 def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[int, ...]) -> None:
-    """zt_wire_valid is 0 for other bits, block sizes and types; the kernels' callers check it first."""
+    """zt_wire_valid is 0 for other bits, block sizes and types; the kernels' callers check it
+    first.
+    """
     assert asked(program, [(*bad, 1)])[0][0] == 0
 
 
@@ -130,7 +181,9 @@ def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
 
 
 def check_changes(program: Path, cases: Sequence[tuple[int, int, int, int]]) -> None:
-    """Sizes of (block size, blocks, whole, changes) are those of `ChangeSpec`, scales those of the reference."""
+    """Sizes of (block size, blocks, whole, changes) are those of `ChangeSpec`, scales those of the
+    reference.
+    """
     generator = torch.Generator().manual_seed(len(cases))
     old = 2.0 ** torch.randint(-100, 120, (len(cases),), generator=generator)
     top = old * torch.linspace(80.0, 140.0, len(cases))
@@ -141,9 +194,15 @@ def check_changes(program: Path, cases: Sequence[tuple[int, int, int, int]]) -> 
     )
     lines = zip(cases, bits_of(top), bits_of(old), strict=True)
     answers = asked(program, [(*case, *numbers) for case, *numbers in lines])
-    for (block, blocks, whole, changes), (valid, *offsets, nbytes, _, _) in zip(cases, answers, strict=True):
+    for (block, blocks, whole, changes), (valid, *offsets, nbytes, _, _) in zip(
+        cases, answers, strict=True
+    ):
         spec = ChangeSpec(block)
-        wanted = [spec.counts_offset(blocks), spec.scales_offset(blocks), spec.codes_offset(blocks, whole)]
+        wanted = [
+            spec.counts_offset(blocks),
+            spec.scales_offset(blocks),
+            spec.codes_offset(blocks, whole),
+        ]
         assert offsets == [*wanted, spec.changes_offset(blocks, whole)]
         assert (valid, nbytes) == (1, spec.nbytes(blocks, whole, changes))
     scales = reference.scales_from_now(top, old)
@@ -160,5 +219,7 @@ def test_header_of_changes_agrees(tmp_path: Path) -> None:
     """Around chunks and padding, and past 32 bits; scales that stay, change, and are none."""
     program = compiled("gcc", tmp_path, CHANGES)
     edges = [n for n in [*EDGES, *LARGE] if n < 2**41]
-    check_changes(program, [(b, n, w, 3 * n) for b in BLOCK_SIZES for n in edges for w in {0, n // 3, n}])
+    check_changes(
+        program, [(b, n, w, 3 * n) for b in BLOCK_SIZES for n in edges for w in {0, n // 3, n}]
+    )
     assert all(asked(program, [(b, 1, 0, 0, 0, 0)])[0][0] == 0 for b in (1, 32, 100, 4096, -64, 0))

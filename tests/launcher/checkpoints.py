@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Runs that are saved half-way and taken up again, and what lies in the files: tools of the checkpoint tests."""
+"""Runs that are saved half-way and taken up again, and what lies in the files: tools of the
+checkpoint tests.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,20 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def job(zero_topo: dict[str, Any] | None, dtype: str = "fp32", **zero: Any) -> Job:
-    """A run with much to save: two parameter groups, several sub-groups, a scheduler, frozen and resident parameters.
+    """A run with much to save: two parameter groups, several sub-groups, a scheduler, frozen and
+    resident parameters.
 
     Args:
         zero_topo: the block, or None for stock ZeRO-3.
         dtype: "fp32" or "bf16".
         zero: keys for ``zero_optimization``.
     """
-    warmup = {"warmup_num_steps": 5, "warmup_min_lr": 4e-3, "warmup_max_lr": 1e-2, "warmup_type": "linear"}
+    warmup = {
+        "warmup_num_steps": 5,
+        "warmup_min_lr": 4e-3,
+        "warmup_max_lr": 1e-2,
+        "warmup_type": "linear",
+    }
     zero = {"sub_group_size": 250, "stage3_param_persistence_threshold": 20, **zero}
     ds = {
         "scheduler": {"type": "WarmupLR", "params": warmup},
@@ -95,7 +103,8 @@ def run_and_save(run: Job, path: Path) -> Result:
 
 
 def resume_both(run: Job, own: tuple[Path, Result], stocks: tuple[Path, Result]) -> Any:
-    """Resume a run from its own checkpoint, to the bit, and then in the same engine from one of stock DeepSpeed.
+    """Resume a run from its own checkpoint, to the bit, and then in the same engine from one of
+    stock DeepSpeed.
 
     Args:
         run: the job.
@@ -135,9 +144,13 @@ def resume(run: Job, path: Path, **options: Any) -> list[float]:
 def assert_same_bits(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """The same names, and tensors equal bit for bit."""
     assert sorted(mine) == sorted(theirs)
-    different = {name: float((mine[name].detach() - theirs[name].detach()).abs().max()) for name in mine}
+    different = {
+        name: float((mine[name].detach() - theirs[name].detach()).abs().max()) for name in mine
+    }
     assert not {name: value for name, value in different.items() if value != 0}
-    assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in theirs.items()}
+    assert {name: value.shape for name, value in mine.items()} == {
+        name: value.shape for name, value in theirs.items()
+    }
 
 
 def files_of(path: Path, rank: int) -> dict[str, dict[str, str]]:
@@ -153,21 +166,37 @@ def contents(state: dict[str, Any]) -> dict[str, str]:
 
 
 def describe(value: Any) -> str:
-    """Type of a leaf; for a tensor also dtype, shape, and the bytes its storage takes in the file."""
+    """Type of a leaf; for a tensor also dtype, shape, and the bytes its storage takes in the
+    file.
+    """
     if not isinstance(value, Tensor):
-        return f"{type(value).__name__} {value}" if isinstance(value, torch.Size | str) else type(value).__name__
-    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in {value.untyped_storage().nbytes()} bytes"
+        return (
+            f"{type(value).__name__} {value}"
+            if isinstance(value, torch.Size | str)
+            else type(value).__name__
+        )
+    return (
+        f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in "
+        f"{value.untyped_storage().nbytes()} bytes"
+    )
 
 
 def to_universal(saved: Path, universal: Path) -> None:
     """Have DeepSpeed make a universal checkpoint of a saved tag."""
-    more = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    more = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+    }
     folders = {"input_folder": str(saved), "output_folder": str(universal)}
     ds_to_universal.main(Namespace(**folders, **more, inject_missing_state=False))
 
 
 def poison(flat: torch.Tensor, numel: int) -> None:
-    """Fill what lies beyond a parameter's end in this rank's world shard ``[ceil(numel / N)]`` with NaN."""
+    """Fill what lies beyond a parameter's end in this rank's world shard ``[ceil(numel / N)]`` with
+    NaN.
+    """
     stored = max(0, min(flat.numel(), numel - dist.get_rank() * flat.numel()))
     flat[stored:] = torch.nan
 

@@ -9,4 +9,6 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """They need the fixtures of `tests/rank_plugin.py`, and its process group."""
     if not config.pluginmanager.hasplugin("tests.rank_plugin"):
-        raise pytest.UsageError("these tests run on every rank of a launch: `make test-launcher K=<part of a name>`")
+        raise pytest.UsageError(
+            "these tests run on every rank of a launch: `make test-launcher K=<part of a name>`"
+        )

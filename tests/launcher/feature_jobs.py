@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Trainings that each use one feature of ZeRO-3, under any block or none: the rows of `tests.launcher.features`."""
+"""Trainings that each use one feature of ZeRO-3, under any block or none: the rows of
+`tests.launcher.features`.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,15 @@ def small(**more: Any) -> Job:
     return Job(model=SMALL, steps=STEPS, **more)
 
 
-# -- where stock ZeRO-3 is wrong, and plain torch says what is right ---------------------------------------------------
+# -- where stock ZeRO-3 is wrong, and plain torch says what is right -------------------------------
 
 
 def twice_used(zero_topo: Block) -> Result:
-    """A reentrant backward pass delivers such a gradient in two parts, before or after its bucket went out.
+    """A reentrant backward pass delivers such a gradient in two parts, before or after its bucket
+    went out.
 
-    Stock ZeRO-3 keeps the last part only if the bucket went out in between, and raises AssertionError if not.
+    Stock ZeRO-3 keeps the last part only if the bucket went out in between, and raises
+    AssertionError if not.
     """
     job = Job(model=partial(TwiceUsed, True), steps=STEPS, zero_topo=zero_topo)
     before, after = (run(replace(job, ds=zero(reduce_bucket_size=size))) for size in (2000, 60))
@@ -79,15 +83,21 @@ def branching(micro_batches: int) -> Job:
 
 
 def branching_in_torch(micro_batches: int) -> Result:
-    """Such a gradient is zero. Stock's buffer is overwritten, never zeroed: it takes the last step's once more."""
-    return in_plain_torch(branching(micro_batches), lambda model, x, step, micro: model(x, branch(step, micro)))
+    """Such a gradient is zero. Stock's buffer is overwritten, never zeroed: it takes the last
+    step's once more.
+    """
+    return in_plain_torch(
+        branching(micro_batches), lambda model, x, step, micro: model(x, branch(step, micro))
+    )
 
 
-# -- the caller between passes -----------------------------------------------------------------------------------------
+# -- the caller between passes ---------------------------------------------------------------------
 
 
 def edit(engine: Any, step: int) -> None:
-    """Before step 3 rank 0 doubles a weight, an odd-sized bias and the first layer; the others' edits are ignored."""
+    """Before step 3 rank 0 doubles a weight, an odd-sized bias and the first layer; the others'
+    edits are ignored.
+    """
     if step != 3:
         return
     model = engine.module
@@ -98,12 +108,15 @@ def edit(engine: Any, step: int) -> None:
 
 
 def edited() -> Job:
-    """An edit reaches every copy of the weights; the step after it returns to the masters' values."""
+    """An edit reaches every copy of the weights; the step after it returns to the masters'
+    values.
+    """
     return small(each_step=edit)
 
 
 def edited_masters(zero_topo: Block) -> Result:
-    """The weights are the masters, as DeepSpeed has it for an FP32 model's where their device equals the accelerator's.
+    """The weights are the masters, as DeepSpeed has it for an FP32 model's where their device
+    equals the accelerator's.
 
     The latter is mostly a string, and the edit does not last.
     """
@@ -119,7 +132,8 @@ def edited_before_backward() -> Job:
         edit(engine, engine.global_steps)
         return value
 
-    # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock neither
+    # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock
+    # neither
     return small(loss=loss, ds=zero(stage3_prefetch_bucket_size=0))
 
 
@@ -130,7 +144,9 @@ def read() -> Job:
 
 
 def discarding() -> Job:
-    """In odd steps the first of two micro-batches is thrown away; in even ones only the parameters' `.grad` are."""
+    """In odd steps the first of two micro-batches is thrown away; in even ones only the parameters'
+    `.grad` are.
+    """
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         if engine.micro_steps % 2:
@@ -143,14 +159,18 @@ def discarding() -> Job:
 
 
 def evaluating() -> Job:
-    """Forward passes without gradients, before every step and inside it, see the new weights and leave nothing."""
+    """Forward passes without gradients, before every step and inside it, see the new weights and
+    leave nothing.
+    """
     seen: list[Any] = []
 
     def evaluate(engine: Any, step: int) -> None:
         engine.eval()
         with torch.no_grad():
             dtype = next(engine.module.parameters()).dtype
-            seen.append(float(mse(engine, torch.full((4, 11), step / 10, dtype=dtype), torch.zeros(4, 5))))
+            seen.append(
+                float(mse(engine, torch.full((4, 11), step / 10, dtype=dtype), torch.zeros(4, 5)))
+            )
         engine.train()
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -190,28 +210,41 @@ def edit_states(engine: Any, step: int) -> None:
         utils.safe_set_full_fp32_param(weight, 2 * utils.safe_get_full_fp32_param(weight))
         utils.safe_set_local_fp32_param(bias, own * 0.01 * dist.get_rank())
     elif step == 3:
-        utils.safe_set_full_optimizer_state(weight, torch.full((weight.ds_numel,), 0.5), "exp_avg_sq")
+        utils.safe_set_full_optimizer_state(
+            weight, torch.full((weight.ds_numel,), 0.5), "exp_avg_sq"
+        )
         utils.safe_set_local_optimizer_state(bias, own * 0.01 * dist.get_rank(), "exp_avg")
 
 
 def see_states(engine: Any, step: int) -> list[Tensor]:
-    """Copies of gradients, masters and states, whole and local, of a matrix, a norm and an odd-sized bias."""
+    """Copies of gradients, masters and states, whole and local, of a matrix, a norm and an
+    odd-sized bias.
+    """
     seen = []
-    for param in (engine.module.blocks[0][1].weight, engine.module.blocks[1][0].weight, engine.module.out.bias):
+    for param in (
+        engine.module.blocks[0][1].weight,
+        engine.module.blocks[1][0].weight,
+        engine.module.out.bias,
+    ):
         local = [utils.safe_get_local_grad(param), utils.safe_get_local_fp32_param(param)]
         seen += [utils.safe_get_full_grad(param), utils.safe_get_full_fp32_param(param)]
         if step:
             local += [utils.safe_get_local_optimizer_state(param, "exp_avg_sq")]
             seen += [utils.safe_get_full_optimizer_state(param, "exp_avg")]
         width = local[0].numel()
-        stored = max(0, param.ds_numel - dist.get_rank() * width)  # beyond it, stock leaves what was in memory
+        # Beyond it, stock leaves what was in memory
+        stored = max(0, param.ds_numel - dist.get_rank() * width)
         seen += [tensor[:stored] for tensor in local]
     return [tensor.detach().float().clone() for tensor in seen]
 
 
 def with_states(zero_topo: Block, dtype: str = "fp32") -> Result:
-    """Two micro-batches per step, looking after each; edits after the second, and one between steps."""
-    job = Job(model=partial(Net, width=16, depth=2), zero_topo=zero_topo, micro_batches=2, dtype=dtype)
+    """Two micro-batches per step, looking after each; edits after the second, and one between
+    steps.
+    """
+    job = Job(
+        model=partial(Net, width=16, depth=2), zero_topo=zero_topo, micro_batches=2, dtype=dtype
+    )
     seen, losses = [], []
     with running(job) as engine:
         for step in range(6):
@@ -227,7 +260,9 @@ def with_states(zero_topo: Block, dtype: str = "fp32") -> Result:
                 losses.append(float(loss))
             if step == 4:
                 bias = engine.module.out.bias
-                utils.safe_set_local_fp32_param(bias, torch.ones_like(utils.safe_get_local_fp32_param(bias)))
+                utils.safe_set_local_fp32_param(
+                    bias, torch.ones_like(utils.safe_get_local_fp32_param(bias))
+                )
         return Result(losses, weights(engine), seen)
 
 
@@ -253,19 +288,32 @@ def autocast() -> Job:
 
 @contextmanager
 def lower_dtypes() -> Iterator[None]:
-    """Engines of ``torch_autocast``: DeepSpeed stores their dtype in its module, for all later ones."""
-    with patch.multiple(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None):
+    """Engines of ``torch_autocast``: DeepSpeed stores their dtype in its module, for all later
+    ones.
+    """
+    with patch.multiple(
+        torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
+    ):
         yield
 
 
 def autocast_of_the_config(zero_topo: Block) -> Result:
-    """DeepSpeed itself runs the forward pass in ``torch.autocast``, and sends weights and gradients in BF16."""
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
+    """DeepSpeed itself runs the forward pass in ``torch.autocast``, and sends weights and gradients
+    in BF16.
+    """
+    sgd = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+    }
     with lower_dtypes():
-        return run(small(ds={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **sgd}).under(zero_topo))
+        return run(
+            small(ds={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **sgd}).under(
+                zero_topo
+            )
+        )
 
 
-# -- optimizers and precisions -----------------------------------------------------------------------------------------
+# -- optimizers and precisions ---------------------------------------------------------------------
 
 
 def matrices_and_vectors(model: nn.Module) -> list[dict[str, Any]]:
@@ -284,19 +332,26 @@ def clients() -> Job:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
     optimizer = partial(torch.optim.RMSprop, lr=5e-3)
-    return small(optimizer=optimizer, scheduler=scheduler, ds={"zero_allow_untested_optimizer": True})
+    return small(
+        optimizer=optimizer, scheduler=scheduler, ds={"zero_allow_untested_optimizer": True}
+    )
 
 
 def overflowing(zero_topo: Block) -> Result:
     """FP16, which torch computes on any CPU, if slowly; in two steps one rank's gradients overflow.
 
-    Such a step is skipped on every rank: seen are loss scale, skipped steps, and after each step a master.
+    Such a step is skipped on every rank: seen are loss scale, skipped steps, and after each step a
+    master.
     """
     seen: list[Any] = []
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         output = engine(x)
-        if engine.global_steps in OVERFLOWS and engine.micro_steps % 2 == 0 and dist.get_rank() == 3:
+        if (
+            engine.global_steps in OVERFLOWS
+            and engine.micro_steps % 2 == 0
+            and dist.get_rank() == 3
+        ):
             output.register_hook(lambda grad: grad * float("inf"))
         return nn.functional.mse_loss(output.float(), y.float())
 
@@ -306,15 +361,24 @@ def overflowing(zero_topo: Block) -> Result:
 
     scaling = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
-        job = small(micro_batches=2, dtype="fp16", loss=loss, after_step=record, ds={"fp16": scaling}, seen=seen)
+        job = small(
+            micro_batches=2,
+            dtype="fp16",
+            loss=loss,
+            after_step=record,
+            ds={"fp16": scaling},
+            seen=seen,
+        )
         found = run(job.under(zero_topo))
     for step in OVERFLOWS:
-        assert torch.equal(seen[2 * step + 1], seen[2 * step - 1]), "a skipped step changed a weight"
+        assert torch.equal(seen[2 * step + 1], seen[2 * step - 1]), (
+            "a skipped step changed a weight"
+        )
     assert seen[-2][1] == len(OVERFLOWS)
     return found
 
 
-# -- engines: how they begin and end -----------------------------------------------------------------------------------
+# -- engines: how they begin and end ---------------------------------------------------------------
 
 
 def nested(zero_topo: Block) -> Result:
@@ -363,12 +427,17 @@ def resumed(zero_topo: Block) -> Result:
 
 
 def offloading_states(zero_topo: Block) -> Result:
-    """To the host and back before each step: the masters alone, all but the weights, which are read then, or all.
+    """To the host and back before each step: the masters alone, all but the weights, which are read
+    then, or all.
 
     Stock only reads: DeepSpeed moves masters of its own CUDA optimizer alone.
     """
 
-    kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads]
+    kinds = [
+        OffloadStateTypeEnum.optim_states,
+        OffloadStateTypeEnum.hp_params,
+        OffloadStateTypeEnum.lp_grads,
+    ]
     seen: list[float] = []
 
     def away(engine: Any, step: int) -> None:

@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Small models for the feature tests, each with one thing that sharded training can get wrong.
 
-All take ``[batch, 11]`` inputs and give ``[batch, 5]`` outputs, as `tests.launcher.training.batch` wants them.
+All take ``[batch, 11]`` inputs and give ``[batch, 5]`` outputs, as `tests.launcher.training.batch`
+wants them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class TwiceUsed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.shared(self.inp(x)))
-        inner: Tensor = checkpoint(lambda h: torch.tanh(self.shared(h)), x, use_reentrant=self.reentrant)
+        inner: Tensor = checkpoint(
+            lambda h: torch.tanh(self.shared(h)), x, use_reentrant=self.reentrant
+        )
         return self.out(inner)
 
 
@@ -76,12 +79,18 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, branch: str) -> Tensor:
         h = torch.tanh(self.inp(x))
-        parts = [layer(h) for name, layer in (("left", self.left), ("right", self.right)) if name in branch]
+        parts = [
+            layer(h)
+            for name, layer in (("left", self.left), ("right", self.right))
+            if name in branch
+        ]
         return self.out(h + torch.stack(parts).sum(0))
 
 
 class Tiny(nn.Module):
-    """Parameters of 1, 3, 5, 7 and 9 elements: some ranks of 4, and most of 8, hold nothing but padding."""
+    """Parameters of 1, 3, 5, 7 and 9 elements: some ranks of 4, and most of 8, hold nothing but
+    padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +107,9 @@ class Tiny(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen layer and what PEFT adds to it: two thin matrices, of which the second begins with zeros."""
+    """A frozen layer and what PEFT adds to it: two thin matrices, of which the second begins with
+    zeros.
+    """
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -142,7 +153,9 @@ class Scalar(Tiny):
 
 
 class Experts(nn.Module):
-    """Each sample goes through one of three layers: on a rank, in a batch, some get none, and no gradient."""
+    """Each sample goes through one of three layers: on a rank, in a batch, some get none, and no
+    gradient.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -158,7 +171,9 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts, a leaf for ZeRO-3: gathered together, and reduced together whether they were used or not."""
+    """Experts, a leaf for ZeRO-3: gathered together, and reduced together whether they were used or
+    not.
+    """
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -173,7 +188,9 @@ class Routed(nn.Module):
 
 
 class External(Net):
-    """Uses parameters of two of its modules itself: one registered with ZeRO-3, one that it finds out about."""
+    """Uses parameters of two of its modules itself: one registered with ZeRO-3, one that it finds
+    out about.
+    """
 
     def __init__(self) -> None:
         super().__init__(width=13, depth=2)
@@ -219,7 +236,11 @@ def with_leaves() -> Net:
 def partly_frozen() -> Net:
     """A whole module frozen, a bias only, a weight only: modules of one kind and mixed ones."""
     net = Net(width=13)
-    frozen = (*net.inp.parameters(), net.out.weight, *(b for n, b in net.blocks.named_parameters() if "1.bias" in n))
+    frozen = (
+        *net.inp.parameters(),
+        net.out.weight,
+        *(b for n, b in net.blocks.named_parameters() if "1.bias" in n),
+    )
     for param in frozen:
         param.requires_grad_(False)
     return net

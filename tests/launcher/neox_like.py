@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A stand-in for GPT-NeoX: it calls DeepSpeed the way NeoX does, in the same order and with the same arguments.
+"""A stand-in for GPT-NeoX: it calls DeepSpeed the way NeoX does, in the same order and with the
+same arguments.
 
 1. `args` carries the config as a dict in `args.deepspeed_config`; no `config=` is given.
-2. The model is built under `zero.Init` of that dict, and then a second time from its specifications, by a method that
-   opens no Init of its own; the second one is trained.
+2. The model is built under `zero.Init` of that dict, and then a second time from its
+   specifications, by a method that opens no Init of its own; the second one is trained.
 3. The optimizer, two groups of it, and the schedule are built by the caller.
-4. `deepspeed.initialize` gets both, an `mpu` of Megatron's shape, `model_parameters=None`, `dist_init_required=False`.
+4. `deepspeed.initialize` gets both, an `mpu` of Megatron's shape, `model_parameters=None`,
+   `dist_init_required=False`.
 """
 
 from __future__ import annotations
@@ -52,10 +54,16 @@ def mpu() -> SimpleNamespace:
     """Megatron's sizes and groups without model parallelism."""
     ranks = range(dist.get_world_size())
     alone = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
-    found = {"model_parallel_world_size": 1, "model_parallel_rank": 0, "model_parallel_group": alone}
+    found = {
+        "model_parallel_world_size": 1,
+        "model_parallel_rank": 0,
+        "model_parallel_group": alone,
+    }
     found |= {"data_parallel_world_size": len(ranks), "data_parallel_rank": dist.get_rank()}
     found["data_parallel_group"] = dist.group.WORLD
-    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in found.items()})
+    return SimpleNamespace(
+        **{f"get_{name}": lambda value=value: value for name, value in found.items()}
+    )
 
 
 def optimizer_of(model: nn.Module, args: Args) -> torch.optim.Optimizer:
@@ -69,7 +77,9 @@ def optimizer_of(model: nn.Module, args: Args) -> torch.optim.Optimizer:
 
 
 def setup(args: Args, pipe: type[Pipe] = Pipe) -> tuple[Any, nn.Module]:
-    """NeoX's setup_model_and_optimizer: the engine, and the model as it was before DeepSpeed got it."""
+    """NeoX's setup_model_and_optimizer: the engine, and the model as it was before DeepSpeed got
+    it.
+    """
     torch.manual_seed(1234)
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
         built = pipe(args)

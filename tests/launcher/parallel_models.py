@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tensor and expert parallelism for tests: an ``mpu`` as Megatron has, parallel layers, a mixture of experts."""
+"""Tensor and expert parallelism for tests: an ``mpu`` as Megatron has, parallel layers, a mixture
+of experts.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ class Mlp(nn.Module):
             return x + self.down(torch.tanh(self.up(self.norm(x))))
         group = self.mpu.get_model_parallel_group()
         hidden = torch.tanh(self.up(_Copied.apply(self.norm(x), group)))
-        return x + _Summed.apply(functional.linear(hidden, self.down.weight), group) + self.down.bias
+        return (
+            x + _Summed.apply(functional.linear(hidden, self.down.weight), group) + self.down.bias
+        )
 
 
 def _part(values: Tensor) -> nn.Parameter:
@@ -153,7 +157,9 @@ def autotp(size: int) -> dict[str, Any]:
 
 
 class Experts(nn.Module):
-    """A token's two best of four experts, in the form that DeepSpeed's preset for Mixtral replaces."""
+    """A token's two best of four experts, in the form that DeepSpeed's preset for Mixtral
+    replaces.
+    """
 
     def __init__(self, count: int, hidden: int) -> None:
         super().__init__()
@@ -172,7 +178,8 @@ class Moe(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two residual layers of experts, each with a dense one, between two matrices, ``[batch, 11]`` to ``[batch, 5]``.
+    """Two residual layers of experts, each with a dense one, between two matrices, ``[batch, 11]``
+    to ``[batch, 5]``.
 
     Args:
         count: experts of a layer.
@@ -206,7 +213,12 @@ class Mixture(nn.Module):
 
 def autoep(size: int) -> dict[str, Any]:
     """Keys of a DeepSpeed config that spread the experts of :class:`Mixture` over some ranks."""
-    block = {"enabled": True, "autoep_size": size, "preset_model": "mixtral", "use_grouped_mm": False}
+    block = {
+        "enabled": True,
+        "autoep_size": size,
+        "preset_model": "mixtral",
+        "use_grouped_mm": False,
+    }
     return {"expert_parallel": block}
 
 
@@ -220,9 +232,15 @@ def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[T
 
 @contextmanager
 def clean_groups() -> Iterator[None]:
-    """Restore DeepSpeed's groups afterwards, so that later engines of this process have none of these."""
-    saved = {name: value for name, value in vars(groups).items() if name == "mpu" or name.startswith("_")}
-    saved = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
+    """Restore DeepSpeed's groups afterwards, so that later engines of this process have none of
+    these.
+    """
+    saved = {
+        name: value for name, value in vars(groups).items() if name == "mpu" or name.startswith("_")
+    }
+    saved = {
+        name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()
+    }
     try:
         yield
     finally:

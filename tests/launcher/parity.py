@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Compare a whole run, losses and final weights, with the same run under stock ZeRO-3 or in plain torch."""
+"""Compare a whole run, losses and final weights, with the same run under stock ZeRO-3 or in plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.launcher.training import Job, advance, batch, running, weights
 
 @dataclass(frozen=True)
 class Result:
-    """Losses of a run, one per step, its final weights by name, and what else its job has seen on the way."""
+    """Losses of a run, one per step, its final weights by name, and what else its job has seen on
+    the way.
+    """
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -30,7 +34,9 @@ def run(job: Job) -> Result:
 
 
 def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> None:
-    """Losses, weights and what was seen, each within ``tolerance`` of the expected (relative where that is above 1)."""
+    """Losses, weights and what was seen, each within ``tolerance`` of the expected (relative where
+    that is above 1).
+    """
     torch.testing.assert_close(mine.losses, expected.losses, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine.weights, expected.weights, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine.seen, expected.seen, rtol=tolerance, atol=tolerance)
@@ -47,7 +53,8 @@ def in_plain_torch(
     build: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clip: float = 0.5,
 ) -> Result:
-    """The same training by one process that sees every rank's data; a parameter without gradient has zero.
+    """The same training by one process that sees every rank's data; a parameter without gradient
+    has zero.
 
     Args:
         job: FP32; its model, steps and micro-batches are used.
@@ -72,7 +79,9 @@ def in_plain_torch(
         nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
         losses.append(sum(parts) / len(parts))
-    return Result(losses, {name: param.detach().clone() for name, param in model.named_parameters()})
+    return Result(
+        losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+    )
 
 
 def everyones(own: Tensor) -> Tensor:

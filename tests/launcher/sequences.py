@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Random sequences of public calls on an engine, compared with plain PyTorch after each of them.
 
-Every rank draws the same calls. The reference is the same model in plain PyTorch, whose gradients are averaged over
-ranks. SGD is linear in the gradients, so rounding does not grow. An engine serves several sequences.
+Every rank draws the same calls. The reference is the same model in plain PyTorch, whose gradients
+are averaged over ranks. SGD is linear in the gradients, so rounding does not grow. An engine serves
+several sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ BLOCKS = (
 TOLERANCE = 1e-6
 CALLS_OF_AN_ENGINE = 12  # sequences; then another engine, of another scheme
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)  # of the script, by default
-# No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which GatheredParameters refuses.
+# No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which
+# GatheredParameters refuses.
 ZERO: dict[str, Any] = {"stage3_prefetch_bucket_size": 0}
 DS: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
@@ -84,8 +86,8 @@ class Run:
             self.engine = start(self.job)
         self.optimizer = sgd(self._plain_trained())
         self.passes = 0  # whole backward passes since the last step: their gradients are there
-        # Whether all weights are partitioned: before the step DeepSpeed keeps those of layers whose backward pass it
-        # did not see end, and refuses to partition them.
+        # Whether all weights are partitioned: before the step DeepSpeed keeps those of layers whose
+        # backward pass it did not see end, and refuses to partition them.
         self.settled = True
         self.by_hand = False  # whether the script says which pass is the last of a step
         self.batches = 0
@@ -132,8 +134,25 @@ class Run:
         """
         self.calls.clear()
         self.sequences += 1
-        kinds = [self.train, self.train, self.train, self.look, self.step, self.zero, self.save, self.load, self.edit]
-        kinds += [self.peek, self.set_gradient, self.fail, self.raise_in_forward, self.copy, self.end_the_other]
+        kinds = [
+            self.train,
+            self.train,
+            self.train,
+            self.look,
+            self.step,
+            self.zero,
+            self.save,
+            self.load,
+            self.edit,
+        ]
+        kinds += [
+            self.peek,
+            self.set_gradient,
+            self.fail,
+            self.raise_in_forward,
+            self.copy,
+            self.end_the_other,
+        ]
         kinds += [self.coalesce, self.boundary]
         for _ in range(count):
             self.call(self.draw.choice(kinds))
@@ -155,8 +174,14 @@ class Run:
                         self.compare()
         except Exception as error:
             where = f"sequence {self.sequences} of engine {self.number}"
-            how = {"block": self.job.zero_topo, "micro_batches": self.job.micro_batches, **self.job.ds}
-            raise AssertionError(f"{where}, {how}, trained {self.trained}: {self.calls}: {error}") from error
+            how = {
+                "block": self.job.zero_topo,
+                "micro_batches": self.job.micro_batches,
+                **self.job.ds,
+            }
+            raise AssertionError(
+                f"{where}, {how}, trained {self.trained}: {self.calls}: {error}"
+            ) from error
 
     def compare(self) -> None:
         """Compare weights, and who serves them."""
@@ -171,14 +196,16 @@ class Run:
             error = float((own - other).abs().max())
             assert error < TOLERANCE, f"{what} {index} differ by {error:.1e}"
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def data(self) -> tuple[Tensor, Tensor]:
         self.batches += 1
         return batch(self.batches, 0, torch.float32)
 
     def train(self) -> None:
-        """A forward pass, perhaps others, and a backward pass; the loss perhaps runs backward in its forward pass."""
+        """A forward pass, perhaps others, and a backward pass; the loss perhaps runs backward in
+        its forward pass.
+        """
         x, y = self.data()
         self.engine.module.tiled = self.draw.random() < 0.5
         self.settled = False
@@ -193,15 +220,20 @@ class Run:
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         head = {*self.plain.out.parameters()}
-        for param, grad in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        for param, grad in zip(
+            params, flat.split([param.numel() for param in params]), strict=True
+        ):
             mean = grad.view_as(param)
-            if param not in head or not self.engine.module.tiled:  # the inner pass knows no accumulation
+            # The inner pass knows no accumulation
+            if param not in head or not self.engine.module.tiled:
                 mean = mean / self.job.micro_batches
             param.grad = mean.clone() if param.grad is None else param.grad + mean
         self.passes += 1
 
     def coalesce(self) -> None:
-        """Several passes whose gradients are reduced once; DeepSpeed wants no others since the step."""
+        """Several passes whose gradients are reduced once; DeepSpeed wants no others since the
+        step.
+        """
         if not self.job.ds.get("managed_gradient_accumulation", True):
             return
         self.zero()
@@ -252,7 +284,9 @@ class Run:
         self.passes = 0
 
     def fail(self) -> None:
-        """A backward pass that ends at its last layer: all gradients go, by the user or with the next forward pass."""
+        """A backward pass that ends at its last layer: all gradients go, by the user or with the
+        next forward pass.
+        """
         x, y = self.data()
         self.engine.module.breaks = True
         self.engine.module.tiled = self.draw.random() < 0.5
@@ -298,7 +332,9 @@ class Run:
         self.forget()
 
     def edit(self) -> None:
-        """Of a parameter, on rank 0 alone, and of its master: DeepSpeed stores one beside the weight or not."""
+        """Of a parameter, on rank 0 alone, and of its master: DeepSpeed stores one beside the
+        weight or not.
+        """
         if not self.settled:
             return
         # `safe_set_full_fp32_param` fails if the ranks' parts of a parameter are padded.

@@ -23,8 +23,12 @@ from zero_topo.observe.report import Stats
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp
 
 
-def measured(scheme: str, dtype: str, micro_batches: int = 1, persistence: int = 0, **more: Any) -> Stats:
-    """Stats after three steps in which every parameter is gathered, released and reduced in one bucket."""
+def measured(
+    scheme: str, dtype: str, micro_batches: int = 1, persistence: int = 0, **more: Any
+) -> Stats:
+    """Stats after three steps in which every parameter is gathered, released and reduced in one
+    bucket.
+    """
     zero = {
         "stage3_prefetch_bucket_size": 0,
         "reduce_bucket_size": 10**6,
@@ -43,7 +47,9 @@ def assert_bytes_equal(stats: Stats) -> None:
 
 
 def assert_memory_equals(stats: Stats) -> None:
-    stored = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
+    stored = {
+        role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")
+    }
     assert stored == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
 
 
@@ -51,7 +57,13 @@ def assert_memory_equals(stats: Stats) -> None:
 @pytest.mark.parametrize(
     ("scheme", "quantized"),
     [
-        *(("zero3", False), ("zero++", True), ("topo", True), late("zero3", True), late("hsdp", True)),
+        *(
+            ("zero3", False),
+            ("zero++", True),
+            ("topo", True),
+            late("zero3", True),
+            late("hsdp", True),
+        ),
         *(late("paper", True), *(late(scheme, False) for scheme in SCHEMES[1:])),
     ],
 )
@@ -75,7 +87,10 @@ def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
 def test_fp32_memory_is_counted_as_it_is_held() -> None:
     """Stock may let FP32 weights be their own masters; the statistics say whether it did."""
     stats = measured("topo", "fp32")
-    assert stats.memory["optimizer"] == memory_bytes(stats.config, stats.work, 4, stats.optimizer_itemsize)["optimizer"]
+    assert (
+        stats.memory["optimizer"]
+        == memory_bytes(stats.config, stats.work, 4, stats.optimizer_itemsize)["optimizer"]
+    )
     assert stats.optimizer_itemsize in (ADAM_BYTES, ADAM_BYTES_FP32)
     assert_bytes_equal(stats)
 
@@ -88,7 +103,10 @@ def test_persistent_parameters_are_gathered_exactly_once_a_step() -> None:
 
 def test_a_wider_accumulation_type_costs_what_it_says() -> None:
     stats = measured("topo", "bf16", 1, accumulation_dtype="fp32")
-    assert stats.memory["gradients"] == memory_bytes(stats.config, stats.work, 4, ADAM_BYTES)["gradients"]
+    assert (
+        stats.memory["gradients"]
+        == memory_bytes(stats.config, stats.work, 4, ADAM_BYTES)["gradients"]
+    )
     assert_bytes_equal(stats)
 
 
@@ -98,7 +116,9 @@ def test_statistics_of_an_engine_without_the_block_are_refused() -> None:
 
 
 def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
-    """DeepSpeed's own caches keep the optimizer; each group kept with it would cost a rank threads and sockets."""
+    """DeepSpeed's own caches keep the optimizer; each group kept with it would cost a rank threads
+    and sockets.
+    """
     run = Job(zero_topo=block("topo"), steps=1)
     with running(run) as engine:
         stored = weakref.ref(engine.optimizer.topo)
@@ -121,7 +141,9 @@ def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:
 
 @pytest.mark.parametrize("dtype", [late("fp32"), "bf16"])
 def test_deepspeeds_own_flat_weights_are_freed(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours take their place: what keeps a view of the old ones costs a world shard of the weights for ever."""
+    """Ours take their place: what keeps a view of the old ones costs a world shard of the weights
+    for ever.
+    """
     name, old = "_create_fp16_partitions_with_defragmentation", list[StorageWeakRef]()
     stock = getattr(Stock, name)
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ``torch_autocast``: FP32 weights, of which some are sent and used in a lower dtype."""
+"""DeepSpeed's ``torch_autocast``: FP32 weights, of which some are sent and used in a lower
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.marks import late
 from zero_topo.cost import step_bytes
 
 LOWER = ["torch.nn.Linear", "torch.nn.LayerNorm"]
-"""Autocast computes norms in FP32; in this list they are sent, and so rounded, in the lower dtype all the same."""
+"""Autocast computes norms in FP32; in this list they are sent, and so rounded, in the lower dtype
+all the same.
+"""
 
 PLANS = {
     "topo": block("topo"),
@@ -40,7 +44,9 @@ def net() -> Net:
     return model
 
 
-def job(zero_topo: dict[str, Any] | None, dtype: str = "bfloat16", kept: int = 0, **autocast: Any) -> Job:
+def job(
+    zero_topo: dict[str, Any] | None, dtype: str = "bfloat16", kept: int = 0, **autocast: Any
+) -> Job:
     """Steps of SGD, which turns a small difference of gradients into a small one of weights."""
     ds = {
         "torch_autocast": {"enabled": True, "dtype": dtype, **autocast},
@@ -73,7 +79,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "kept", "norms"), CASES)
 def test_it_trains_as_under_stock(name: str, dtype: str, kept: int, norms: bool) -> None:
-    """The first loss is stock's, with weights rounded as it rounds them; it sums gradients in the lower dtype."""
+    """The first loss is stock's, with weights rounded as it rounds them; it sums gradients in the
+    lower dtype.
+    """
     with lower_dtypes():
         expected = stock(dtype, kept, norms)
         mine = run(job(PLANS[name], dtype, kept, **listed(norms)))
@@ -83,7 +91,9 @@ def test_it_trains_as_under_stock(name: str, dtype: str, kept: int, norms: bool)
 
 
 def test_residuals_know_the_scale_of_fp16() -> None:
-    """DeepSpeed's own loss scale is 1 beside the scaler of FP16, and gradients are 65536 times too large."""
+    """DeepSpeed's own loss scale is 1 beside the scaler of FP16, and gradients are 65536 times too
+    large.
+    """
     sync = {"mode": "quantized", "bits": 8, "error_feedback": True}
     with lower_dtypes():
         mine = run(job(block("topo", sync=sync), "float16"))
@@ -101,7 +111,10 @@ def test_what_is_sent_has_half_the_bytes() -> None:
         switched_off: dict[str, Any] = {"enabled": False}
         for autocast in ({}, switched_off):
             run = job(block("topo"), **autocast)
-            run.ds["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}
+            run.ds["zero_optimization"] |= {
+                "stage3_prefetch_bucket_size": 0,
+                "stage3_max_live_parameters": 0,
+            }
             with running(run) as engine:
                 advance(run, engine, 0, 2)
                 stats = zero_topo.stats(engine)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are stock ZeRO-3's: same files, loadable by it and from it; a resumed run repeats the unbroken one."""
+"""Checkpoints are stock ZeRO-3's: same files, loadable by it and from it; a resumed run repeats the
+unbroken one.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,28 @@ from tests.launcher.checkpoints import (
     resume,
     save,
 )
-from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, largest_difference, mse, running, weights
+from tests.launcher.training import (
+    ADAMS,
+    AGED,
+    Job,
+    advance,
+    batch,
+    block,
+    largest_difference,
+    mse,
+    running,
+    weights,
+)
 from tests.marks import late, often
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
-Q4: dict[str, Any] = {"quantize": {}, "sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
+Q4: dict[str, Any] = {
+    "quantize": {},
+    "sync": {"mode": "quantized", "bits": 4},
+    "publish": {"delta": "int4"},
+}
 OKTOPK = {"mode": "oktopk", "tau_prime": 4, "sharded": True, "density": 0.1}
 RADIUS = {"mode": "radius", "density": 0.25, "interval": 4}
 SCAPE = {"mode": "scape", "density": 0.1, "warmup": 5}
@@ -45,7 +62,9 @@ CODES: dict[str, Any] = {"quantize": {"resident": "int8", "block_size": 64}}
 WIDE = replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64), steps=6)
 RESUMED: dict[str, Job] = {
     "codes": WIDE,
-    "codes_whole": WIDE.under(block("topo", weights="rank", secondary=None, optimizer="node", **CODES)),
+    "codes_whole": WIDE.under(
+        block("topo", weights="rank", secondary=None, optimizer="node", **CODES)
+    ),
     "topo_offload": job(block("topo", quantize={}), "bf16", **OFFLOAD),
     "zero++": job(block("zero++", quantize={}), pipeline_loading_checkpoint=True),
     "hsdp_bf16": job(block("hsdp"), "bf16"),
@@ -57,10 +76,13 @@ RESUMED: dict[str, Job] = {
     "radius": replace(job(block("topo", optimizer="node", sync=RADIUS), "bf16"), steps=6),
     "scape": replace(job(block("topo", optimizer="node", sync=SCAPE), "bf16", **OFFLOAD), steps=5),
     "aged": replace(job(block("topo", sync=OKTOPK), "bf16", **OFFLOAD), steps=6),
-    "aged_replicated": replace(job(block("topo", optimizer="node", sync={"mode": "topk_a", "density": 0.1})), steps=6),
+    "aged_replicated": replace(
+        job(block("topo", optimizer="node", sync={"mode": "topk_a", "density": 0.1})), steps=6
+    ),
 }
-"""DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published differences, what
-each kind of sync owes in the middle of its interval; files in either precision."""
+"""DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published
+differences, what each kind of sync owes in the middle of its interval; files in either precision.
+"""
 OFTEN = ("codes", "zero++", "quantized", "aged")
 RESUMED["scape"].ds.update(ADAMS)
 for name in ("aged", "aged_replicated"):
@@ -69,7 +91,9 @@ for name in ("aged", "aged_replicated"):
 
 @pytest.fixture(scope="module")
 def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Saved]]:
-    """A run of stock ZeRO-3 in a dtype, with its checkpoint; made when first asked for, the same on every rank."""
+    """A run of stock ZeRO-3 in a dtype, with its checkpoint; made when first asked for, the same on
+    every rank.
+    """
     made: dict[str, Saved] = {}
 
     def get(dtype: str) -> Saved:
@@ -83,7 +107,8 @@ def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("topo", "bf16"), *map(late, ("hsdp", "topo", "hsdp"), ("fp32", "fp32", "bf16"))]
+    ("scheme", "dtype"),
+    [("topo", "bf16"), *map(late, ("hsdp", "topo", "hsdp"), ("fp32", "fp32", "bf16"))],
 )
 def test_stock_zero3_goes_on_from_our_checkpoint(
     scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
@@ -100,7 +125,9 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
-    """Bit for bit, quantized or not, from files whose every tensor has the type, shape and size that stock's has."""
+    """Bit for bit, quantized or not, from files whose every tensor has the type, shape and size
+    that stock's has.
+    """
     saved = save(RESUMED[name], shared_path)
     with loaded(saved.job, shared_path) as engine:
         assert_same_bits(weights(engine), saved.weights)
@@ -128,7 +155,9 @@ def test_a_stock_checkpoint_goes_on_under_a_block(
 
 @pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
-    """Secondary copies and optimizer states of an engine that has trained, gradients it has not stepped on: all go."""
+    """Secondary copies and optimizer states of an engine that has trained, gradients it has not
+    stepped on: all go.
+    """
     saved = save(job(block(scheme, quantize={})), shared_path)
     with running(saved.job) as engine:
         advance(saved.job, engine, 10, 12)
@@ -150,7 +179,8 @@ def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> 
 def test_a_partial_load_does_what_stock_does(
     options: dict[str, bool], dtype: str, saved_by_stock: Callable[[str], Saved]
 ) -> None:
-    """Weights without optimizer states: masters are refilled from the weights, on every rank that holds a copy.
+    """Weights without optimizer states: masters are refilled from the weights, on every rank that
+    holds a copy.
 
     With ``load_module_only`` stock has to be told, else it loads none.
     """
@@ -161,8 +191,12 @@ def test_a_partial_load_does_what_stock_does(
         assert largest_difference(mine, theirs) <= CLOSE[dtype], scheme
 
 
-@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, late({"load_module_only": True})], ids=str)
-def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shared_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"load_optimizer_states": False}, late({"load_module_only": True})], ids=str
+)
+def test_weights_alone_are_those_of_the_named_tag(
+    options: dict[str, bool], shared_path: Path
+) -> None:
     """On every rank, and not of the latest, as in stock."""
     run = job(block("hsdp"), "bf16")
     with running(run) as engine:
@@ -177,9 +211,13 @@ def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shar
             assert_same_bits(weights(engine), expected)
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "bf16"), late("topo", "fp32"), late("hsdp", "bf16")])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("topo", "bf16"), late("topo", "fp32"), late("hsdp", "bf16")]
+)
 def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_path: Path) -> None:
-    """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for bit."""
+    """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for
+    bit.
+    """
     run = job(block(scheme, quantize={}), dtype, stage3_gather_16bit_weights_on_model_save=True)
     with running(run) as engine:
         advance(run, engine, 0, SAVED_AT)
@@ -190,7 +228,9 @@ def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_pa
     converted = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
     assert_same_bits(converted, masters)
     half = torch.load(shared_path / "pytorch_model.bin")
-    assert {tensor.dtype for tensor in half.values()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+    assert {tensor.dtype for tensor in half.values()} == {
+        torch.float32 if dtype == "fp32" else torch.bfloat16
+    }
     assert_same_bits(half, gathered)
 
 
@@ -212,13 +252,21 @@ def test_garbage_in_a_checkpoint_does_no_harm(scheme: str, rank: int, shared_pat
 
 
 def poison_file(path: Path) -> None:
-    """Poison the padding in this rank's file: every parameter's, in each flat tensor of every sub-group."""
+    """Poison the padding in this rank's file: every parameter's, in each flat tensor of every
+    sub-group.
+    """
     state = torch.load(path, weights_only=False)
-    shapes = torch.load(path.with_name(path.name.replace("optim", "model")), weights_only=False)["param_shapes"]
+    shapes = torch.load(path.with_name(path.name.replace("optim", "model")), weights_only=False)[
+        "param_shapes"
+    ]
     inner = state["optimizer_state_dict"]
     for group, names in enumerate(shapes):
         entry = inner["optimizer_state_dict"]["state"][group]
-        for flat in (inner["fp32_flat_groups"][group].detach(), entry["exp_avg"], entry["exp_avg_sq"]):
+        for flat in (
+            inner["fp32_flat_groups"][group].detach(),
+            entry["exp_avg"],
+            entry["exp_avg_sq"],
+        ):
             begin = 0
             for shape in names.values():
                 width = -(-shape.numel() // dist.get_world_size())

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed JSONs that ship take two steps on CPU ranks: one of each plan they give on the emulated machine.
+"""DeepSpeed JSONs that ship take two steps on CPU ranks: one of each plan they give on the emulated
+machine.
 
 That every one of them loads and resolves on its own machine is in `tests/unit/test_configs.py`.
 """
@@ -26,7 +27,9 @@ from zero_topo.topology import resolve_topology
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """The config on 2 nodes x 2 GPUs x 2 dies, with an Adam that needs no compiler, and less to print."""
+    """The config on 2 nodes x 2 GPUs x 2 dies, with an Adam that needs no compiler, and less to
+    print.
+    """
     config = load_deepspeed_config(path)
     config["zero_topo"] = config["zero_topo"] | {"topology": EMULATED}
     config["steps_per_print"] = 10**9
@@ -42,7 +45,9 @@ def plan(path: Path) -> tuple[object, ...]:
     """What an engine would run on, but for what it says of it."""
     block = ZeroTopoConfig.from_ds_config(on_cpu(path))
     assert block is not None
-    found = resolve_config(block, resolve_topology(block.topology, os.environ, dist.get_world_size()))
+    found = resolve_config(
+        block, resolve_topology(block.topology, os.environ, dist.get_world_size())
+    )
     formats = (found.weights_spec, found.secondary_spec, found.gradients_spec)
     return found.plan, *formats, found.sync, found.publish
 
@@ -53,13 +58,17 @@ CONFIGS = {plan(path): path for path in sorted((ROOT / "configs").glob("*.json")
 OFTEN = [ROOT / f"configs/{name}.json" for name in ("default", "topo-scape")]
 
 
-@pytest.mark.parametrize("path", often(OFTEN, CONFIGS.values()), ids=[path.stem for path in CONFIGS.values()])
+@pytest.mark.parametrize(
+    "path", often(OFTEN, CONFIGS.values()), ids=[path.stem for path in CONFIGS.values()]
+)
 def test_configs_train(path: Path) -> None:
     """Two optimizer steps: finite losses, weights that move, and zero_topo's engine under it."""
     torch.manual_seed(0)
     config = on_cpu(path)
     model = Net(width=64)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     for micro in range(2 * config["gradient_accumulation_steps"]):
         loss = mse(engine, *batch(0, micro, torch.bfloat16))
         engine.backward(loss)
@@ -70,8 +79,12 @@ def test_configs_train(path: Path) -> None:
     close(engine)
 
 
-def test_a_block_of_the_environment_trains_as_that_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, and an engine is ours that a framework configured without a block; with ``zero.Init`` too."""
+def test_a_block_of_the_environment_trains_as_that_of_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit, and an engine is ours that a framework configured without a block; with
+    ``zero.Init`` too.
+    """
     own = {"topology": EMULATED, "scheme": "topo"}
     written = train(Job(zero_topo=own, steps=2, zero_init=True))
     monkeypatch.setenv("ZERO_TOPO_BLOCK", json.dumps(own))

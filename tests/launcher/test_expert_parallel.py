@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism by AutoEP trains as under unmodified ZeRO-3: dense parameters and experts have a plan each."""
+"""Expert parallelism by AutoEP trains as under unmodified ZeRO-3: dense parameters and experts have
+a plan each.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import zero_topo
 from tests.launcher.checkpoints import resume, resume_both, run_and_save, save
 from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, advance, batch, block, close, running, start, without_optimizer
+from tests.launcher.training import (
+    Job,
+    advance,
+    batch,
+    block,
+    close,
+    running,
+    start,
+    without_optimizer,
+)
 from tests.marks import late
 from zero_topo.observe.report import bytes_of
 
@@ -44,7 +55,9 @@ def job(zero_topo: dict[str, Any] | None, size: int = 2, steps: int = 10, **more
         seen.append(float(engine.get_global_grad_norm()))
 
     ds = autoep(size) | more.pop("ds", {})
-    return Job(Mixture, zero_topo, steps=steps, micro_batches=2, ds=ds, after_step=note, seen=seen, **more)
+    return Job(
+        Mixture, zero_topo, steps=steps, micro_batches=2, ds=ds, after_step=note, seen=seen, **more
+    )
 
 
 def under_stock(run_of: Job) -> Result:
@@ -54,7 +67,9 @@ def under_stock(run_of: Job) -> Result:
 
 
 def test_experts_train_and_resume_as_under_stock(shared_path: Path) -> None:
-    """Losses, norms that bind and weights of ten steps; checkpoints of both go on as their runs did."""
+    """Losses, norms that bind and weights of ten steps; checkpoints of both go on as their runs
+    did.
+    """
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
     with clean_groups():
         stock = run_and_save(job(None, ds={"zero_optimization": zero}), shared_path / "stock")
@@ -68,7 +83,9 @@ def test_experts_train_and_resume_as_under_stock(shared_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
-    """Losses, norms that bind and weights of ten steps; on four ranks an expert-parallel size of four leaves one."""
+    """Losses, norms that bind and weights of ten steps; on four ranks an expert-parallel size of
+    four leaves one.
+    """
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
     stock = under_stock(job(None, size, ds={"zero_optimization": zero}))
     assert_equal(run(job(BLOCKS[scheme], size, ds={"zero_optimization": zero})), stock, EXACT)
@@ -83,7 +100,9 @@ def test_experts_of_larger_groups_train_as_under_stock(size: int) -> None:
 
 
 def test_experts_train_with_autotp_as_under_stock() -> None:
-    """Pairs of ranks share each dense layer, and see the same tokens; experts are spread over two ranks."""
+    """Pairs of ranks share each dense layer, and see the same tokens; experts are spread over two
+    ranks.
+    """
     batches = partial(inputs, dist.get_rank() // 2)
     stock = under_stock(job(None, ds=autotp(2), batch=batches))
     assert_equal(run(job(BLOCKS["topo"], ds=autotp(2), batch=batches)), stock, EXACT)
@@ -116,7 +135,11 @@ def test_quantized_experts_train_about_as_under_stock() -> None:
 
 def test_bytes_equal_the_formulas_of_both_trees() -> None:
     """The experts' domains have a name of their own."""
-    zero = {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, "stage3_max_live_parameters": 0}
+    zero = {
+        "stage3_prefetch_bucket_size": 0,
+        "reduce_bucket_size": 10**6,
+        "stage3_max_live_parameters": 0,
+    }
     split = job(BLOCKS["zero3"], ds={"zero_optimization": zero})
     with running(split) as engine:
         advance(split, engine, 0, 2)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What callers do to weights and states in BF16 is as under stock ZeRO-3; memory beyond parameters does no harm."""
+"""What callers do to weights and states in BF16 is as under stock ZeRO-3; memory beyond parameters
+does no harm.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +24,44 @@ from tests.launcher.checkpoints import poison
 from tests.launcher.feature_jobs import matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import EMULATED, PLAIN, Job, Net, batch, block, ds_config, mse, running, train
+from tests.launcher.training import (
+    EMULATED,
+    PLAIN,
+    Job,
+    Net,
+    batch,
+    block,
+    ds_config,
+    mse,
+    running,
+    train,
+)
 from tests.marks import late, often
 
 
 def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """All parameters, their padding poisoned before DeepSpeed builds an engine: stock neither sets nor reads it."""
+    """All parameters, their padding poisoned before DeepSpeed builds an engine: stock neither sets
+    nor reads it.
+    """
     for param in model.parameters():
         poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
     return [{"params": list(model.parameters())}]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("topo", "bf16"), late("zero++", "fp32"), late("topo", "fp32"), late("zero++", "bf16")]
+    ("scheme", "dtype"),
+    [("topo", "bf16"), late("zero++", "fp32"), late("topo", "fp32"), late("zero++", "bf16")],
 )
 def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
-    """What memory held beyond the end of a parameter that `zero.Init` partitioned is not quantized together with it."""
+    """What memory held beyond the end of a parameter that `zero.Init` partitioned is not quantized
+    together with it.
+    """
     block = {"topology": EMULATED, "scheme": scheme, "debug_checks": True}
     clean = Job(zero_topo=block, steps=5, dtype=dtype, micro_batches=2, zero_init=True)
     assert_equal(run(replace(clean, groups=poisoned_groups)), run(clean), tolerance=0.0)
 
 
-# -- the caller's hands on BF16 weights, masters and states; in FP32 `tests/launcher/test_matrix.py` sees them ---------
+# -- the caller's hands on BF16 weights, masters and states; in FP32 `tests/launcher/test_matrix.py`
 
 
 @cache
@@ -51,13 +69,23 @@ def stock_with_states(dtype: str) -> Result:
     return with_states(None, dtype)
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "bf16"), late("hsdp", "bf16"), late("topo", "fp32")])
-def test_access_to_gradients_masters_and_states(scheme: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`safe_get_*` and `safe_set_*` show and change what stock's do; in FP32 where the weights are the masters."""
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("topo", "bf16"), late("hsdp", "bf16"), late("topo", "fp32")]
+)
+def test_access_to_gradients_masters_and_states(
+    scheme: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`safe_get_*` and `safe_set_*` show and change what stock's do; in FP32 where the weights are
+    the masters.
+    """
     with monkeypatch.context() as patch:
         if dtype == "fp32":  # as `tests.launcher.feature_jobs.edited_masters` says
             patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
-        assert_equal(with_states(block(scheme), dtype), stock_with_states(dtype), 1e-5 if dtype == "fp32" else 3e-2)
+        assert_equal(
+            with_states(block(scheme), dtype),
+            stock_with_states(dtype),
+            1e-5 if dtype == "fp32" else 3e-2,
+        )
 
 
 @pytest.mark.parametrize("overlap", [True, late(False)])
@@ -79,19 +107,29 @@ def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
 
 
 class ReadsAWeight(Net):
-    """Reads the weight of a module outside of it, as losses do that do not make all logits at once."""
+    """Reads the weight of a module outside of it, as losses do that do not make all logits at
+    once.
+    """
 
     def __init__(self) -> None:
         super().__init__(width=64, depth=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(nn.functional.linear(self.blocks[0](self.inp(x)), self.blocks.get_parameter("1.1.weight")))
+        return self.out(
+            nn.functional.linear(
+                self.blocks[0](self.inp(x)), self.blocks.get_parameter("1.1.weight")
+            )
+        )
 
 
 @pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: str) -> None:
-    """The first pass gathers it where it is read, later ones with the module that reads it, and after a step too."""
-    job = Job(ReadsAWeight, block(scheme, quantize={"weights": "int8", "block_size": 64}), micro_batches=4)
+    """The first pass gathers it where it is read, later ones with the module that reads it, and
+    after a step too.
+    """
+    job = Job(
+        ReadsAWeight, block(scheme, quantize={"weights": "int8", "block_size": 64}), micro_batches=4
+    )
     x, y = batch(0, 0, torch.float32)
     with running(job) as engine:
         losses = []
@@ -114,14 +152,20 @@ def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
             model = Net()
         yield model
         return
-    with running(job, training.start if kind == "trained" else training.without_optimizer) as engine:
+    with running(
+        job, training.start if kind == "trained" else training.without_optimizer
+    ) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("quantize", [{"block_size": 64}, late(PLAIN)], ids=["codes", "plain"])
 @pytest.mark.parametrize("kinds", often(PAIRS[:2], PAIRS))
-def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str], quantize: dict[str, Any]) -> None:
-    """DeepSpeed calls the methods of the first parameter for all, whichever model was built first."""
+def test_an_edit_of_parameters_of_two_models_reaches_both(
+    kinds: tuple[str, str], quantize: dict[str, Any]
+) -> None:
+    """DeepSpeed calls the methods of the first parameter for all, whichever model was built
+    first.
+    """
     zero_topo = block("topo", quantize=quantize)
     models = [owned(kind, zero_topo) for kind in kinds]
     both = [next(model) for model in models]
@@ -138,7 +182,8 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
         if kind != "init":
             with torch.no_grad():
                 torch.testing.assert_close(model(x), expected(x))
-    for group in (params, params[::-1]):  # as a coordinator of either model gathers what its modules use
+    # As a coordinator of either model gathers what its modules use
+    for group in (params, params[::-1]):
         group[0].all_gather_coalesced(group).wait()
         assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
         group[0].partition(group)
@@ -147,12 +192,19 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
 
 
 @pytest.mark.parametrize("zero_init", [True, late(False)])
-def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero_init: bool) -> None:
+def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(
+    zero_init: bool,
+) -> None:
     """Unmodified DeepSpeed gathers them. With an optimizer the same config trains on the device.
 
-    So it does with stock's other ways to gather and reduce: DeepSpeed would all-reduce past our reduce-scatter.
+    So it does with stock's other ways to gather and reduce: DeepSpeed would all-reduce past our
+    reduce-scatter.
     """
-    job = Job(zero_topo=block("topo"), steps=4, ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    job = Job(
+        zero_topo=block("topo"),
+        steps=4,
+        ds={"zero_optimization": {"offload_param": {"device": "cpu"}}},
+    )
     x, _ = batch(0, 0, torch.float32)
     engine = training.without_optimizer(replace(job, zero_init=zero_init))
     assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
@@ -161,5 +213,8 @@ def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero
         assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
     engine.destroy()
     plain = Job(zero_topo=block("topo"), steps=4, zero_init=zero_init)
-    job.ds["zero_optimization"] |= {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    job.ds["zero_optimization"] |= {
+        "reduce_scatter": False,
+        "stage3_use_all_reduce_for_fetch_params": True,
+    }
     assert train(replace(job, zero_init=zero_init)) == train(plain)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A model frozen all but its adapters, under DeepSpeed: it follows the plan, and is saved and loaded exactly."""
+"""A model frozen all but its adapters, under DeepSpeed: it follows the plan, and is saved and
+loaded exactly.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
 
 def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> Job:
     """A run of a few steps."""
-    ds = {"zero_optimization": {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, **zero}}
+    ds = {
+        "zero_optimization": {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, **zero}
+    }
     return Job(adapted, zero_topo, 3, micro_batches=2, dtype=dtype, ds=ds)
 
 
 def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> None:
-    """Whatever is gathered: exports have the bits that the model began with, and a load brings codes of them back."""
+    """Whatever is gathered: exports have the bits that the model began with, and a load brings
+    codes of them back.
+    """
     run = job(block("topo", **CODES), stage3_gather_16bit_weights_on_model_save=True)
     with running(run) as engine:
         began = weights(engine)
@@ -39,10 +45,15 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
         saved, losses = weights(engine), advance(run, engine, 1, 3)
         stored = frozen_codes(engine)
     dist.barrier()
-    (fragments,) = (torch.load(f, weights_only=False) for f in shared_path.glob(f"*/*rank_{rank}_*model_states.pt"))
+    (fragments,) = (
+        torch.load(f, weights_only=False)
+        for f in shared_path.glob(f"*/*rank_{rank}_*model_states.pt")
+    )
     for fragment in fragments["frozen_param_fragments"].values():
         assert fragment.untyped_storage().nbytes() == fragment.nbytes
-    frozen = {name: whole for name, whole in began.items() if "down" not in name and "up" not in name}
+    frozen = {
+        name: whole for name, whole in began.items() if "down" not in name and "up" not in name
+    }
     for export in (
         get_fp32_state_dict_from_zero_checkpoint(str(shared_path)),
         torch.load(shared_path / "model.bin"),
@@ -72,7 +83,9 @@ def spoilt(model: nn.Module) -> nn.Module:
 
 
 def test_an_edit_reaches_all_gathers() -> None:
-    """One rank edits a frozen weight under ``GatheredParameters``: all gather the new one, as if it had begun so."""
+    """One rank edits a frozen weight under ``GatheredParameters``: all gather the new one, as if it
+    had begun so.
+    """
 
     def begun(model: nn.Module) -> nn.Module:
         model.blocks[1][1].base.weight.data *= 2  # type: ignore[index, union-attr]
@@ -89,7 +102,9 @@ def test_an_edit_reaches_all_gathers() -> None:
 
 
 def thaw(engine: Any, step: int) -> None:
-    """As PEFT does where an adapter was frozen by hand: from the second step on, gradients of it are computed."""
+    """As PEFT does where an adapter was frozen by hand: from the second step on, gradients of it
+    are computed.
+    """
     frozen = [param for name, param in engine.module.named_parameters() if "blocks.0" in name]
     with torch.no_grad():
         mse(engine, *batch(step, 0, torch.float32))
@@ -97,16 +112,24 @@ def thaw(engine: Any, step: int) -> None:
         param.requires_grad_(step > 0)
 
 
-@pytest.mark.parametrize("zero", [{}, late({"stage3_param_persistence_threshold": 10**5})], ids=["sharded", "whole"])
-def test_unfrozen_parameters_are_not_trained(zero: dict[str, Any], rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Stock computes their gradients and trains the others: losses and weights are its own, and one line says so."""
+@pytest.mark.parametrize(
+    "zero", [{}, late({"stage3_param_persistence_threshold": 10**5})], ids=["sharded", "whole"]
+)
+def test_unfrozen_parameters_are_not_trained(
+    zero: dict[str, Any], rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stock computes their gradients and trains the others: losses and weights are its own, and one
+    line says so.
+    """
     found = []
     for zero_topo in (block("topo", **CODES), block("topo"), None):
         run = replace(job(zero_topo, "fp32", **zero), model=two_adapters, steps=4, each_step=thaw)
         with running(run) as engine:
             began = weights(engine)
             found.append((advance(run, engine, 0, run.steps), weights(engine)))
-        trained = {name for name, whole in found[-1][1].items() if not torch.equal(whole, began[name])}
+        trained = {
+            name for name, whole in found[-1][1].items() if not torch.equal(whole, began[name])
+        }
         assert trained == {"blocks.1.1.down.weight", "blocks.1.1.up.weight"}
     (_, _), (mine, my_weights), (stock, its_weights) = found
     assert mine == pytest.approx(stock, rel=0, abs=1e-6)

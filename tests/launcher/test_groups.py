@@ -25,7 +25,12 @@ def listed(model: nn.Module, reversed_on: tuple[int, ...] = ()) -> list[dict[str
     assert isinstance(model, Net)
     blocks = list(model.blocks.parameters())
     if dist.get_rank() in reversed_on:
-        blocks = [*reversed(blocks[1::4]), *reversed(blocks[0::4]), *blocks[2::4], *reversed(blocks[3::4])]
+        blocks = [
+            *reversed(blocks[1::4]),
+            *reversed(blocks[0::4]),
+            *blocks[2::4],
+            *reversed(blocks[3::4]),
+        ]
     else:
         blocks = [*blocks[1::4], *blocks[0::4], *blocks[2::4], *blocks[3::4]]
     ends = [*model.inp.parameters(), *model.out.parameters()]
@@ -40,12 +45,19 @@ def stock() -> Result:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_rank_may_list_its_parameters_in_another_order(scheme: str) -> None:
-    """As a ``set`` of them does: they train as under stock ZeRO-3, where shards are of one parameter everywhere."""
-    assert_equal(run(Job(steps=3, groups=partial(listed, reversed_on=(1,)), zero_topo=block(scheme))), stock())
+    """As a ``set`` of them does: they train as under stock ZeRO-3, where shards are of one
+    parameter everywhere.
+    """
+    assert_equal(
+        run(Job(steps=3, groups=partial(listed, reversed_on=(1,)), zero_topo=block(scheme))),
+        stock(),
+    )
 
 
 def test_a_checkpoint_is_loaded_in_its_own_order(shared_path: Path) -> None:
-    """Of ranks that differed, by ranks that differ in another way, and by ranks that all have another order."""
+    """Of ranks that differed, by ranks that differ in another way, and by ranks that all have
+    another order.
+    """
     mixed, other, alike = (
         Job(steps=4, groups=partial(listed, reversed_on=ranks), zero_topo=block("topo"))
         for ranks in ((1,), (0, 2), tuple(range(dist.get_world_size())))
@@ -72,15 +84,22 @@ def half() -> dist.ProcessGroup:
 
 
 GROUP_ARGUMENTS = ("data_parallel_group", "sequence_data_parallel_group")
-"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older name."""
+"""The process group that ``zero.Init`` shards over: the argument's name, and DeepSpeed's older
+name.
+"""
 
 
 @pytest.mark.parametrize("name", GROUP_ARGUMENTS)
 def test_a_model_in_a_smaller_group_is_refused(name: str, half: dist.ProcessGroup) -> None:
-    """By ``deepspeed.initialize`` without tensor parallelism, before it sends a parameter, whose name the line has."""
+    """By ``deepspeed.initialize`` without tensor parallelism, before it sends a parameter, whose
+    name the line has.
+    """
     with deepspeed.zero.Init(**{name: half}):
         model = Net()
-    with pytest.raises(ValueError, match=r"inp\.weight is partitioned over \d ranks, but the data-parallel group has"):
+    with pytest.raises(
+        ValueError,
+        match=r"inp\.weight is partitioned over \d ranks, but the data-parallel group has",
+    ):
         deepspeed.initialize(model=model, config=ds_config(Job(zero_topo=block("topo"))))
 
 

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A secondary copy in host memory under DeepSpeed: the bits of one on the device, and the bytes of the formulas.
+"""A secondary copy in host memory under DeepSpeed: the bits of one on the device, and the bytes of
+the formulas.
 
 What order of passes, edits and loads does to it, threads show (`tests/ranks/test_host_copy.py`).
 """
@@ -56,7 +57,9 @@ def disturbed(engine: Any, step: int) -> None:
     if step == 1:
         engine.offload_states()
         engine.reload_states()
-    weight = next(param for name, param in engine.module.named_parameters() if name.endswith("weight"))
+    weight = next(
+        param for name, param in engine.module.named_parameters() if name.endswith("weight")
+    )
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         if dist.get_rank() == 0:
             weight.data.mul_(1.5)
@@ -64,12 +67,22 @@ def disturbed(engine: Any, step: int) -> None:
 
 @pytest.mark.parametrize("name", [late("16 bits"), "int8", "frozen alone"])
 def test_a_run_is_the_one_with_the_copy_on_the_device(name: str, shared_path: Path) -> None:
-    """Two micro-batches a step, recomputation, evaluations, offloaded states, edits, a load: bit for bit."""
+    """Two micro-batches a step, recomputation, evaluations, offloaded states, edits, a load: bit
+    for bit.
+    """
     own, host = BLOCKS[name]
     model: Any = adapted if name == "frozen alone" else Recomputed
     found: list[tuple[list[float], dict[str, Tensor]]] = []
     for zero_topo_block in (own, {**own, **host}):
-        run = Job(model, zero_topo_block, 3, micro_batches=2, dtype="bf16", each_step=disturbed, loss=evaluated)
+        run = Job(
+            model,
+            zero_topo_block,
+            3,
+            micro_batches=2,
+            dtype="bf16",
+            each_step=disturbed,
+            loss=evaluated,
+        )
         folder = str(shared_path / str(len(found)))
         with running(run) as engine:
             losses = advance(run, engine, 0, 2)
@@ -94,14 +107,27 @@ def test_bytes_and_memory_equal_the_formulas(name: str) -> None:
         advance(run, engine, 0, 2)
         stats = zero_topo.stats(engine)
     sent, formula = stats.step_bytes, step_bytes(stats.config, stats.work)
-    if name == "frozen alone":  # DeepSpeed gathers no weights before the first trained layer for a backward pass
-        sent, formula = ({key: n for key, n in of.items() if key[1] == "world"} for of in (sent, formula))
+    # DeepSpeed gathers no weights before the first trained layer for a backward pass
+    if name == "frozen alone":
+        sent, formula = (
+            {key: n for key, n in of.items() if key[1] == "world"} for of in (sent, formula)
+        )
     assert sent == formula
     sizes = stats.accumulation_itemsize, stats.optimizer_itemsize
-    assert stats.memory == memory_bytes(stats.config, stats.work, *sizes) and stats.memory["host"] > 0
+    assert (
+        stats.memory == memory_bytes(stats.config, stats.work, *sizes) and stats.memory["host"] > 0
+    )
     assert "host" in str(stats)
-    gathers = {key: nbytes for key, nbytes in stats.step_bytes.items() if key[0].startswith("gather")}
+    gathers = {
+        key: nbytes for key, nbytes in stats.step_bytes.items() if key[0].startswith("gather")
+    }
     if name == "16 bits":
-        plain = replace(stats.config, plan=replace(stats.config.plan, secondary=None), secondary_on="device")
-        zero3 = {key: n for key, n in step_bytes(plain, stats.work).items() if key[0].startswith("gather")}
+        plain = replace(
+            stats.config, plan=replace(stats.config.plan, secondary=None), secondary_on="device"
+        )
+        zero3 = {
+            key: n
+            for key, n in step_bytes(plain, stats.work).items()
+            if key[0].startswith("gather")
+        }
         assert 2 * by_domain(gathers)["world"] == by_domain(zero3)["world"]

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Engines without an optimizer follow the plan: a policy's frozen reference, a reward model, an evaluation."""
+"""Engines without an optimizer follow the plan: a policy's frozen reference, a reward model, an
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,19 @@ import zero_topo
 from tests.device import DEVICE
 from tests.launcher import training
 from tests.launcher.checkpoints import assert_same_bits, poison
-from tests.launcher.training import PLAIN, Job, Net, advance, batch, block, close, ds_config, running, train, weights
+from tests.launcher.training import (
+    PLAIN,
+    Job,
+    Net,
+    advance,
+    batch,
+    block,
+    close,
+    ds_config,
+    running,
+    train,
+    weights,
+)
 from tests.marks import late
 from zero_topo.cost import by_domain
 from zero_topo.cost.memory import memory_bytes
@@ -33,11 +47,18 @@ ZERO = {"stage3_prefetch_bucket_size": 0, "stage3_gather_16bit_weights_on_model_
 def job(scheme: str | None, quantize: dict[str, Any], kept: int = 0) -> Job:
     """A policy's run."""
     zero = {"zero_optimization": {**ZERO, "stage3_param_persistence_threshold": kept}}
-    return Job(partial(Net, 64), block(scheme, quantize=quantize) if scheme else None, dtype="bf16", ds=zero)
+    return Job(
+        partial(Net, 64),
+        block(scheme, quantize=quantize) if scheme else None,
+        dtype="bf16",
+        ds=zero,
+    )
 
 
 def poisoned() -> nn.Module:
-    """The policy's model with garbage beyond the end of each parameter that `zero.Init` has partitioned."""
+    """The policy's model with garbage beyond the end of each parameter that `zero.Init` has
+    partitioned.
+    """
     model = Net(64)
     for param in model.parameters():
         poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
@@ -71,9 +92,11 @@ def outputs(*engines: Any) -> list[Tensor]:
 def test_a_reference_begins_as_its_policy(
     scheme: str, quantize: dict[str, Any], kept: int, zero_init: bool, shared_path: Path
 ) -> None:
-    """Bit for bit, also in INT8, so that a KL divergence begins at 0; what it sends and stores is the plan's.
+    """Bit for bit, also in INT8, so that a KL divergence begins at 0; what it sends and stores is
+    the plan's.
 
-    Only ``topo`` sends nothing of it between nodes. Its report has the bytes of a forward pass of all ranks.
+    Only ``topo`` sends nothing of it between nodes. Its report has the bytes of a forward pass of
+    all ranks.
     """
     run = replace(job(scheme, quantize, kept), zero_init=zero_init)
     with running(run) as policy, reference(run) as frozen:
@@ -91,12 +114,16 @@ def test_a_reference_begins_as_its_policy(
     if dist.get_rank() == 0:
         found = json.loads((shared_path / "report.json").read_text())["zero_topo"]
         assert found["ranks"] == dist.get_world_size()
-        assert {row["phase"] for row in found["sent"] if row["max"]} - {"gather_exact"} == {"gather_forward"}
+        assert {row["phase"] for row in found["sent"] if row["max"]} - {"gather_exact"} == {
+            "gather_forward"
+        }
         assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])
 
 
 def test_a_reference_of_trl_begins_as_its_policy() -> None:
-    """TRL leaves the persistence threshold "auto", and names its number where DeepSpeed does not look."""
+    """TRL leaves the persistence threshold "auto", and names its number where DeepSpeed does not
+    look.
+    """
     name, kept = "stage3_param_persistence_threshold", 1000
     policys = job("topo", CODES, kept)
     zero = {**ZERO, name: "auto"}
@@ -104,7 +131,9 @@ def test_a_reference_of_trl_begins_as_its_policy() -> None:
     with running(policys) as policy, reference(trls) as frozen:
         mine, theirs = outputs(policy, frozen)
         assert torch.equal(mine, theirs)
-        assert sum(param.ds_persist for param in policy.module.parameters()) < len([*policy.module.parameters()])
+        assert sum(param.ds_persist for param in policy.module.parameters()) < len(
+            [*policy.module.parameters()]
+        )
 
 
 def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
@@ -114,10 +143,14 @@ def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
         began = weights(frozen)
         assert frozen.save_16bit_model(str(shared_path), "model.bin")
         dist.barrier()
-        assert_same_bits({k: v.float() for k, v in torch.load(shared_path / "model.bin").items()}, began)
+        assert_same_bits(
+            {k: v.float() for k, v in torch.load(shared_path / "model.bin").items()}, began
+        )
         advance(run, policy, 0, 2)
         policy.save_checkpoint(str(shared_path), tag="policy")
-        for mine, theirs in zip(policy.module.parameters(), frozen.module.parameters(), strict=True):
+        for mine, theirs in zip(
+            policy.module.parameters(), frozen.module.parameters(), strict=True
+        ):
             with deepspeed.zero.GatheredParameters([mine, theirs], modifier_rank=0):
                 if dist.get_rank() == 0:
                     theirs.data.copy_(mine.data)
@@ -133,7 +166,9 @@ def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
 def test_a_frozen_engine_is_skipped_in_a_saved_state(
     order: int, shared_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Accelerate's ``save_state`` and ``load_state`` save and load every prepared model under a tag of its own."""
+    """Accelerate's ``save_state`` and ``load_state`` save and load every prepared model under a tag
+    of its own.
+    """
     run = job("topo", CODES)
 
     def each(engines: Sequence[Any], call: str) -> None:
@@ -151,12 +186,18 @@ def test_a_frozen_engine_is_skipped_in_a_saved_state(
         each(engines, "load_checkpoint")
         assert advance(run, policy, 1, 3) == expected
         assert_same_bits(weights(frozen), began)
-    said = [line for line in caplog.messages if "skips this engine" in line or "does not exist" in line]
-    assert len(said) == (2 if dist.get_rank() == 0 else 0) and not any("\n" in line for line in said)
+    said = [
+        line for line in caplog.messages if "skips this engine" in line or "does not exist" in line
+    ]
+    assert len(said) == (2 if dist.get_rank() == 0 else 0) and not any(
+        "\n" in line for line in said
+    )
 
 
 def test_a_preference_is_trained_as_under_stock() -> None:
-    """DPO's loop: margins against the reference are 0 in the first step, and losses are those of stock ZeRO-3."""
+    """DPO's loop: margins against the reference are 0 in the first step, and losses are those of
+    stock ZeRO-3.
+    """
 
     def preferences(run: Job) -> list[float]:
         margins = list[float]()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What breaks between a backward pass and its step, or in a load, and is caught: a run that goes on is not spoiled."""
+"""What breaks between a backward pass and its step, or in a load, and is caught: a run that goes on
+is not spoiled.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,19 @@ def trained(run: Job, interrupted: bool, zeroed: bool = False) -> dict[str, Tens
 
 @pytest.mark.parametrize(
     ("name", "micro_batches"),
-    [("topo", 1), late("replicated optimizer", 2), late("topo", 2), late("replicated optimizer", 1)],
+    [
+        ("topo", 1),
+        late("replicated optimizer", 2),
+        late("topo", 2),
+        late("replicated optimizer", 1),
+    ],
 )
-def test_a_backward_pass_that_failed_leaves_no_gradients_behind(name: str, micro_batches: int) -> None:
-    """Caught and tried with another batch, as after running out of memory: bit for bit as if it had not been."""
+def test_a_backward_pass_that_failed_leaves_no_gradients_behind(
+    name: str, micro_batches: int
+) -> None:
+    """Caught and tried with another batch, as after running out of memory: bit for bit as if it had
+    not been.
+    """
     run = Job(zero_topo=BLOCKS[name], model=Breaking, micro_batches=micro_batches)
     expected = trained(run, interrupted=False)
     for zeroed in (False, True):
@@ -101,7 +112,9 @@ def test_a_step_on_half_a_backward_pass_is_refused() -> None:
 
 
 def attempts(engine: Any, ending: bool | None = None) -> None:
-    """Two steps of two backward passes each; ``ending`` has the script say which of them is the last."""
+    """Two steps of two backward passes each; ``ending`` has the script say which of them is the
+    last.
+    """
     for step in range(2):
         for micro in range(2):
             if ending:
@@ -112,12 +125,15 @@ def attempts(engine: Any, ending: bool | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "lines"), [("plain", 1), ("ending", 0), ("accumulation", 0), late("offload", 0), late("zero3", 0)]
+    ("case", "lines"),
+    [("plain", 1), ("ending", 0), ("accumulation", 0), late("offload", 0), late("zero3", 0)],
 )
 def test_backward_passes_that_each_cross_nodes_are_warned_of(
     case: str, lines: int, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, by rank 0, with the ways out; not where sync waits for the step, or spans the job and is none."""
+    """Once, by rank 0, with the ways out; not where sync waits for the step, or spans the job and
+    is none.
+    """
     ds: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False}
     if case == "offload":
         ds["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
@@ -133,7 +149,9 @@ def test_backward_passes_that_each_cross_nodes_are_warned_of(
 
 
 def test_the_gradient_of_an_output_may_be_taken_first() -> None:
-    """`torch.autograd.grad` uses up DeepSpeed's hook on the output: the step then ends the pass itself."""
+    """`torch.autograd.grad` uses up DeepSpeed's hook on the output: the step then ends the pass
+    itself.
+    """
 
     def stepped(way: str) -> dict[str, Tensor]:
         with running(Job(zero_topo=BLOCKS["topo"])) as engine:
@@ -157,17 +175,25 @@ def test_the_gradient_of_an_output_may_be_taken_first() -> None:
 @pytest.mark.parametrize(
     ("name", "breaks"),
     [
-        *(("topo", True), late("topo", False), late("quantized sync", True), late("quantized sync", False)),
+        *(
+            ("topo", True),
+            late("topo", False),
+            late("quantized sync", True),
+            late("quantized sync", False),
+        ),
         *(late("replicated optimizer", True), late("replicated optimizer", False)),
     ],
 )
 def test_an_engine_is_destroyed_between_backward_and_step(name: str, breaks: bool) -> None:
-    """What its backward pass has begun ends first: else groups die under collectives, and what follows hangs."""
+    """What its backward pass has begun ends first: else groups die under collectives, and what
+    follows hangs.
+    """
     run = Job(zero_topo=BLOCKS[name], model=Breaking, steps=1)
     with running(run) as engine:
         attempt(engine, 0)
         engine.step()
-        time.sleep(0.5 if dist.get_rank() < dist.get_world_size() // 2 else 0)  # the other node is done first
+        # The other node is done first
+        time.sleep(0.5 if dist.get_rank() < dist.get_world_size() // 2 else 0)
         attempt(engine, 1, breaks=breaks)
     dist.barrier()
     with running(run) as engine:
@@ -181,13 +207,17 @@ def test_a_shard_that_is_set_to_another_tensor_is_noticed() -> None:
         advance(run, engine, 0, 1)
         shard = engine.module.inp.weight.ds_tensor
         home, shard.data = shard.data, shard.data.clone()
-        with pytest.raises(RuntimeError, match=r"ds_tensor\.data of a parameter of shape \(37, 11\) was set"):
+        with pytest.raises(
+            RuntimeError, match=r"ds_tensor\.data of a parameter of shape \(37, 11\) was set"
+        ):
             engine(batch(1, 0, torch.float32)[0])
         shard.data = home
 
 
 @pytest.mark.parametrize(
-    "offload", [late({}), {"offload_optimizer": {"device": "cpu"}}], ids=["on the device", "offloaded"]
+    "offload",
+    [late({}), {"offload_optimizer": {"device": "cpu"}}],
+    ids=["on the device", "offloaded"],
 )
 def test_norms_are_of_the_synced_gradient_before_the_step_too(offload: dict[str, Any]) -> None:
     """As `engine.get_global_grad_norm` says after it; under offload it was zero."""

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that one rank cannot load is loaded by none: one line on every rank, and nothing has changed."""
+"""A checkpoint that one rank cannot load is loaded by none: one line on every rank, and nothing has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.launcher import checkpoints
-from tests.launcher.checkpoints import SAVED_AT, TAG, Saved, assert_same_bits, common_directory, job, loaded, save
+from tests.launcher.checkpoints import (
+    SAVED_AT,
+    TAG,
+    Saved,
+    assert_same_bits,
+    common_directory,
+    job,
+    loaded,
+    save,
+)
 from tests.launcher.test_checkpoint import RESUMED
 from tests.launcher.training import Job, Net, advance, block, close, start, weights
 from tests.marks import often
@@ -32,12 +43,16 @@ def unequal(model: nn.Module) -> list[dict[str, Any]]:
     for index, param in enumerate(p for p in model.parameters() if p.requires_grad):
         parts[index % 3].append(param)
     settings = zip(parts, (1e-2, 3e-2, 5e-3), (0.1, 0.0, 0.3), strict=True)
-    return [{"params": params, "lr": rate, "weight_decay": decay} for params, rate, decay in settings]
+    return [
+        {"params": params, "lr": rate, "weight_decay": decay} for params, rate, decay in settings
+    ]
 
 
 def unscheduled(run: Job, **ds: Any) -> Job:
     """A run whose groups keep their own rates, perhaps from a universal checkpoint."""
-    return replace(run, groups=unequal, ds={**{k: v for k, v in run.ds.items() if k != "scheduler"}, **ds})
+    return replace(
+        run, groups=unequal, ds={**{k: v for k, v in run.ds.items() if k != "scheduler"}, **ds}
+    )
 
 
 RUNS: dict[str, Job] = {
@@ -45,7 +60,8 @@ RUNS: dict[str, Job] = {
     "codes": RESUMED["codes"],
     "replicated": job(block("topo", optimizer="node"), "bf16"),
     UNIVERSAL: replace(
-        unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
+        unscheduled(job(block("topo")), checkpoint={"load_universal": True}),
+        model=partial(Net, depth=2),
     ),
 }
 
@@ -139,7 +155,10 @@ ANY_FILE: dict[str, tuple[Harm, str]] = {
 OF_THE_MODEL: dict[str, tuple[Harm, str]] = {
     "no module": (put(None, "module"), "refuses: .*KeyError"),
     "a buffer of another size": (put(torch.zeros(3), "module", "x"), f"{ODD}module.x"),
-    "a frozen parameter missing": (put({}, "frozen_param_fragments"), f"{ODD}frozen.inp.bias absent"),
+    "a frozen parameter missing": (
+        put({}, "frozen_param_fragments"),
+        f"{ODD}frozen.inp.bias absent",
+    ),
     "another step": (put(7, "global_steps"), f"{ODD}global_steps 7 in place of 2"),
     "no ranks": (put(None, "dp_world_size"), f"{ODD}dp_world_size absent"),
 }
@@ -147,12 +166,18 @@ SHORT_MASTERS = put(lambda flat: flat[:-1], INNER, "fp32_flat_groups", 0)
 OF_THE_OPTIMIZER: dict[str, tuple[Harm, str]] = {
     "masters of another size": (SHORT_MASTERS, r"masters in sub-groups of \["),
     "no masters": (put(None, INNER, "fp32_flat_groups"), "refuses: .*KeyError"),
-    "a moment of one element": (put(torch.zeros(1), *FIRST, "exp_avg"), rf"{ODD}exp_avg .torch.float32 \[1\]"),
+    "a moment of one element": (
+        put(torch.zeros(1), *FIRST, "exp_avg"),
+        rf"{ODD}exp_avg .torch.float32 \[1\]",
+    ),
     "a parameter group missing": (put(None, INNER, INNER, "param_groups", 1), ODD),
     "our entry no dict": (ours([1]), f"{ODD}zero_topo"),
     "our entry missing": (ours(None), f"{ODD}zero_topo"),
     "no owners": (ours(None, "residual_owners", "owners"), f"{ODD}residual_owners.owners absent"),
-    "weights of one element": (ours(torch.zeros(1), "stored"), rf"{ODD}stored .torch.float32 \[1\]"),
+    "weights of one element": (
+        ours(torch.zeros(1), "stored"),
+        rf"{ODD}stored .torch.float32 \[1\]",
+    ),
     "a residual of another size": (ours(torch.zeros(2, 3), "sync", "residual"), f"{ODD}residual"),
     "no degrees": (ours(None, "degrees"), f"{ODD}degrees"),
 }
@@ -162,7 +187,11 @@ OF_THREE, WRONG_SIZE = (
 )
 PARAMETER = "zero/inp.weight/fp32.pt"
 KINDS: dict[str, tuple[str, str, Harm, str]] = {
-    **{f"{file} {kind}": ("q4", file, *case) for kind, case in ANY_FILE.items() for file in (MODEL, OPTIM)},
+    **{
+        f"{file} {kind}": ("q4", file, *case)
+        for kind, case in ANY_FILE.items()
+        for file in (MODEL, OPTIM)
+    },
     **{kind: ("q4", MODEL, *case) for kind, case in OF_THE_MODEL.items()},
     **{kind: ("q4", OPTIM, *case) for kind, case in OF_THE_OPTIMIZER.items()},
     "scales resized": ("codes", OPTIM, ours(lambda row: row[:-1], "scales"), f"{ODD}scales"),
@@ -170,14 +199,36 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
     "a universal parameter of another size": (UNIVERSAL, PARAMETER, OF_THREE, WRONG_SIZE),
     "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
     "a universal model cut": (UNIVERSAL, "zero_pp_rank_0_mp_rank_00_model_states.pt", cut, READ),
-    "what is carried emptied": (UNIVERSAL, "zero_topo_residuals.pt", emptied, "refuses: .*zero_topo_residuals.pt"),
+    "what is carried emptied": (
+        UNIVERSAL,
+        "zero_topo_residuals.pt",
+        emptied,
+        "refuses: .*zero_topo_residuals.pt",
+    ),
 }
 
 
 OFTEN = (
-    *(f"{MODEL} cut", f"{OPTIM} missing", "no module", "another step", "masters of another size", "no masters"),
-    *("a moment of one element", "our entry missing", "weights of one element", "a residual of another size"),
-    *("scales resized", "a universal parameter cut", "no universal state", "what is carried emptied"),
+    *(
+        f"{MODEL} cut",
+        f"{OPTIM} missing",
+        "no module",
+        "another step",
+        "masters of another size",
+        "no masters",
+    ),
+    *(
+        "a moment of one element",
+        "our entry missing",
+        "weights of one element",
+        "a residual of another size",
+    ),
+    *(
+        "scales resized",
+        "a universal parameter cut",
+        "no universal state",
+        "what is carried emptied",
+    ),
 )
 
 
@@ -190,7 +241,9 @@ def damaged(saved: Saved, tmp_path: Path, file: str, harm: Harm) -> Path:
     return own
 
 
-@pytest.mark.parametrize("kind", often(OFTEN, KINDS), ids=[kind.replace(" ", "-") for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", often(OFTEN, KINDS), ids=[kind.replace(" ", "-") for kind in KINDS]
+)
 def test_a_damaged_file_of_one_rank_is_refused_by_all(
     kind: str, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
@@ -208,11 +261,15 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(
     assert_same_bits(weights(engine), saved.weights)
 
 
-@pytest.mark.parametrize(("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", SHORT_MASTERS)])
+@pytest.mark.parametrize(
+    ("name", "harm"), [("q4", cut), ("codes", cut), ("replicated", SHORT_MASTERS)]
+)
 def test_training_goes_on_after_a_load_that_failed(
     name: str, harm: Harm, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
-    """Bit for bit as if it had not been tried; masters of several rows are laid out for the load and back."""
+    """Bit for bit as if it had not been tried; masters of several rows are laid out for the load
+    and back.
+    """
     saved, engine = trained(name)
     stock = engine.checkpoint_engine
     with pytest.raises(ValueError, match="not loaded"):
@@ -227,15 +284,23 @@ def test_a_folder_without_a_checkpoint_is_none_on_all_ranks(rank: int, tmp_path:
     assert engine.load_checkpoint(str(tmp_path)) == (None, None)
     if rank == DAMAGED:
         (tmp_path / "latest").write_text("x")
-    with pytest.raises(ValueError, match=r"not loaded: .*rank 1 of host .* refuses: .*x/zero_pp_rank_1"):
+    with pytest.raises(
+        ValueError, match=r"not loaded: .*rank 1 of host .* refuses: .*x/zero_pp_rank_1"
+    ):
         engine.load_checkpoint(str(tmp_path))
     close(engine)
 
 
-def test_parameter_groups_keep_their_settings_over_a_universal_checkpoint(trained: Callable[[str], Trained]) -> None:
-    """DeepSpeed's loader gives all of them the first one's rate and decay; then losses would be 1e-3 off."""
+def test_parameter_groups_keep_their_settings_over_a_universal_checkpoint(
+    trained: Callable[[str], Trained],
+) -> None:
+    """DeepSpeed's loader gives all of them the first one's rate and decay; then losses would be
+    1e-3 off.
+    """
     saved, _ = trained(UNIVERSAL)
     with loaded(saved.job, saved.path) as engine:
         rates = [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
         assert rates == [(1e-2, 0.1), (3e-2, 0.0), (5e-3, 0.3)]
-        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == pytest.approx(saved.losses, abs=1e-5)
+        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == pytest.approx(
+            saved.losses, abs=1e-5
+        )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Training loops of other shapes than forward, backward, step: they train as under unmodified ZeRO-3."""
+"""Training loops of other shapes than forward, backward, step: they train as under unmodified
+ZeRO-3.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SMALL = {"zero_optimization": {"reduce_bucket_size": 200}}
 
 
 class Tile(torch.autograd.Function):
-    """The loss of a head, whose backward pass runs in the forward pass, as in DeepSpeed's TiledFusedLogitsLoss."""
+    """The loss of a head, whose backward pass runs in the forward pass, as in DeepSpeed's
+    TiledFusedLogitsLoss.
+    """
 
     @staticmethod
     def forward(ctx: Any, head: Callable[[Tensor], Tensor], h: Tensor, y: Tensor) -> Tensor:
@@ -138,7 +142,9 @@ def expected(name: str | None, micro_batches: int) -> dict[str, Tensor]:
 def test_a_loss_that_runs_backward_in_its_forward_pass(
     name: str, between: Callable[[Any, Tensor], None], micro_batches: int
 ) -> None:
-    """No call before the outer backward pass drops a gradient: the weights are those without calls."""
+    """No call before the outer backward pass drops a gradient: the weights are those without
+    calls.
+    """
     found = trained(tiled_job(name, between, micro_batches))
     assert_same_bits(found, expected(name, micro_batches))
     if name != "quantized":
@@ -153,13 +159,17 @@ def test_gradients_of_an_inner_pass_cross_nodes_once() -> None:
         with running(job) as engine:
             engine.module.tiled = tiled
             advance(job, engine, 0, job.steps)
-            return {phase: count for (phase, _), count in zero_topo.stats(engine).step_bytes.items()}
+            return {
+                phase: count for (phase, _), count in zero_topo.stats(engine).step_bytes.items()
+            }
 
     assert sent(tiled=True)["sync"] == sent(tiled=False)["sync"] > 0
 
 
 def test_a_step_takes_gradients_of_an_inner_pass_alone() -> None:
-    """As in plain PyTorch: the head is trained, the rest has no gradient; unmodified DeepSpeed drops them or fails."""
+    """As in plain PyTorch: the head is trained, the rest has no gradient; unmodified DeepSpeed
+    drops them or fails.
+    """
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}}
     job = Job(Tiled, BLOCKS["topo"], ds={"optimizer": adam})
     with running(job) as engine:
@@ -173,7 +183,9 @@ def test_a_step_takes_gradients_of_an_inner_pass_alone() -> None:
 
 
 class Nested(Net):
-    """All layers lie in reentrant checkpoints, one of which may fail in the backward pass after others ended."""
+    """All layers lie in reentrant checkpoints, one of which may fail in the backward pass after
+    others ended.
+    """
 
     breaks = False
 
@@ -265,7 +277,9 @@ def test_gradients_may_be_read_in_each_step(name: str) -> None:
                     assert deepspeed.utils.safe_get_full_grad(param).abs().max() > 0
                 engine.step()
             sent = zero_topo.stats(engine).step_bytes
-            return {phase: count for (phase, _), count in sent.items() if phase == "sync"}, weights(engine)
+            return {phase: count for (phase, _), count in sent.items() if phase == "sync"}, weights(
+                engine
+            )
 
     sent, found = run(reads=True)
     expected_sent, expected_weights = run(reads=False)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Every feature of ZeRO-3 under every scheme: trains as under stock ZeRO-3, or is refused with its sentence."""
+"""Every feature of ZeRO-3 under every scheme: trains as under stock ZeRO-3, or is refused with its
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,15 @@ def cells() -> list[object]:
 
 def readable() -> list[object]:
     """Features that no scheme refuses; in ``make test`` the one that skips steps."""
-    return often(("FP16, overflows",), [name for name, feature in FEATURES.items() if not feature.refused])
+    return often(
+        ("FP16, overflows",), [name for name, feature in FEATURES.items() if not feature.refused]
+    )
 
 
 @pytest.mark.parametrize(("name", "scheme"), cells())
 def test_feature_under_scheme(name: str, scheme: str) -> None:
-    """Losses, weights and what the caller sees, unquantized; for the record also losses as the scheme comes.
+    """Losses, weights and what the caller sees, unquantized; for the record also losses as the
+    scheme comes.
 
     The record, and with it the documents, says so of this cell.
     """
@@ -76,8 +81,12 @@ def test_feature_under_scheme(name: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", readable())
-def test_one_rank_alone_reads_persistent_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each step, skipped ones too, they are whole: no collective is left that the other ranks would miss."""
+def test_one_rank_alone_reads_persistent_parameters(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step, skipped ones too, they are whole: no collective is left that the other ranks
+    would miss.
+    """
     config, read, steps = training.ds_config, [], DeepSpeedEngine.step
 
     def persistent(job: Job) -> dict[str, Any]:
@@ -88,7 +97,9 @@ def test_one_rank_alone_reads_persistent_parameters(name: str, monkeypatch: pyte
     def step(engine: Any, *args: Any, **kwargs: Any) -> None:
         boundary = engine.is_gradient_accumulation_boundary()
         steps(engine, *args, **kwargs)
-        for param in engine.optimizer.persistent_parameters if boundary and dist.get_rank() == 1 else ():
+        for param in (
+            engine.optimizer.persistent_parameters if boundary and dist.get_rank() == 1 else ()
+        ):
             assert param.shape == param.ds_shape
             value = param.detach().float().sum().item()
             read.extend([value] if param.requires_grad else [])
@@ -96,7 +107,8 @@ def test_one_rank_alone_reads_persistent_parameters(name: str, monkeypatch: pyte
     monkeypatch.setattr(training, "ds_config", persistent)
     monkeypatch.setattr(DeepSpeedEngine, "step", step)
     FEATURES[name].run(SCHEMES["topo"][-1].block | {"debug_checks": False})
-    assert not read or len(set(read)) > 2  # features whose persistent parameters are all frozen read the same each time
+    # Features whose persistent parameters are all frozen read the same each time
+    assert not read or len(set(read)) > 2
 
 
 def test_the_record_knows_every_cell() -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The user's module stays the user's: it is copied, saved, compiled, and given to several engines."""
+"""The user's module stays the user's: it is copied, saved, compiled, and given to several
+engines.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
-from tests.launcher.training import Job, Net, advance, batch, block, close, ds_config, mse, running, start, weights
+from tests.launcher.training import (
+    Job,
+    Net,
+    advance,
+    batch,
+    block,
+    close,
+    ds_config,
+    mse,
+    running,
+    start,
+    weights,
+)
 from tests.marks import late, often
 from zero_topo.engine.stage3 import Stage3
 
@@ -64,7 +78,9 @@ def test_a_copy_of_the_module_is_of_its_weights_alone() -> None:
 
 
 @pytest.mark.parametrize("zero_topo", [TOPO, late(None)])
-def test_an_average_of_weights_is_that_of_unmodified_deepspeed(zero_topo: dict[str, Any] | None) -> None:
+def test_an_average_of_weights_is_that_of_unmodified_deepspeed(
+    zero_topo: dict[str, Any] | None,
+) -> None:
     """Torch's own average, which copies the module and is updated after each step."""
     job = JOB.under(zero_topo)
     expected: dict[str, Tensor] = {}
@@ -77,7 +93,10 @@ def test_an_average_of_weights_is_that_of_unmodified_deepspeed(zero_topo: dict[s
             with deepspeed.zero.GatheredParameters(params):
                 average.update_parameters(engine.module)
             now = weights(engine)
-            expected = {name: expected[name].lerp(now[name], 0.25) if expected else now[name] for name in now}
+            expected = {
+                name: expected[name].lerp(now[name], 0.25) if expected else now[name]
+                for name in now
+            }
     torch.testing.assert_close(plain(average.module), expected, rtol=1e-6, atol=1e-7)
 
 
@@ -106,7 +125,9 @@ def _compiled() -> nn.Module:
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
-    """Compiled before the engine has it, or by the engine; our hooks break its graph as DeepSpeed's do."""
+    """Compiled before the engine has it, or by the engine; our hooks break its graph as DeepSpeed's
+    do.
+    """
     job = Job(_compiled if when == "before" else Net, TOPO, steps=3)
     with running(job) as engine:
         if when == "after":
@@ -116,7 +137,7 @@ def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
         assert losses == pytest.approx(advance(JOB, engine, 0, job.steps), abs=1e-6)
 
 
-# -- one module, several engines ---------------------------------------------------------------------------------------
+# -- one module, several engines -------------------------------------------------------------------
 
 
 def alongside(model: nn.Module, job: Job) -> Any:
@@ -144,15 +165,20 @@ def steps_of(engine: Any, job: Job) -> tuple[list[float], dict[str, int]]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"all": Net, "adapters": adapted}
-# After an evaluation DeepSpeed leaves prefetched parameters in flight, which GatheredParameters refuses.
+# After an evaluation DeepSpeed leaves prefetched parameters in flight, which GatheredParameters
+# refuses.
 NO_PREFETCH = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
 
 
 @pytest.mark.parametrize("model", often(("adapters",), MODELS))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 @pytest.mark.parametrize("destroyed", ["before training", late("after training"), "last"])
-def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: str, model: str) -> None:
-    """It may be destroyed at any time: losses and bytes are those of the training engine alone, as are weights."""
+def test_an_engine_beside_the_training_engine_of_a_module(
+    name: str, destroyed: str, model: str
+) -> None:
+    """It may be destroyed at any time: losses and bytes are those of the training engine alone, as
+    are weights.
+    """
     job = Job(MODELS[model], BLOCKS[name], steps=2, ds=NO_PREFETCH)
     with running(job) as engine:
         expected = steps_of(engine, job)
@@ -162,7 +188,8 @@ def test_an_engine_beside_the_training_engine_of_a_module(name: str, destroyed: 
     module = job.model()
     first = alongside(module, job)
     if destroyed == "before training":
-        outputs(first)  # otherwise not before the other engine begins: DeepSpeed's order of modules is that of one
+        # Otherwise not before the other engine begins: DeepSpeed's order of modules is that of one
+        outputs(first)
     engine = start(replace(job, model=lambda: module))
     if destroyed == "before training":
         close(first)
@@ -197,7 +224,9 @@ def test_engines_without_optimizer_share_a_module(destroyed: str) -> None:
     close(pair[0])
 
 
-def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without_optimizer() -> None:
+def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without_optimizer() -> (
+    None
+):
     """Which then reads the weights as they were trained."""
     job = Job(Net, TOPO, steps=2, ds=NO_PREFETCH)
     with running(job) as engine:
@@ -211,7 +240,9 @@ def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without
 
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 def test_a_destroyed_engine_frees_its_gradients(name: str) -> None:
-    """Also those of a backward pass without its step, and where its optimizer lives on, as in DeepSpeed's caches."""
+    """Also those of a backward pass without its step, and where its optimizer lives on, as in
+    DeepSpeed's caches.
+    """
     job = Job(Net, BLOCKS[name], steps=1)
     engine = start(job)
     advance(job, engine, 0, job.steps)

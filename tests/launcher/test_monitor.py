@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's own monitors and its log tell of zero_topo: every step, at DeepSpeed's own count of samples.
+"""What DeepSpeed's own monitors and its log tell of zero_topo: every step, at DeepSpeed's own count
+of samples.
 
-And what ``"scheme": "auto"`` says of the plan it chose, on every rank the same, for the model it has.
+And what ``"scheme": "auto"`` says of the plan it chose, on every rank the same, for the model it
+has.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def watched(folder: Path, **more: Any) -> Job:
     """Three steps with the CSV monitor on."""
     csv_monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     ds = {"csv_monitor": csv_monitor, "steps_per_print": 2, **more}
-    return Job(zero_topo=block("topo", sync=RADIUS), steps=STEPS, micro_batches=MICRO_BATCHES, ds=ds)
+    return Job(
+        zero_topo=block("topo", sync=RADIUS), steps=STEPS, micro_batches=MICRO_BATCHES, ds=ds
+    )
 
 
 def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
@@ -57,7 +61,10 @@ def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_p
         assert axis == [4 * MICRO_BATCHES * dist.get_world_size() * step for step in (1, 2, 3)]
         assert {"gpu", "world"} <= set(metered[0])
         for domain in metered[0]:
-            assert table(shared_path, f"zero_topo_bytes_{domain}") == (axis, [sent[domain] for sent in metered])
+            assert table(shared_path, f"zero_topo_bytes_{domain}") == (
+                axis,
+                [sent[domain] for sent in metered],
+            )
         for phase in ("gather_forward", "scatter", "sync", "publish"):
             steps, milliseconds = table(shared_path, f"zero_topo_ms_{phase}")
             assert steps == axis and min(milliseconds) > 0
@@ -74,11 +81,16 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
     timed = [line for line in caplog.messages if " ms" in line]
     assert len(timed) == (1 if rank == 0 else 0)
     for line in timed:
-        assert line.startswith("zero_topo: gather_forward ") and " ms, scatter " in line and " ms, publish " in line
+        assert (
+            line.startswith("zero_topo: gather_forward ")
+            and " ms, scatter " in line
+            and " ms, publish " in line
+        )
 
 
 def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_path: Path) -> None:
-    """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of its batches.
+    """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of
+    its batches.
 
     Other ranks write nothing, and their engines keep DeepSpeed's own step.
     """
@@ -91,10 +103,16 @@ def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_pa
     dist.barrier()
     if rank == 0:
         steps = [line for line in read_metrics(folder) if "lr" in line]
-        assert [line["step"] for line in steps] == [1, 2, 3] and all("loss" in line for line in steps)
-        assert steps[-1]["sent"] == {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sent.items()}
+        assert [line["step"] for line in steps] == [1, 2, 3] and all(
+            "loss" in line for line in steps
+        )
+        assert steps[-1]["sent"] == {
+            f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sent.items()
+        }
         report = read_report(folder)
-        assert report["zero_topo"]["ranks"] == 1 and report["steps"] == STEPS and len(losses) >= STEPS
+        assert (
+            report["zero_topo"]["ranks"] == 1 and report["steps"] == STEPS and len(losses) >= STEPS
+        )
         assert {"report.html", "loss.png", "bytes.png"} <= {path.name for path in folder.iterdir()}
         assert "Sent by one rank per optimizer step" in render(folder)
 
@@ -117,7 +135,9 @@ def heard(logger: Any) -> dict[tuple[str, str], int]:
         operation, _, what = name.partition(" | zero_topo ")
         phase, _, domain = what.partition(" | ")
         for count, milliseconds, _, bus in sizes.values() if what else ():
-            assert operation in ("all_gather_into_tensor", "all_to_all_single") and count == len(milliseconds)
+            assert operation in ("all_gather_into_tensor", "all_to_all_single") and count == len(
+                milliseconds
+            )
             gigabits = sum(ms / 1e3 * rate for ms, rate in zip(milliseconds, bus, strict=True))
             sent[phase, domain] += round(gigabits * 1e9 / 8)
     return dict(+sent)
@@ -144,15 +164,29 @@ def test_the_comms_logger_counts_every_exchange(sync: dict[str, Any], comms_logg
 def test_auto_chooses_explains_and_trains_as_zero3(
     rank: int, zero_init: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unquantized: within 1e-5 of stock ZeRO-3, also where the model is partitioned before there is an engine."""
-    job = Job(zero_topo=block("auto", sync={"mode": "dense"}, publish={}), steps=STEPS, zero_init=zero_init)
+    """Unquantized: within 1e-5 of stock ZeRO-3, also where the model is partitioned before there is
+    an engine.
+    """
+    job = Job(
+        zero_topo=block("auto", sync={"mode": "dense"}, publish={}),
+        steps=STEPS,
+        zero_init=zero_init,
+    )
     with running(job) as engine:
         found = zero_topo.stats(engine)
         losses = advance(job, engine, 0, STEPS)
         numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    said = [line.removeprefix("zero_topo: scheme auto: ") for line in caplog.messages if "scheme auto: " in line]
+    said = [
+        line.removeprefix("zero_topo: scheme auto: ")
+        for line in caplog.messages
+        if "scheme auto: " in line
+    ]
     assert bool(said) == (rank == 0)
     for line in said[:1]:
         assert f"; {numel:,} parameters, counted as " in line and " is the fastest of the " in line
-    assert (found.config.sync.MODE, found.config.publish.delta, found.config.weights_spec) == ("dense", None, None)
+    assert (found.config.sync.MODE, found.config.publish.delta, found.config.weights_spec) == (
+        "dense",
+        None,
+        None,
+    )
     assert largest_difference(losses, train(job.under(None))) <= 1e-5

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Muon on nested shards: the losses and weights of DeepSpeed's own, under stock ZeRO-3 and on one rank."""
+"""Muon on nested shards: the losses and weights of DeepSpeed's own, under stock ZeRO-3 and on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,28 @@ from tests.launcher.training import EMULATED, Job, advance, block, running
 from tests.marks import late
 from zero_topo.cost import memory_bytes, step_bytes
 
-PARAMS = {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.1, "adam_lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
+PARAMS = {
+    "lr": 2e-2,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+    "adam_lr": 1e-2,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+}
 
 
 def muon(torch_adam: bool = True, **keys: Any) -> dict[str, Any]:
     """The DeepSpeed keys of a Muon training, as stock ZeRO-3 wants them.
 
-    The other parameters are updated by torch's Adam or by DeepSpeed's, which a fresh checkout compiles for a minute.
+    The other parameters are updated by torch's Adam or by DeepSpeed's, which a fresh checkout
+    compiles for a minute.
     """
     optimizer = {"type": "Muon", "params": {**PARAMS, "torch_adam": torch_adam}}
-    return {"optimizer": optimizer, "zero_force_ds_cpu_optimizer": False, **zero(reduce_scatter=False, **keys)}
+    return {
+        "optimizer": optimizer,
+        "zero_force_ds_cpu_optimizer": False,
+        **zero(reduce_scatter=False, **keys),
+    }
 
 
 JOBS: dict[str, Callable[[], Job]] = {
@@ -44,7 +58,9 @@ JOBS: dict[str, Callable[[], Job]] = {
     "partitioned as built": lambda: small(ds=muon(), zero_init=True),
     "on the host": lambda: small(ds=muon(offload_optimizer={"device": "cpu"})),
     "DeepSpeed's Adam": lambda: small(ds=muon(torch_adam=False)),
-    "DeepSpeed's Adam on the host": lambda: small(ds=muon(torch_adam=False, offload_optimizer={"device": "cpu"})),
+    "DeepSpeed's Adam on the host": lambda: small(
+        ds=muon(torch_adam=False, offload_optimizer={"device": "cpu"})
+    ),
 }
 
 
@@ -78,7 +94,9 @@ def test_losses_and_weights_are_stocks(scheme: str, name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["topo", late("hsdp")])
 def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
-    """DeepSpeed's Muon for a single device is the judge, without clipping: ZeRO-3 clips updates, and it gradients."""
+    """DeepSpeed's Muon for a single device is the judge, without clipping: ZeRO-3 clips updates,
+    and it gradients.
+    """
     from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
 
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -86,11 +104,18 @@ def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
         hidden, other = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
         adam = {"lr": PARAMS["adam_lr"], "betas": PARAMS["betas"], "eps": PARAMS["eps"]}
         own = {"lr": PARAMS["lr"], "momentum": PARAMS["momentum"]}
-        groups = [{"params": hidden, "use_muon": True, **own}, {"params": other, "use_muon": False, **adam}]
-        return SingleDeviceMuonWithAuxAdam([{**group, "weight_decay": PARAMS["weight_decay"]} for group in groups])
+        groups = [
+            {"params": hidden, "use_muon": True, **own},
+            {"params": other, "use_muon": False, **adam},
+        ]
+        return SingleDeviceMuonWithAuxAdam(
+            [{**group, "weight_decay": PARAMS["weight_decay"]} for group in groups]
+        )
 
     job = small(ds={**muon(), "gradient_clipping": 0.0})
-    alone = in_plain_torch(job, lambda model, x, step, micro: model(x), optimizer, clip=float("inf"))
+    alone = in_plain_torch(
+        job, lambda model, x, step, micro: model(x), optimizer, clip=float("inf")
+    )
     assert_equal(run(job.under(block(scheme))), alone)
 
 
@@ -102,9 +127,13 @@ def spoiled(engine: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.nn.functional.mse_loss(output.float(), y.float())
 
 
-@pytest.mark.parametrize(("optimizer", "scheme"), [("Muon", "topo"), late("AdamW", "topo"), late("Muon", "hsdp")])
+@pytest.mark.parametrize(
+    ("optimizer", "scheme"), [("Muon", "topo"), late("AdamW", "topo"), late("Muon", "hsdp")]
+)
 def test_a_step_that_is_not_finite_leaves_nothing_behind(optimizer: str, scheme: str) -> None:
-    """DeepSpeed finds it in the norm and skips the step: training goes on as if there had been no such step."""
+    """DeepSpeed finds it in the norm and skips the step: training goes on as if there had been no
+    such step.
+    """
     plain = small(ds=muon() if optimizer == "Muon" else {}).under(block(scheme))
     job = replace(plain, loss=spoiled)
     with running(job) as engine:
@@ -116,10 +145,13 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(optimizer: str, scheme:
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading"), [("", "topo"), late("hsdp", "topo"), late("topo", "topo"), late("hsdp", "hsdp")]
+    ("saving", "loading"),
+    [("", "topo"), late("hsdp", "topo"), late("topo", "topo"), late("hsdp", "hsdp")],
 )
 def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path: Path) -> None:
-    """Of the same scheme, of another, or of stock ZeRO-3: training goes on as if it had not stopped."""
+    """Of the same scheme, of another, or of stock ZeRO-3: training goes on as if it had not
+    stopped.
+    """
     job = replace(checkpoints.job(None), ds=muon(), groups=None)
     saved = checkpoints.save(job.under(block(saving) if saving else None), shared_path)
     with checkpoints.loaded(job.under(block(loading)), shared_path) as engine:
@@ -129,8 +161,15 @@ def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path:
 
 @pytest.mark.parametrize("mode", [late("dense"), "quantized"])
 def test_quantized_weights_and_gradients(mode: str) -> None:
-    """INT8 weights, INT4 gradients in the node and between nodes, BF16: all copies stay alike, the loss is near."""
-    quantized = {"topology": EMULATED, "scheme": "topo", "sync": {"mode": mode}, "debug_checks": True}
+    """INT8 weights, INT4 gradients in the node and between nodes, BF16: all copies stay alike, the
+    loss is near.
+    """
+    quantized = {
+        "topology": EMULATED,
+        "scheme": "topo",
+        "sync": {"mode": mode},
+        "debug_checks": True,
+    }
     job = small(ds=muon(), dtype="bf16")
     exact, found = run(job), run(job.under(quantized))
     torch.testing.assert_close(found.losses, exact.losses, rtol=0.1, atol=0.1)
@@ -142,7 +181,11 @@ def test_bytes_and_memory_are_the_formulas(scheme: str) -> None:
     with running(small(ds=muon()).under(block(scheme))) as engine:
         advance(small(ds=muon()), engine, 0, 2)
         stats = zero_topo.stats(engine)
-        formula = {key: n for key, n in step_bytes(stats.config, stats.work).items() if key[0] == "matrices"}
+        formula = {
+            key: n
+            for key, n in step_bytes(stats.config, stats.work).items()
+            if key[0] == "matrices"
+        }
         sent = {key: n for key, n in stats.step_bytes.items() if key[0] == "matrices"}
         assert sent.keys() == formula.keys() and len(sent) == 1
         assert (("matrices", "world") in sent) == (scheme == "topo")
@@ -150,4 +193,6 @@ def test_bytes_and_memory_are_the_formulas(scheme: str) -> None:
         dist.all_reduce(total)
         assert int(total) == dist.get_world_size() * sum(formula.values())
         sizes = stats.accumulation_itemsize, stats.optimizer_itemsize
-        assert stats.memory["optimizer"] == memory_bytes(stats.config, stats.work, *sizes)["optimizer"]
+        assert (
+            stats.memory["optimizer"] == memory_bytes(stats.config, stats.work, *sizes)["optimizer"]
+        )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Training the way GPT-NeoX calls DeepSpeed, with zero_topo put around it as `python -m zero_topo.neox` does."""
+"""Training the way GPT-NeoX calls DeepSpeed, with zero_topo put around it as
+`python -m zero_topo.neox` does.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ class Adapted(Pipe):
 
 
 def args_of(block: dict[str, Any] | None, optimizer_type: str = "adam") -> Args:
-    """NeoX's arguments: its config names an optimizer, which the caller builds, and repeats the clipping."""
+    """NeoX's arguments: its config names an optimizer, which the caller builds, and repeats the
+    clipping.
+    """
     config = ds_config(Job(zero_topo=block, dtype="bf16", micro_batches=2))
-    config["optimizer"] = {"type": "AdamS" if optimizer_type == "adams" else "Adam", "params": {"lr": 1e-2}}
+    config["optimizer"] = {
+        "type": "AdamS" if optimizer_type == "adams" else "Adam",
+        "params": {"lr": 1e-2},
+    }
     return Args(config, optimizer_type, local_rank=int(os.environ["LOCAL_RANK"]))
 
 
@@ -48,7 +55,9 @@ def test_every_parameter_is_partitioned_when_it_is_built() -> None:
     close(engine)
 
 
-@pytest.mark.parametrize(("block", "optimizer_type"), [late(TOPO, "adam"), (SCAPE, "adams")], ids=["topo", "scape"])
+@pytest.mark.parametrize(
+    ("block", "optimizer_type"), [late(TOPO, "adam"), (SCAPE, "adams")], ids=["topo", "scape"]
+)
 def test_a_resumed_run_goes_on_as_if_never_stopped(
     block: dict[str, Any], optimizer_type: str, shared_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``offload_states`` and ``reload_states``: what is freed, what can be used meanwhile, and what says that it cannot.
+"""``offload_states`` and ``reload_states``: what is freed, what can be used meanwhile, and what
+says that it cannot.
 
 That a run with them equals one without is a row of the matrix (`tests.launcher.features`).
 """
@@ -22,13 +23,22 @@ from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, mse
 from tests.marks import late, often
 
 STEPS = 4
-CODES = {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
+CODES = {
+    "weights": "int8",
+    "secondary": "int8",
+    "gradients": None,
+    "resident": "int8",
+    "block_size": 64,
+}
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codes": ({"scheme": "topo", "quantize": CODES}, {}),
     "as it comes": ({"scheme": "topo"}, {}),
     "zero++": ({"scheme": "zero++"}, {}),
     "replicated": ({"scheme": "topo", "optimizer": "node"}, {}),
-    "scape": ({"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "density": 0.3}}, ADAMS),
+    "scape": (
+        {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "density": 0.3}},
+        ADAMS,
+    ),
     "radius": ({"scheme": "topo", "sync": {"mode": "radius", "density": 0.4, "interval": 2}}, {}),
     "ternary, aged": ({"scheme": "topo", "sync": {"mode": "ternary", "density": 0.2}}, AGED),
 }
@@ -37,7 +47,13 @@ OFTEN = ("codes", "ternary, aged")
 
 def job(name: str = "as it comes", **more: Any) -> Job:
     keys, ds = BLOCKS[name]
-    return Job(zero_topo={**block("topo"), "quantize": {}, **keys}, steps=STEPS, dtype="bf16", ds=ds, **more)
+    return Job(
+        zero_topo={**block("topo"), "quantize": {}, **keys},
+        steps=STEPS,
+        dtype="bf16",
+        ds=ds,
+        **more,
+    )
 
 
 @cache
@@ -66,8 +82,15 @@ def test_what_is_offloaded_is_freed(name: str) -> None:
     with running(job(name)) as engine:
         advance(job(name), engine, 0, 2)
         optimizer = engine.optimizer
-        stored = [*optimizer.topo.weights.tensors(), *optimizer.topo.gradients.tensors(), *optimizer.optimizer_tensors()]
-        storages = [tensor.untyped_storage() for tensor in (*stored, *optimizer.fp32_partitioned_groups_flat)]
+        stored = [
+            *optimizer.topo.weights.tensors(),
+            *optimizer.topo.gradients.tensors(),
+            *optimizer.optimizer_tensors(),
+        ]
+        storages = [
+            tensor.untyped_storage()
+            for tensor in (*stored, *optimizer.fp32_partitioned_groups_flat)
+        ]
         before = [storage.nbytes() for storage in storages]
         engine.offload_states()
         assert [storage.nbytes() for storage in storages if storage.nbytes()] == []
@@ -128,7 +151,10 @@ def test_a_use_of_what_is_away_says_so_and_the_run_goes_on(shared_path: Path) ->
         losses = advance(job(), engine, 0, 2)
         for kind, act in USES:
             engine.offload_states(include=[kind])
-            with pytest.raises(RuntimeError, match=rf"{kind.value} to the host: call engine.reload_states\(\) first"):
+            with pytest.raises(
+                RuntimeError,
+                match=rf"{kind.value} to the host: call engine.reload_states\(\) first",
+            ):
                 act(engine, shared_path)
             engine.reload_states()
             engine.zero_grad()

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Loss as in stock DeepSpeed ZeRO-3, from the same seeds, with clipping on and replicas compared after every step.
+"""Loss as in stock DeepSpeed ZeRO-3, from the same seeds, with clipping on and replicas compared
+after every step.
 
-A step that the engine forgets is seen by this comparison, on which all tests of parity rely: with one taken out losses
-must differ. What other steps are for, threads show (`tests/hazards.md`).
+A step that the engine forgets is seen by this comparison, on which all tests of parity rely: with
+one taken out losses must differ. What other steps are for, threads show (`tests/hazards.md`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ def stock(dtype: str, micro_batches: int) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     ("scheme", "micro_batches"),
-    [("zero++", 2), ("topo", 1), *map(late, ("zero3", "zero++", "hsdp", "paper", "topo"), (1, 1, 1, 1, 2))],
+    [
+        ("zero++", 2),
+        ("topo", 1),
+        *map(late, ("zero3", "zero++", "hsdp", "paper", "topo"), (1, 1, 1, 1, 2)),
+    ],
 )
 def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
-    """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and where it is not."""
+    """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and
+    where it is not.
+    """
     mine = train(Job(zero_topo=block(scheme), micro_batches=micro_batches, steps=STEPS))
     assert largest_difference(mine, list(stock("fp32", micro_batches))) <= 1e-5
 
@@ -67,8 +74,12 @@ def zeroing_of_gradients(topo: Stage3) -> None:
     topo.gradients.end_step = kept  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("drop", [cross_node_sync, publish, zeroing_of_gradients], ids=lambda drop: drop.__name__)
+@pytest.mark.parametrize(
+    "drop", [cross_node_sync, publish, zeroing_of_gradients], ids=lambda drop: drop.__name__
+)
 def test_what_the_engine_forgets_is_seen(drop: Callable[[Stage3], None]) -> None:
     with running(DROPPING) as engine:
         drop(engine.optimizer.topo)
-        assert largest_difference(advance(DROPPING, engine, 0, STEPS), list(stock("fp32", 1))) > 1e-3
+        assert (
+            largest_difference(advance(DROPPING, engine, 0, STEPS), list(stock("fp32", 1))) > 1e-3
+        )

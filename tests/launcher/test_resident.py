@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights held as codes, under DeepSpeed: they follow the masters exactly in every step, whatever the run does."""
+"""Weights held as codes, under DeepSpeed: they follow the masters exactly in every step, whatever
+the run does.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,31 @@ from zero_topo.plan import coded_params
 
 STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 5
 CODES: dict[str, Any] = {
-    "quantize": {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
+    "quantize": {
+        "weights": "int8",
+        "secondary": "int8",
+        "gradients": None,
+        "resident": "int8",
+        "block_size": 64,
+    }
 }
 WHOLE: dict[str, Any] = {**CODES, "weights": "rank", "secondary": None}
 WIDE = 64
 
 
 def net(frozen: bool = False) -> nn.Module:
-    """The harness's network, wide enough for whole blocks on every rank; perhaps with a frozen layer."""
+    """The harness's network, wide enough for whole blocks on every rank; perhaps with a frozen
+    layer.
+    """
     model = Net(width=WIDE, depth=2)
     model.blocks[0].requires_grad_(not frozen)
     return model
 
 
 def follow(engine: Any, step: int) -> None:
-    """Exact weights are the masters, and gathered ones too but for a code's half width, where there are codes."""
+    """Exact weights are the masters, and gathered ones too but for a code's half width, where there
+    are codes.
+    """
     topo, names = engine.optimizer.topo, {p: n for n, p in engine.module.named_parameters()}
     found = 0
     for param in names:
@@ -76,8 +88,13 @@ def overflow(engine: Any, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), y.float())
 
 
-SCALING = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
-OFFLOAD = {**zero(offload_optimizer={"device": "cpu"}, sub_group_size=900), "zero_force_ds_cpu_optimizer": False}
+SCALING = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+}
+OFFLOAD = {
+    **zero(offload_optimizer={"device": "cpu"}, sub_group_size=900),
+    "zero_force_ds_cpu_optimizer": False,
+}
 CASES: dict[str, Job] = {
     "plain": job(),
     "fp32": job("fp32"),
@@ -98,8 +115,12 @@ OFTEN = ("offloaded", "steps skipped")
 
 
 @pytest.mark.parametrize("name", often(OFTEN, CASES))
-def test_codes_follow_their_masters_in_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``debug_checks``: all copies are bit-identical too. The loss is stock ZeRO-3's within what INT8 costs."""
+def test_codes_follow_their_masters_in_every_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``debug_checks``: all copies are bit-identical too. The loss is stock ZeRO-3's within
+    what INT8 costs.
+    """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     case = CASES[name]
     found = run(case).losses
@@ -109,7 +130,9 @@ def test_codes_follow_their_masters_in_every_step(name: str, monkeypatch: pytest
 
 
 def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
-    """``save_16bit_model`` hands every parameter back as if it were edited; what it saves is exact."""
+    """``save_16bit_model`` hands every parameter back as if it were edited; what it saves is
+    exact.
+    """
     case = job(ds=zero(stage3_gather_16bit_weights_on_model_save=True))
     with running(case) as engine:
         advance(case, engine, 0, 2)
@@ -121,6 +144,8 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
         saved = torch.load(shared_path / "model.pt", weights_only=True)
         assert all(torch.equal(saved[name].float(), value) for name, value in exact.items())
         topo = engine.optimizer.topo
-        dims, persistent = ([getattr(p, name) for p in topo.parameters] for name in ("dims", "persistent"))
+        dims, persistent = (
+            [getattr(p, name) for p in topo.parameters] for name in ("dims", "persistent")
+        )
         kept = coded_params(topo.config.plan, topo.layout.numels, dims, persistent, 64)
         assert sum(kept) == 3

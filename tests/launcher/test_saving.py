@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A disk that is full for one rank costs one checkpoint: not the ones before, not the run, and nobody hangs."""
+"""A disk that is full for one rank costs one checkpoint: not the ones before, not the run, and
+nobody hangs.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,19 @@ def full_disk(rank: int) -> Iterator[None]:
 def whole(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, when all ranks have come here. Collective."""
     dist.barrier()
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     dist.barrier()
     return found
 
 
 def test_a_full_disk_costs_one_checkpoint(rank: int, shared_path: Path) -> None:
-    """Every rank reads whose file and what to do; the same tag's older files stay; training goes on bit for bit."""
+    """Every rank reads whose file and what to do; the same tag's older files stay; training goes on
+    bit for bit.
+    """
     run = job(block("topo", quantize={}), "bf16")
     with running(run) as engine:
         undisturbed = advance(run, engine, 0, run.steps)
@@ -51,7 +59,9 @@ def test_a_full_disk_costs_one_checkpoint(rank: int, shared_path: Path) -> None:
     for tag in ("good", "bad"):
         with (
             full_disk(rank),
-            pytest.raises(OSError, match=rf"rank {UNLUCKY} of host .*/{tag}/.*_{UNLUCKY}_.*delete older"),
+            pytest.raises(
+                OSError, match=rf"rank {UNLUCKY} of host .*/{tag}/.*_{UNLUCKY}_.*delete older"
+            ),
         ):
             engine.save_checkpoint(str(shared_path), tag=tag)
         assert whole(shared_path) == before and not (shared_path / "bad").exists()

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Ulysses: ranks that share each sequence train as under stock ZeRO-3.
 
-Stock's stage 3 averages gradients over all ranks, its stages 0 to 2 over the ranks of different sequences: for the
-same update a loss is the whole sequence's, gathered with its gradient, as Hugging Face's Trainer does.
+Stock's stage 3 averages gradients over all ranks, its stages 0 to 2 over the ranks of different
+sequences: for the same update a loss is the whole sequence's, gathered with its gradient, as
+Hugging Face's Trainer does.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def ranks_of_a_sequence(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class Attending(nn.Module):
-    """One causal attention between two matrices; a rank has its part of each sequence, ``[batch, tokens, 11]``."""
+    """One causal attention between two matrices; a rank has its part of each sequence,
+    ``[batch, tokens, 11]``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(11, 3 * WIDTH, bias=False)  # the gradient of a key's bias is noise about zero
+        # The gradient of a key's bias is noise about zero
+        self.inp = nn.Linear(11, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, 5)
         group = parallel_state_sp.get_sequence_parallel_group()
         self.attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)
@@ -61,12 +65,17 @@ class Attending(nn.Module):
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """All tokens of a few heads, ``[batch, tokens, heads, size]``."""
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(
+        1, 2
+    )
 
 
 def part_of_a_sequence(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """This rank's tokens of the sequences that its group shares, and their targets."""
-    rank, ranks = parallel_state_sp.get_sequence_parallel_rank(), parallel_state_sp.get_sequence_parallel_world_size()
+    rank, ranks = (
+        parallel_state_sp.get_sequence_parallel_rank(),
+        parallel_state_sp.get_sequence_parallel_world_size(),
+    )
     generator = torch.Generator().manual_seed(1009 * step + 101 * micro + dist.get_rank() // ranks)
     x = torch.randn(2, TOKENS, 11, generator=generator)
     y = x[..., :5].cumsum(1).sin()
@@ -75,7 +84,9 @@ def part_of_a_sequence(step: int, micro: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def job(zero_topo: dict[str, Any] | None) -> Job:
-    """Three short steps, whose gradient norms are compared too: clipping and Adam would hide a factor."""
+    """Three short steps, whose gradient norms are compared too: clipping and Adam would hide a
+    factor.
+    """
     seen: list[float] = []
     return Job(
         Attending,

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Sync of fewer bytes and delta publish under DeepSpeed: with its optimizers, masters, overflows and checkpoints.
+"""Sync of fewer bytes and delta publish under DeepSpeed: with its optimizers, masters, overflows
+and checkpoints.
 
-What each mode sends and keeps is proved by threads (`tests/ranks/test_sparse_modes.py` and its neighbours).
+What each mode sends and keeps is proved by threads (`tests/ranks/test_sparse_modes.py` and its
+neighbours).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"del
 @pytest.mark.parametrize("plan", [late({}), {"optimizer": "node"}], ids=["sharded", "replicated"])
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
     """AgedAdamW: the loss falls, and ages are what the sums say."""
-    thin = Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED)
+    thin = Job(
+        zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED
+    )
     losses = []
     with running(thin) as engine:
         for step in range(thin.steps):
@@ -36,7 +40,9 @@ def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -
         assert waited.max() > 3
         stats = zero_topo.stats(engine)
         rows = torch.distributed.get_world_size() // stats.config.plan.optimizer
-    shard = rows * sum(-(-numel // torch.distributed.get_world_size()) for numel in stats.work.numels)
+    shard = rows * sum(
+        -(-numel // torch.distributed.get_world_size()) for numel in stats.work.numels
+    )
     assert stats.memory["optimizer"] == stats.optimizer_itemsize * shard
     assert losses[-1] < 0.6 * losses[0]
 
@@ -48,12 +54,16 @@ def ages(engine: Any) -> Tensor:
 
 def test_another_optimizer_is_refused_by_the_config() -> None:
     """On every rank, before an engine exists."""
-    with pytest.raises(ValueError, match=r'optimizer\.type = "AdamW": sync\.mode = "scape" works with AdamS alone'):
+    with pytest.raises(
+        ValueError, match=r'optimizer\.type = "AdamW": sync\.mode = "scape" works with AdamS alone'
+    ):
         start(Job(zero_topo=block("topo", optimizer="node", sync={"mode": "scape"})))
 
 
 def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
-    """Stock ZeRO-3 loads it, another plan starts with fresh residuals, and zero_to_fp32 finds the exact masters."""
+    """Stock ZeRO-3 loads it, another plan starts with fresh residuals, and zero_to_fp32 finds the
+    exact masters.
+    """
     saved = save(job(block("topo", **Q8), "bf16"), shared_path)
     for other in (None, block("hsdp"), block("topo")):
         with loaded(job(other, "bf16"), shared_path) as engine:

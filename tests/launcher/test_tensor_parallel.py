@@ -13,10 +13,27 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
-from tests.launcher.checkpoints import TAG, assert_same_bits, resume, resume_both, run_and_save, save
+from tests.launcher.checkpoints import (
+    TAG,
+    assert_same_bits,
+    resume,
+    resume_both,
+    run_and_save,
+    save,
+)
 from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups, inputs
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import PLAIN, Job, advance, block, close, running, start, weights, without_optimizer
+from tests.launcher.training import (
+    PLAIN,
+    Job,
+    advance,
+    block,
+    close,
+    running,
+    start,
+    weights,
+    without_optimizer,
+)
 from tests.marks import late, often
 from zero_topo.cost.volume import step_bytes
 
@@ -38,10 +55,20 @@ def job(zero_topo: dict[str, Any] | None, data_rank: int, steps: int = 10, **mor
         seen.append(float(engine.get_global_grad_norm()))
 
     batches = partial(inputs, data_rank)
-    return Job(zero_topo=zero_topo, steps=steps, micro_batches=2, batch=batches, after_step=note, seen=seen, **more)
+    return Job(
+        zero_topo=zero_topo,
+        steps=steps,
+        micro_batches=2,
+        batch=batches,
+        after_step=note,
+        seen=seen,
+        **more,
+    )
 
 
-def by_autotp(zero_topo: dict[str, Any] | None, size: int = 2, hidden: int = HIDDEN, **ds: Any) -> Job:
+def by_autotp(
+    zero_topo: dict[str, Any] | None, size: int = 2, hidden: int = HIDDEN, **ds: Any
+) -> Job:
     """A run split by AutoTP, whose neighbours share a layer."""
     keys = autotp(size) | ds
     return job(zero_topo, dist.get_rank() // size, model=partial(Layers, hidden=hidden), ds=keys)
@@ -67,10 +94,12 @@ def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
 
 
 def test_autotp_trains_and_resumes_as_under_stock(shared_path: Path) -> None:
-    """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs did.
+    """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs
+    did.
 
-    Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as stock's. A damaged
-    one is refused by all ranks, also by those of the other data-parallel group, which read other files.
+    Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as
+    stock's. A damaged one is refused by all ranks, also by those of the other data-parallel group,
+    which read other files.
     """
     uneven = partial(by_autotp, hidden=25)
     with clean_groups():
@@ -81,7 +110,9 @@ def test_autotp_trains_and_resumes_as_under_stock(shared_path: Path) -> None:
     files = shared_path / "own" / TAG
     size = dist.get_world_size() // 2
     ranks = [f"zero_pp_rank_{data}_mp_rank_0{tensor}" for data in range(size) for tensor in (0, 1)]
-    assert {path.name for path in files.glob("*model_states.pt")} == {f"{name}_model_states.pt" for name in ranks}
+    assert {path.name for path in files.glob("*model_states.pt")} == {
+        f"{name}_model_states.pt" for name in ranks
+    }
     engine = resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -121,8 +152,14 @@ def test_quantized_runs_train_about_as_under_stock() -> None:
 @pytest.mark.parametrize("scheme", often(("zero3",), ("zero3", "topo", "hsdp")))
 def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
     """With sub-groups, persistent parameters and optimizer states on the host."""
-    zero = {"sub_group_size": 200, "stage3_param_persistence_threshold": 20, "offload_optimizer": {"device": "cpu"}}
-    split = partial(by_mpu, mpu=pair, ds={"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+    zero = {
+        "sub_group_size": 200,
+        "stage3_param_persistence_threshold": 20,
+        "offload_optimizer": {"device": "cpu"},
+    }
+    split = partial(
+        by_mpu, mpu=pair, ds={"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    )
     stock = under_stock(split)
     assert_equal(run(split(block(scheme))), stock, EXACT)
 
@@ -131,7 +168,9 @@ def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
 def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
     """The tests' own parallel layers compute what whole ones do: first losses of both are equal."""
     whole = job(None, dist.get_rank() // 2, steps=1, model=Layers)
-    assert under_stock(partial(by_mpu, mpu=pair, steps=1)).losses == pytest.approx(run(whole).losses, rel=EXACT)
+    assert under_stock(partial(by_mpu, mpu=pair, steps=1)).losses == pytest.approx(
+        run(whole).losses, rel=EXACT
+    )
 
 
 @pytest.mark.long
@@ -148,8 +187,14 @@ def test_ranks_far_apart_share_layers() -> None:
 
 @pytest.mark.parametrize("quantize", [PLAIN, late({})])
 def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair: Mpu) -> None:
-    """One die of each GPU: weights lie on the rank, gradients over the node, and only the nodes' sums cross."""
-    zero = {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, "stage3_max_live_parameters": 0}
+    """One die of each GPU: weights lie on the rank, gradients over the node, and only the nodes'
+    sums cross.
+    """
+    zero = {
+        "stage3_prefetch_bucket_size": 0,
+        "reduce_bucket_size": 10**6,
+        "stage3_max_live_parameters": 0,
+    }
     blocks = block("zero3", quantize=quantize)
     with running(by_mpu(blocks, pair, ds={"zero_optimization": zero})) as engine:
         advance(by_mpu(blocks, pair), engine, 0, 2)
@@ -172,7 +217,11 @@ def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
     with running(split) as engine:
         advance(split, engine, 0, 6)
         assert zero_topo.stats(engine).step_bytes["replicated", "replicated"] > 0
-        found = {name: value for name, value in weights(engine).items() if "norm" in name or "out" in name}
+        found = {
+            name: value
+            for name, value in weights(engine).items()
+            if "norm" in name or "out" in name
+        }
         dist.all_gather_object(everyones, found)
         for theirs in everyones:
             assert_same_bits(found, theirs)
@@ -180,7 +229,9 @@ def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
             master = engine.optimizer.fp32_partitioned_groups_flat[0]
             with torch.no_grad():
                 master += 1
-        with pytest.raises(RuntimeError, match="is replicated on tensor-parallel ranks but has different bits"):
+        with pytest.raises(
+            RuntimeError, match="is replicated on tensor-parallel ranks but has different bits"
+        ):
             advance(split, engine, 6, 7)
 
 
@@ -212,15 +263,22 @@ def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
 
 
 def test_zero_init_over_the_world_is_refused(pair: Mpu) -> None:
-    """It gives tensor-parallel ranks rank 0's part of the weights; unmodified DeepSpeed trains these."""
+    """It gives tensor-parallel ranks rank 0's part of the weights; unmodified DeepSpeed trains
+    these.
+    """
     split = job(block("topo"), 0, model=Layers, mpu=pair, zero_init=True)
-    with pytest.raises(ValueError, match=r"inp.weight is partitioned over \d+ ranks, but the data-parallel group has"):
+    with pytest.raises(
+        ValueError,
+        match=r"inp.weight is partitioned over \d+ ranks, but the data-parallel group has",
+    ):
         start(split)
 
 
 def test_a_pipeline_is_refused_in_a_line(pair: Mpu) -> None:
     pair.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="mpu = Mpu with 2 pipeline stages: ZeRO-3 shards the whole model"):
+    with pytest.raises(
+        ValueError, match="mpu = Mpu with 2 pipeline stages: ZeRO-3 shards the whole model"
+    ):
         start(by_mpu(block("topo"), pair))
 
 

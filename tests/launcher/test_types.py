@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Types of parameters, of what travels and of what is summed: each mix trains, or is refused in a line."""
+"""Types of parameters, of what travels and of what is summed: each mix trains, or is refused in a
+line.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,21 @@ MIXES = [
 def net(dtype: torch.dtype) -> Net:
     """Takes inputs of any type."""
     made = Net(width=13, depth=1).to(dtype)
-    made.register_forward_pre_hook(lambda module, args: (args[0].to(next(module.parameters()).dtype),))
+    made.register_forward_pre_hook(
+        lambda module, args: (args[0].to(next(module.parameters()).dtype),)
+    )
     return made
 
 
 def job(row: int, mixed: dict[str, Any], zero_topo: dict[str, Any]) -> Job:
     """Two short steps of one of the models."""
     dtype, mode = MODELS[row]
-    scale: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}} if mode == "fp16" else {}
-    return Job(partial(net, dtype), zero_topo, steps=2, micro_batches=2, dtype=mode, ds={**scale, **mixed})
+    scale: dict[str, Any] = (
+        {"fp16": {"enabled": True, "initial_scale_power": 4}} if mode == "fp16" else {}
+    )
+    return Job(
+        partial(net, dtype), zero_topo, steps=2, micro_batches=2, dtype=mode, ds={**scale, **mixed}
+    )
 
 
 @cache
@@ -49,7 +57,9 @@ def plain(row: int) -> list[float]:
 
 @pytest.mark.parametrize(("row", "column"), MIXES)
 def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each type of the model with each in which gradients travel and are summed, and weights are published."""
+    """Each type of the model with each in which gradients travel and are summed, and weights are
+    published.
+    """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     travels, summed, published = (TYPES[(step * row + column) % len(TYPES)] for step in (0, 1, 2))
     mixed: dict[str, Any] = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
@@ -68,7 +78,9 @@ SYNCS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", often(("INT8 weights",), SYNCS))
 def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
-    """A script builds its model under BF16 as the default, and trains alike whether it then restores FP32 or not."""
+    """A script builds its model under BF16 as the default, and trains alike whether it then
+    restores FP32 or not.
+    """
 
     def built() -> Net:
         with default_dtype(torch.bfloat16):
@@ -91,8 +103,16 @@ def mixed() -> Net:
 @pytest.mark.parametrize(
     ("model", "keys", "match"),
     [
-        *((partial(net, torch.float64), {"init": init}, r"inp\.weight is torch\.float64: .* call") for init in (0, 1)),
-        (mixed, {}, r"such as inp\.weight \(torch\.float32\) and out\.weight \(torch\.bfloat16\): .* freeze"),
+        *(
+            (partial(net, torch.float64), {"init": init}, r"inp\.weight is torch\.float64: .* call")
+            for init in (0, 1)
+        ),
+        (
+            mixed,
+            {},
+            r"such as inp\.weight \(torch\.float32\) and out\.weight \(torch\.bfloat16\): .* "
+            r"freeze",
+        ),
         (
             partial(net, torch.float32),
             {"data_types": {"grad_accum_dtype": "int8"}},
@@ -101,8 +121,12 @@ def mixed() -> Net:
     ],
     ids=("FP64", "FP64, partitioned before", "two types in one optimizer", "sums of whole numbers"),
 )
-def test_what_cannot_train_is_refused(model: Callable[[], Net], keys: dict[str, Any], match: str) -> None:
-    """In a line, whatever stock would do: it trains FP64, fails of two types without words, and rounds sums."""
+def test_what_cannot_train_is_refused(
+    model: Callable[[], Net], keys: dict[str, Any], match: str
+) -> None:
+    """In a line, whatever stock would do: it trains FP64, fails of two types without words, and
+    rounds sums.
+    """
     made = model()
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -113,5 +137,7 @@ def test_what_cannot_train_is_refused(model: Callable[[], Net], keys: dict[str, 
     if keys.pop("init", False):
         deepspeed.zero.Init(module=made, config_dict_or_path=config)
     with pytest.raises(ValueError, match=match) as caught:
-        deepspeed.initialize(model=made, model_parameters=list(made.parameters()), config=config | keys)
+        deepspeed.initialize(
+            model=made, model_parameters=list(made.parameters()), config=config | keys
+        )
     assert "\n" not in str(caught.value)

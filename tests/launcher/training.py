@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Train a small model under a DeepSpeed config and return what happened: the yardstick of every parity test."""
+"""Train a small model under a DeepSpeed config and return what happened: the yardstick of every
+parity test.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,32 @@ from tests.device import DEVICE, naps
 from zero_topo.quant.operands import DTYPES
 
 WORLD = int(os.environ.get("WORLD_SIZE", 8))
-EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": max(WORLD // 4, 1), "gcds_per_gpu": min(WORLD // 2, 2)}}
+EMULATED = {
+    "emulated": {
+        "nodes": 2,
+        "gpus_per_node": max(WORLD // 4, 1),
+        "gcds_per_gpu": min(WORLD // 2, 2),
+    }
+}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
-DATA_PARALLEL: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "rank", "secondary": None}
-ADAMS: dict[str, Any] = {"optimizer": {"type": "AdamS", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
-AGED: dict[str, Any] = {"optimizer": {"type": "AgedAdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+DATA_PARALLEL: dict[str, Any] = {
+    "weights": "rank",
+    "gradients": "rank",
+    "optimizer": "rank",
+    "secondary": None,
+}
+ADAMS: dict[str, Any] = {
+    "optimizer": {"type": "AdamS", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+}
+AGED: dict[str, Any] = {
+    "optimizer": {"type": "AgedAdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+}
 
 
 def block(scheme: str, **more: Any) -> dict[str, Any]:
-    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies, or half of it; unquantized unless ``quantize`` says else."""
+    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies, or half of it; unquantized unless
+    ``quantize`` says else.
+    """
     return {"topology": EMULATED, "scheme": scheme, "quantize": PLAIN, "debug_checks": True, **more}
 
 
@@ -38,7 +57,9 @@ class Net(nn.Module):
     def __init__(self, width: int = 37, depth: int = 3, out: int = 5) -> None:
         super().__init__()
         self.inp = nn.Linear(11, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth)
+        )
         self.out = nn.Linear(width, out)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,11 +79,13 @@ class Job:
         steps: optimizer steps.
         micro_batches: per optimizer step.
         dtype: "fp32" or "bf16" ("fp16" with a patched accelerator).
-        ds: keys merged over the default DeepSpeed config (``zero_optimization`` is merged one level deeper).
+        ds: keys merged over the default DeepSpeed config (``zero_optimization`` is merged one level
+            deeper).
         zero_init: build the model under ``deepspeed.zero.Init``.
         each_step: called with (engine, step) before the step's first micro-batch.
         loss: of (engine, inputs, targets).
-        groups: the model -> optimizer parameter groups; None lets DeepSpeed take all trainable parameters.
+        groups: the model -> optimizer parameter groups; None lets DeepSpeed take all trainable
+            parameters.
         optimizer: of these parameters, the caller's own; None takes that of the config.
         scheduler: of the optimizer, the caller's own.
         batch: of (step, micro-batch, dtype): this rank's inputs and targets.
@@ -107,7 +130,10 @@ def ds_config(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": job.micro_batches,
         "gradient_clipping": 0.5,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
     }
     if job.dtype != "fp32":
         config[job.dtype] = {"enabled": True}
@@ -124,14 +150,21 @@ def start(job: Job, seed: int = 0) -> Any:
     config = ds_config(job)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=job.zero_init):
         model = job.model()
-    parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
-    own: dict[str, Any] = {"model_parameters": parameters, "lr_scheduler": job.scheduler, "mpu": job.mpu}
+    parameters = (
+        job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
+    )
+    own: dict[str, Any] = {
+        "model_parameters": parameters,
+        "lr_scheduler": job.scheduler,
+        "mpu": job.mpu,
+    }
     if job.optimizer:
         del config["optimizer"]
         own["optimizer"] = job.optimizer(parameters)
     engine, *_ = deepspeed.initialize(model=model, config=config, **own)
     if job.zero_topo is not None:
-        zero_topo.stats(engine)  # raises for a stock engine: else a test could compare stock with itself
+        # Raises for a stock engine: else a test could compare stock with itself
+        zero_topo.stats(engine)
     return engine
 
 
@@ -165,7 +198,9 @@ def mean(value: Tensor) -> float:
 
 
 def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
-    """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per step."""
+    """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per
+    step.
+    """
     with naps():
         return [_step(job, engine, step) for step in range(begin, end)]
 
@@ -202,7 +237,9 @@ def running(job: Job, begin: Callable[[Job], Any] | None = None) -> Iterator[Any
 
 
 def close(engine: Any) -> None:
-    """Destroy an engine and let go of its memory, so that runs in one process do not disturb each other."""
+    """Destroy an engine and let go of its memory, so that runs in one process do not disturb each
+    other.
+    """
     engine.destroy()
     del engine
     gc.collect()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tests of ranks create their tensors where ``ZERO_TOPO_TEST_DEVICE`` says, in the ranks' threads and outside them."""
+"""Tests of ranks create their tensors where ``ZERO_TOPO_TEST_DEVICE`` says, in the ranks' threads
+and outside them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def tests_device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
-    """What a test's ranks set of the package's log, as a host does at its start, ends with the test."""
+    """What a test's ranks set of the package's log, as a host does at its start, ends with the
+    test.
+    """
     level, handlers = LOGGER.level, list(LOGGER.handlers)
     yield
     LOGGER.setLevel(level)

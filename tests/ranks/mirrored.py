@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One rank of a pretended world whose peers all send what it sends to itself: sparse modes at any number of peers.
+"""One rank of a pretended world whose peers all send what it sends to itself: sparse modes at any
+number of peers.
 
-In `fake_world` nothing comes, and a mode that goes on with what came would stop. Here what comes is of the right size
-and in the right region, so that a mode makes all of its calls.
+In `fake_world` nothing comes, and a mode that goes on with what came would stop. Here what comes is
+of the right size and in the right region, so that a mode makes all of its calls.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ class Mirrored(Group):
         received = table[self.index].expand_as(table).contiguous()
         return Handle(None, (), lambda: received)
 
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+    def _all_to_all_uneven(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Handle[Tensor]:
         assert sum(sizes) == len(rows)
         begin = sum(sizes[: self.index])
         own = rows[begin : begin + sizes[self.index]]
         # Where nothing stays here (a tree), a message of zeros comes: an element that is zero.
-        received = own.repeat(self.size, 1) if len(own) else rows.new_zeros(sum(expected), rows.shape[1])
+        received = (
+            own.repeat(self.size, 1) if len(own) else rows.new_zeros(sum(expected), rows.shape[1])
+        )
         assert len(received) == sum(expected)
         return Handle(None, (), lambda: received)
 
@@ -52,7 +57,9 @@ class Mirrored(Group):
 
 @contextmanager
 def mirrored(size: int) -> Iterator[None]:
-    """This process is rank 0 of a world whose other ranks send what it sends; sums take the path of a GPU."""
+    """This process is rank 0 of a world whose other ranks send what it sends; sums take the path of
+    a GPU.
+    """
     with (
         fake_world(size),
         patch.object(transport, "transport", lambda registered: Mirrored),
@@ -62,7 +69,9 @@ def mirrored(size: int) -> Iterator[None]:
 
 
 def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
-    """Steps of rank 0; ``around(step)`` gives what is entered while the mode reduces, and again while it commits."""
+    """Steps of rank 0; ``around(step)`` gives what is entered while the mode reduces, and again
+    while it commits.
+    """
     trainer = Trainer(w, 0)
     mode = mode_of(trainer.engine)
     entered: list[Any] = []

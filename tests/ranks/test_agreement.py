@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What ranks agree on at their start: by digests, and in the store they met in where some may not know of zero_topo."""
+"""What ranks agree on at their start: by digests, and in the store they met in where some may not
+know of zero_topo.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
         gather(table, own)
 
     def rank_main(rank: int) -> list[Placement]:
-        return agree({"order": list(range(100_000))}, CPU, placement=Placement(f"n{rank // 2}", package=rank if rank else None))
+        return agree(
+            {"order": list(range(100_000))},
+            CPU,
+            placement=Placement(f"n{rank // 2}", package=rank if rank else None),
+        )
 
     with (
         patch.object(dist, "all_gather_into_tensor", counted),
@@ -72,7 +78,9 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
 
 
 def test_one_rank_of_each_kind_tells_what_it_has() -> None:
-    """Two texts travel for two kinds among six ranks; most ranks are right, whichever rank 0 belongs to."""
+    """Two texts travel for two kinds among six ranks; most ranks are right, whichever rank 0
+    belongs to.
+    """
     leaders: list[int] = []
     broadcast = dist.broadcast_object_list
 
@@ -83,7 +91,9 @@ def test_one_rank_of_each_kind_tells_what_it_has() -> None:
     with patch.object(dist, "broadcast_object_list", counted):
         said = told_alike(6, lambda rank: {"zero": {"bucket": 5 if rank < 2 else 7, "stage": 3}})
     assert leaders.count(2) == leaders.count(0) == 6 and len(leaders) == 12
-    assert said.startswith("ranks do not agree with rank 2 of host n1 and 3 more: rank 0 of host n0 and 1 more has ")
+    assert said.startswith(
+        "ranks do not agree with rank 2 of host n1 and 3 more: rank 0 of host n0 and 1 more has "
+    )
     assert "has zero.bucket 5 in place of 7; give" in said and "stage" not in said
 
 
@@ -101,7 +111,9 @@ def test_a_rank_that_refuses_is_heard_everywhere() -> None:
 
 
 def test_a_gpu_says_its_address_and_its_package() -> None:
-    """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on a CPU."""
+    """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on
+    a CPU.
+    """
     device = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
     tree = DeviceTree("rocm-smi", 1, packages=(3,), bus_ids=("0001:c1:00.0",))
     placements = []
@@ -121,7 +133,7 @@ def test_a_gpu_says_its_address_and_its_package() -> None:
     assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
 
 
-# -- settings of DeepSpeed and of the optimizer ------------------------------------------------------------------------
+# -- settings of DeepSpeed and of the optimizer ----------------------------------------------------
 
 TRAINING: dict[str, Any] = {
     "gradient_clipping": 1.0,
@@ -130,7 +142,10 @@ TRAINING: dict[str, Any] = {
     "communication_data_type": "fp32",
     "managed_gradient_accumulation": True,
     "data_types": {"grad_accum_dtype": "fp32", "param_dtype": None},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
     "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "checkpoint": {"tag_validation": "Warn", "load_universal": False},
@@ -156,7 +171,9 @@ OF_A_RANK: dict[str, Any] = {
     "data_efficiency": {"data_sampling": {"index_to_sample_path": "/data"}},
     "autotuning": {"results_dir": "autotuning_results"},
     "aio": {"block_size": 1 << 20},
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), False),
+    **dict.fromkeys(
+        ("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), False
+    ),
     **{"steps_per_print": 10, "log_level": "info"},
 }
 LOCAL_OF_ZERO = {"log_trace_cache_warnings", "offload_optimizer.nvme_path"}
@@ -187,7 +204,9 @@ def seen_by(config: dict[str, Any], steps: int = 1) -> dict[str, Any]:
 
 
 def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
-    """Changed on one rank, each is refused on all by its name and both values, or is a rank's own for a reason."""
+    """Changed on one rank, each is refused on all by its name and both values, or is a rank's own
+    for a reason.
+    """
     config = TRAINING | OF_A_RANK
     paths = list(leaves(config))
     assert len(paths) > 100
@@ -196,7 +215,11 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
         said = []
         for path in paths:
             try:
-                agree(seen_by(changed(config, path) if rank == 1 else config), CPU, placement=Placement("n"))
+                agree(
+                    seen_by(changed(config, path) if rank == 1 else config),
+                    CPU,
+                    placement=Placement("n"),
+                )
                 said.append("")
             except ValueError as error:
                 said.append(str(error))
@@ -208,7 +231,9 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
     for path, line in zip(paths, first, strict=True):
         name = ".".join(path)
         if line:
-            assert f'rank 1 of host n has {name} "another" in place of ' in line and "\n" not in line
+            assert (
+                f'rank 1 of host n has {name} "another" in place of ' in line and "\n" not in line
+            )
         else:
             local.add(name)
     zero = {f"zero_optimization.{name}" for name in LOCAL_OF_ZERO}
@@ -216,13 +241,17 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
 
 
 def test_accumulation_and_the_models_order_are_agreed_on() -> None:
-    """The number of micro-batches that DeepSpeed derives, whatever key says it; and which parameter comes first."""
+    """The number of micro-batches that DeepSpeed derives, whatever key says it; and which parameter
+    comes first.
+    """
     said = told_alike(3, lambda rank: seen_by(TRAINING, steps=2 if rank == 1 else 1))
     assert "rank 1 of host n0 has gradient_accumulation_steps 2 in place of 1; " in said
 
     def reordered(rank: int) -> dict[str, Any]:
         found = seen_by(TRAINING)
-        engine = SimpleNamespace(_config=SimpleNamespace(_param_dict={}, zero_config=SimpleNamespace(model_dump=dict)))
+        engine = SimpleNamespace(
+            _config=SimpleNamespace(_param_dict={}, zero_config=SimpleNamespace(model_dump=dict))
+        )
         engine.gradient_accumulation_steps = lambda: 1
         layer = torch.nn.Module()
         for name in ("a", "b") if rank else ("b", "a"):
@@ -234,7 +263,9 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
 
 def trained(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What ranks tell of an optimizer of these groups."""
-    return start._trained(torch.optim.AdamW(groups, lr=torch.tensor(0.5)), {p: n for n, p in model.named_parameters()})
+    return start._trained(
+        torch.optim.AdamW(groups, lr=torch.tensor(0.5)), {p: n for n, p in model.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,11 +275,16 @@ def trained(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, A
         ({"betas": (0.5, 0.9)}, "param_groups.1.betas [0.5, 0.9] in place of [0.9, 0.999]"),
         ({"mine": object}, "param_groups.1.mine \"<class 'object'>\" in place of absent"),
         ({"params": []}, "param_group_of.bias absent in place of 1"),
-        ({"params": None}, "param_group_of.bias 0 in place of 1, param_group_of.weight 1 in place of 0"),
+        (
+            {"params": None},
+            "param_group_of.bias 0 in place of 1, param_group_of.weight 1 in place of 0",
+        ),
     ],
 )
 def test_settings_and_members_of_groups_are_agreed_on(change: dict[str, Any], line: str) -> None:
-    """Another rate, decay or key of one group; a parameter left out; groups in another order (None)."""
+    """Another rate, decay or key of one group; a parameter left out; groups in another order
+    (None).
+    """
 
     def say(rank: int) -> dict[str, Any]:
         model = torch.nn.Linear(2, 2)
@@ -263,11 +299,18 @@ def test_settings_and_members_of_groups_are_agreed_on(change: dict[str, Any], li
 
 
 def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
-    """A rate in a tensor counts by its value, and an object of each rank's own not by its address."""
+    """A rate in a tensor counts by its value, and an object of each rank's own not by its
+    address.
+    """
 
     def rank_main(rank: int) -> int:
         model = torch.nn.Linear(2, 2)
-        group = {"params": list(model.parameters()), "lr": torch.tensor(0.25), "mine": lambda: rank, "own": object()}
+        group = {
+            "params": list(model.parameters()),
+            "lr": torch.tensor(0.25),
+            "mine": lambda: rank,
+            "own": object(),
+        }
         return len(agree(trained(model, [group]), CPU))
 
     assert run_threads(2, rank_main) == [2, 2]
@@ -275,7 +318,9 @@ def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])
 def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
-    """As a ``set`` lists them; where all ranks have one order it stays, for checkpoints are in it."""
+    """As a ``set`` lists them; where all ranks have one order it stays, for checkpoints are
+    in it.
+    """
     names = ["a", "b", "c", "d"]
 
     def rank_main(rank: int, odd: bool) -> list[list[list[str]]]:
@@ -292,10 +337,12 @@ def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
     assert run_threads(3, rank_main, False) == [[[["c", "a"], ["d", "b"]]] * 2] * 3
 
 
-# -- a rank that may not know of zero_topo -----------------------------------------------------------------------------
+# -- a rank that may not know of zero_topo ---------------------------------------------------------
 
 
-def meet(blocks: list[bool | None], store: dist.Store | None = None, variable: str | None = None) -> list[str]:
+def meet(
+    blocks: list[bool | None], store: dist.Store | None = None, variable: str | None = None
+) -> list[str]:
     """What ranks with and without a block are told; None does not come."""
     store = store or dist.HashStore()
 
@@ -307,7 +354,9 @@ def meet(blocks: list[bool | None], store: dist.Store | None = None, variable: s
         return "goes on"
 
     with ThreadPoolExecutor(len(blocks)) as pool:
-        said = [pool.submit(rank_main, rank, has) for rank, has in enumerate(blocks) if has is not None]
+        said = [
+            pool.submit(rank_main, rank, has) for rank, has in enumerate(blocks) if has is not None
+        ]
         return [one.result() for one in said]
 
 
@@ -316,27 +365,40 @@ def test_ranks_with_the_block_name_those_without() -> None:
     said = meet([True, False, True, False])
     assert said[1] == said[3] == "goes on"
     assert said[0] == said[2]
-    assert said[0].startswith('ValueError: 2 of 4 ranks have no "zero_topo" block in their DeepSpeed config, such as ')
+    assert said[0].startswith(
+        'ValueError: 2 of 4 ranks have no "zero_topo" block in their DeepSpeed config, such as '
+    )
     assert "rank 1 of host " in said[0] and "rank 3 of host " in said[0]
 
 
 def test_a_variable_that_did_not_reach_a_node_is_named_with_the_line_that_sets_it() -> None:
-    """Not the JSON, which every rank has: DeepSpeed's launcher, run here, sets the block from that line."""
+    """Not the JSON, which every rank has: DeepSpeed's launcher, run here, sets the block from that
+    line.
+    """
     runner = pytest.importorskip("deepspeed.launcher.multinode_runner").PDSHRunner
     block = '{"scheme": "topo", "report": "$HOME\\\\`x`"}'
     said = meet([True, False], variable=block)
     assert said[1] == "goes on"
-    assert said[0].startswith("ValueError: ZERO_TOPO_BLOCK is not set on 1 of 2 ranks, such as rank 1 of host ")
+    assert said[0].startswith(
+        "ValueError: ZERO_TOPO_BLOCK is not set on 1 of 2 ranks, such as rank 1 of host "
+    )
     assert "JSON" not in said[0] and "~/.deepspeed_env" in said[0] and "\n" not in said[0]
     name, _, value = said[0].rpartition("there: ")[2].partition("=")
     launch = SimpleNamespace(exports={})
     runner.add_export(launch, name, value)
     shell = f"export {name}={launch.exports[name]}; printenv {name}"
-    assert subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.strip() == block
+    assert (
+        subprocess.run(
+            ["sh", "-c", shell], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == block
+    )
 
 
 def test_engine_after_engine_meets_anew() -> None:
-    """A second engine is not taken for the first: what was left in the store belongs to one engine."""
+    """A second engine is not taken for the first: what was left in the store belongs to one
+    engine.
+    """
     store = dist.HashStore()
     assert meet([False, False], store) == ["goes on"] * 2
     assert meet([True, True], store) == ["goes on"] * 2
@@ -346,7 +408,8 @@ def test_engine_after_engine_meets_anew() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     """Its script may not import zero_topo: after the store's timeout the others say so.
 
-    A rank without a block never waits: whoever imports zero_topo for a plan must not change how DeepSpeed starts.
+    A rank without a block never waits: whoever imports zero_topo for a plan must not change how
+    DeepSpeed starts.
     """
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
@@ -356,11 +419,16 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_all_ranks_plan_for_the_smallest_device() -> None:
-    """Devices of one job may differ by a little, and ranks that planned each for its own would not agree."""
+    """Devices of one job may differ by a little, and ranks that planned each for its own would not
+    agree.
+    """
     device = deepspeed.accelerator.get_accelerator()
     host = {"SC_PAGE_SIZE": lambda: 4096, "SC_PHYS_PAGES": lambda: 10**6 - dist.get_rank()}
     with (
         patch.object(device, "total_memory", lambda: 10**11 + dist.get_rank()),
         patch.object(start.os, "sysconf", lambda name: host[name]()),
     ):
-        assert run_threads(3, lambda rank: start.least_memory(CPU)) == [(10**11, 4096 * (10**6 - 2))] * 3
+        assert (
+            run_threads(3, lambda rank: start.least_memory(CPU))
+            == [(10**11, 4096 * (10**6 - 2))] * 3
+        )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A transport may own the memory of what it sends and receives: all phases ask their group for it."""
+"""A transport may own the memory of what it sends and receives: all phases ask their group
+for it.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,24 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "zero3": {"scheme": "zero3"},
     "zero++": {"scheme": "zero++"},
     "codes": CODED,
-    "q4": {"scheme": "topo", "sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}},
+    "q4": {
+        "scheme": "topo",
+        "sync": {"mode": "quantized", "bits": 4},
+        "publish": {"delta": "int4"},
+    },
 }
 
 
 @pytest.mark.parametrize("placed", ["block", "shuffled"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_groups_allocate_what_they_exchange(name: str, placed: str) -> None:
-    """All that is received, and all packed buffers; what is not encoded may be sent from the weights themselves."""
+    """All that is received, and all packed buffers; what is not encoded may be sent from the
+    weights themselves.
+    """
     machine = emulated(2, 4, 2)
-    config = resolve(shuffled(machine) if placed == "shuffled" else machine, **SCHEMES[name], overlap=False)
+    config = resolve(
+        shuffled(machine) if placed == "shuffled" else machine, **SCHEMES[name], overlap=False
+    )
     owned: list[Tensor] = []
     exchanges: list[tuple[Tensor, Tensor]] = []
 
@@ -90,7 +100,9 @@ class Pools:
 
 
 def test_groups_share_registered_memory_from_their_first_exchange_on() -> None:
-    """It makes the communicator with which memory is registered: once for each group, and for all its copies."""
+    """It makes the communicator with which memory is registered: once for each group, and for all
+    its copies.
+    """
     nccl = Pools()
     pools: list[Any] = []
     process_group = SimpleNamespace(_get_backend=lambda device: nccl)
@@ -142,5 +154,8 @@ def test_any_first_exchange_registers_memory() -> None:
 
 def test_registered_memory_needs_nccl() -> None:
     """Any other backend is refused by name."""
-    with fake_world(2), pytest.raises(ValueError, match=r"registered_buffers = true needs NCCL, .* remove the key"):
+    with (
+        fake_world(2),
+        pytest.raises(ValueError, match=r"registered_buffers = true needs NCCL, .* remove the key"),
+    ):
         transport(registered=True)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Another default dtype of the script changes no bit of what an engine computes, in any scheme and mode."""
+"""Another default dtype of the script changes no bit of what an engine computes, in any scheme and
+mode.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ STEPS = 3
 
 
 def trained(w: World, rank: int) -> list[Tensor]:
-    """All that a rank computes in some steps, the last of them after a resume: rows, masters, weights and state."""
+    """All that a rank computes in some steps, the last of them after a resume: rows, masters,
+    weights and state.
+    """
     trainer = Trainer(w, rank)
     found = []
     for step in range(STEPS):
@@ -30,7 +34,9 @@ def trained(w: World, rank: int) -> list[Tensor]:
         found.append(rows)
     gathered = trainer.engine.weights.gather(SLOTS, "gather_forward").wait()
     state = trainer.engine.gradients.mode.state_dict()
-    return [tensor.detach().clone() for tensor in (*found, *trainer.masters, *gathered, *state.values())]
+    return [
+        tensor.detach().clone() for tensor in (*found, *trainer.masters, *gathered, *state.values())
+    ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -42,4 +48,6 @@ def test_the_default_dtype_changes_nothing(block: str) -> None:
         with default_dtype(dtype):
             found = run_threads(w.size, lambda rank: trained(w, rank))
         for ours, theirs in zip(found, expected, strict=True):
-            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert all(
+                a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+            )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Delta publish: copies stay bit-identical and close to the masters; overlap and delay change nothing."""
+"""Delta publish: copies stay bit-identical and close to the masters; overlap and delay change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,17 @@ SCHEMES = ("topo", "zero3", "zero++", "hsdp")
 
 def block(scheme: str = "topo", delta: str | None = "int4", **more: Any) -> dict[str, Any]:
     """A block whose only quantized phase is publish."""
-    return {"scheme": scheme, "quantize": PLAIN, "publish": {"delta": delta, "block_size": 64}, **more}
+    return {
+        "scheme": scheme,
+        "quantize": PLAIN,
+        "publish": {"delta": delta, "block_size": 64},
+        **more,
+    }
 
 
-def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> tuple[Stage3, Tensor]:
+def started(
+    w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600
+) -> tuple[Stage3, Tensor]:
     """An engine with loaded weights, and the FP32 masters of its optimizer rows."""
     engine, _ = loaded(w, dtype, chunk)
     return engine, engine.weights.own.float().clone()
@@ -45,7 +54,9 @@ def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> 
 def masters_of(w: World, rank: int, degree: int, step: int, rate: float) -> Tensor:
     """The same random walk of FP32 masters for everybody: this rank's rows of a degree."""
     plan = w.config.plan
-    walks = [walked(numel, plan.world_size, plan.shard_numel(numel), step, rate) for numel in w.numels]
+    walks = [
+        walked(numel, plan.world_size, plan.shard_numel(numel), step, rate) for numel in w.numels
+    ]
     return torch.cat([walk[plan.rows(rank, degree)] for walk in walks], dim=1)
 
 
@@ -63,8 +74,12 @@ def walked(numel: int, rows: int, columns: int, step: int, rate: float) -> Tenso
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("delta", ["int8", "int4"])
 @either_placement
-def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta: str, machine: Topology) -> None:
-    """Whatever the tree and the scheme: the owner's own view is every replica's, and follows the masters."""
+def test_every_copy_is_bit_identical_and_close_to_the_masters(
+    scheme: str, delta: str, machine: Topology
+) -> None:
+    """Whatever the tree and the scheme: the owner's own view is every replica's, and follows the
+    masters.
+    """
     w = world(block(scheme, delta), machine)
     plan = w.config.plan
 
@@ -74,7 +89,9 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
             engine.weights.publish(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
         engine.weights.finish()
         wanted = masters_of(w, rank, plan.weights, 5, 1e-2)
-        return int(checksum(primary(engine))), float((primary(engine) - wanted).norm() / wanted.norm())
+        return int(checksum(primary(engine))), float(
+            (primary(engine) - wanted).norm() / wanted.norm()
+        )
 
     results = run_threads(w.size, rank_main)
     assert_weights_alike(w, [found for found, _ in results])
@@ -82,7 +99,9 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
 
 
 def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]]:
-    """By rank and step: how far the replicas are from masters that walk at random, ever more slowly, relatively."""
+    """By rank and step: how far the replicas are from masters that walk at random, ever more
+    slowly, relatively.
+    """
 
     def rank_main(rank: int) -> list[float]:
         engine, masters = started(w, dtype)
@@ -100,9 +119,13 @@ def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]
     return run_threads(w.size, rank_main)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-3)], ids=str
+)
 def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> None:
-    """Over many steps; in FP32 it falls with the learning rate. An owner that ignored the replica's rounding drifts."""
+    """Over many steps; in FP32 it falls with the learning rate. An owner that ignored the replica's
+    rounding drifts.
+    """
     for errors in replica_errors(world(block("topo", "int4")), dtype, 120):
         assert max(errors) <= limit
         late, early = sum(errors[-20:]), sum(errors[20:40])
@@ -137,7 +160,11 @@ def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) 
         for step in range(1, 4):
             publish_step(engine, masters_of(w, rank, 8, step, 1e-2))
             for param_indices in [(3,), (0, 1, 2, 4)]:
-                for param_index, whole in zip(param_indices, engine.weights.gather(param_indices, "gather_forward").wait(), strict=True):
+                for param_index, whole in zip(
+                    param_indices,
+                    engine.weights.gather(param_indices, "gather_forward").wait(),
+                    strict=True,
+                ):
                     rows = engine.layout.parameter(masters_of(w, rank, 1, step, 1e-2), param_index)
                     good &= torch.equal(whole, rows.reshape(-1)[: NUMELS[param_index]])
         return good

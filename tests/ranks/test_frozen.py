@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Parameters that no optimizer updates are held and gathered as the plan says, and their exact values are not lost."""
+"""Parameters that no optimizer updates are held and gathered as the plan says, and their exact
+values are not lost.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
-from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
+from tests.ranks.worlds import (
+    PLAIN,
+    SCHEMES,
+    World,
+    drawn,
+    either_placement,
+    shards,
+    shuffled,
+    world,
+)
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.copies import Copy
@@ -52,15 +63,21 @@ def values(param_index: int) -> Tensor:
     return drawn(NUMELS, 11)[param_index].bfloat16()
 
 
-FROZEN = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
+FROZEN = [
+    replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)
+]
 
 
 def engine_of(w: World) -> Stage3:
-    """This rank's engine with frozen parameters that are loaded and shared; without trained ones if there are none."""
+    """This rank's engine with frozen parameters that are loaded and shared; without trained ones if
+    there are none.
+    """
     config = w.config if w.numels else w.config.without_training()
     engine = bare_engine(config, matrices(w.numels), torch.bfloat16, frozen=FROZEN)
     for param_index in SLOTS:
-        own_shard(engine, param_index).copy_(shards(w.config.plan, values(param_index))[engine.layout.rank])
+        own_shard(engine, param_index).copy_(
+            shards(w.config.plan, values(param_index))[engine.layout.rank]
+        )
     if w.numels:
         engine.restart()
     engine.restart_frozen()
@@ -75,7 +92,9 @@ def own_shard(engine: Stage3, param_index: int) -> Tensor:
 
 def gathered(engine: Stage3, param_indices: Sequence[int], phase: str) -> list[Tensor]:
     """Frozen parameters, whole."""
-    return engine.weights.gather([engine.weights.frozen[param_index] for param_index in param_indices], phase).wait()
+    return engine.weights.gather(
+        [engine.weights.frozen[param_index] for param_index in param_indices], phase
+    ).wait()
 
 
 def micro_batch(engine: Stage3) -> None:
@@ -88,17 +107,23 @@ def micro_batch(engine: Stage3) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 @either_placement
 def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None:
-    """Of every plan, to the byte: as the formulas say, and over the world only if the plan's weights are."""
+    """Of every plan, to the byte: as the formulas say, and over the world only if the plan's
+    weights are.
+    """
     w = world(BLOCKS[name], machine, TRAINED)
 
     def rank_main(rank: int) -> None:
         engine = engine_of(w)
         for _ in range(MICRO_BATCHES):
             micro_batch(engine)
-        gathered(engine, [param_index for param_index in SLOTS if KEPT[param_index]], "gather_exact")
+        gathered(
+            engine, [param_index for param_index in SLOTS if KEPT[param_index]], "gather_exact"
+        )
         engine.end_step(skipped=True)
         work = engine.workload(MICRO_BATCHES)
-        formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
+        formula = {
+            key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")
+        }
         assert dict(engine.meter.last_step) == formula
         assert by_domain(formula).get("world", 0) == 0 or w.config.plan.weights == w.size
         assert engine.memory()["frozen"] == memory_bytes(w.config, work, 2)["frozen"]
@@ -108,7 +133,9 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -> None:
-    """A policy and its reference start alike under every plan; what the reference sends and stores is the formula's."""
+    """A policy and its reference start alike under every plan; what the reference sends and stores
+    is the formula's.
+    """
     w = world(BLOCKS[name], numels=())
 
     def rank_main(rank: int) -> None:
@@ -118,7 +145,9 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
             own.copy_(shards(w.config.plan, values(param_index))[rank])
         policy.restart()
         expected = policy.weights.gather(MOVING, "gather_forward").wait()
-        for mine, theirs in zip(gathered(reference, MOVING, "gather_forward"), expected, strict=True):
+        for mine, theirs in zip(
+            gathered(reference, MOVING, "gather_forward"), expected, strict=True
+        ):
             assert torch.equal(mine, theirs)
         reference.meter.end_step()
         work = reference.workload(1)
@@ -130,9 +159,13 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gathers_bring_the_parameters(name: str) -> None:
-    """Bit for bit where the plan quantizes nothing, else to half a code; exact gathers always bit for bit."""
+    """Bit for bit where the plan quantizes nothing, else to half a code; exact gathers always bit
+    for bit.
+    """
     w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), TRAINED)
-    exact = name.startswith("plain") or (w.config.plan.weights == 1 and w.config.resident_spec is None)
+    exact = name.startswith("plain") or (
+        w.config.plan.weights == 1 and w.config.resident_spec is None
+    )
 
     def rank_main(rank: int) -> int:
         engine = engine_of(w)
@@ -151,11 +184,15 @@ def test_gathers_bring_the_parameters(name: str) -> None:
 
 
 def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
-    """No frozen parameter then has a column in the model's own type, and the check compares empty tensors."""
+    """No frozen parameter then has a column in the model's own type, and the check compares empty
+    tensors.
+    """
     w = world(block("topo", debug_checks=True), numels=TRAINED)
 
     def rank_main(rank: int) -> None:
-        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=matrices([8 * BLOCK]))
+        engine = bare_engine(
+            w.config, matrices(TRAINED), torch.bfloat16, frozen=matrices([8 * BLOCK])
+        )
         assert not engine.weights.frozen_primary.numel()
         engine.end_step(skipped=True)
 
@@ -164,7 +201,9 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
 
 @pytest.mark.parametrize("name", ["topo", "plain topo", "replicated optimizer", "zero++", "paper"])
 def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
-    """Edited on all ranks or loaded into each rank's own shard: the same bits everywhere, gathers and exact ones."""
+    """Edited on all ranks or loaded into each rank's own shard: the same bits everywhere, gathers
+    and exact ones.
+    """
     w = world(BLOCKS[name], numels=TRAINED)
 
     def rank_main(rank: int, loads: bool) -> list[Tensor]:
@@ -178,15 +217,25 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
             engine.weights.write_back(engine.weights.frozen[2], new)
         phases = ("gather_exact", "gather_forward", "gather_backward")
         found = [gathered(engine, (2, 3), phase) for phase in phases]
-        assert torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
-        return [*engine.weights.copies(), engine.weights.frozen_primary, *(whole for of in found for whole in of)]
+        assert (
+            torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
+        )
+        return [
+            *engine.weights.copies(),
+            engine.weights.frozen_primary,
+            *(whole for of in found for whole in of),
+        ]
 
-    for edited, loaded in zip(run_threads(w.size, rank_main, False), run_threads(w.size, rank_main, True), strict=True):
+    for edited, loaded in zip(
+        run_threads(w.size, rank_main, False), run_threads(w.size, rank_main, True), strict=True
+    ):
         assert all(torch.equal(a, b) for a, b in zip(edited, loaded, strict=True))
 
 
 def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy that a forward gather fills for backward ones is not filled again while the weights are the same."""
+    """The copy that a forward gather fills for backward ones is not filled again while the weights
+    are the same.
+    """
     w = world(block("zero++", quantize={"block_size": BLOCK, "secondary": "int8"}), numels=TRAINED)
     stored = list[int]()
     store = Copy.store
@@ -207,11 +256,17 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
-    """Those of another type or served by another engine of ours, and a line says so; empty ones do not count."""
+    """Those of another type or served by another engine of ours, and a line says so; empty ones do
+    not count.
+    """
 
     def parameter(ds_id: int, numel: int, dtype: torch.dtype, partition: Any = print) -> Any:
         found = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
-        own = {"ds_tensor": torch.zeros(numel, dtype=dtype), "ds_persist": False, "partition": partition}
+        own = {
+            "ds_tensor": torch.zeros(numel, dtype=dtype),
+            "ds_persist": False,
+            "partition": partition,
+        }
         vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), **own)
         return found
 
@@ -225,13 +280,17 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
     found = gathers(parameter(1, 8, single), parameter(2, 8, half, partial(print)), plain, empty)
     assert [param.ds_id for param in found.frozen] == [3] and found.param_indices == {5: 0, 3: 1}
-    assert (found.note() or "").startswith("2 frozen parameters are not torch.bfloat16, or another engine")
+    assert (found.note() or "").startswith(
+        "2 frozen parameters are not torch.bfloat16, or another engine"
+    )
     assert gathers(plain, empty).note() is None
 
 
 @pytest.mark.parametrize("name", ["plain zero3", "zero++"])
 def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
-    """DeepSpeed waits in the order of a set: second hops of both kinds are sent in one order all the same."""
+    """DeepSpeed waits in the order of a set: second hops of both kinds are sent in one order all
+    the same.
+    """
     w = world(BLOCKS[name], numels=TRAINED)
 
     def rank_main(rank: int) -> None:
@@ -239,7 +298,9 @@ def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
         begun = []
         for param_index in (0, 1):
             begun.append(engine.weights.gather((param_index,), "gather_forward"))
-            begun.append(engine.weights.gather((engine.weights.frozen[param_index + 2],), "gather_forward"))
+            begun.append(
+                engine.weights.gather((engine.weights.frozen[param_index + 2],), "gather_forward")
+            )
         for handle in begun if rank % 2 else reversed(begun):
             handle.wait()
         (found,) = begun[1].wait()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FSDP2 as a host: the same training as plain FSDP2, the bytes of the formulas, states over the job, checkpoints."""
+"""FSDP2 as a host: the same training as plain FSDP2, the bytes of the formulas, states over the
+job, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ MACHINES = {
 }
 EXACT: dict[str, Any] = {"scheme": "paper", "quantize": {"weights": None, "gradients": None}}
 BETWEEN = {"weights": "gpu", "gradients": "gpu", "optimizer": "node"}
-Q4: dict[str, Any] = {"scheme": "paper", "sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+Q4: dict[str, Any] = {
+    "scheme": "paper",
+    "sync": {"mode": "quantized"},
+    "publish": {"delta": "int4"},
+}
 DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
 FEEDBACK: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}}
 
@@ -81,8 +87,15 @@ class LlamaLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=16, **sizes
+        )
         self.llama = transformers.LlamaForCausalLM(config)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +161,9 @@ class Job:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-EVERYTHING = Job(micro_batches=2, flags="set_is_last_backward", clip=0.5, frozen="blocks.0.up", scheduled=True)
+EVERYTHING = Job(
+    micro_batches=2, flags="set_is_last_backward", clip=0.5, frozen="blocks.0.up", scheduled=True
+)
 
 
 @dataclass
@@ -185,13 +200,19 @@ def sharded(job: Job, block: Mapping[str, Any] | None) -> tuple[Any, Any]:
 
 def on_machine(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block on the emulated machine of this world."""
-    machine = MACHINES.get(dist.get_world_size(), {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2})
+    machine = MACHINES.get(
+        dist.get_world_size(), {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    )
     return {"topology": {"emulated": machine}, **block}
 
 
 def steps_of(job: Job, model: Any, optimizer: Any, rank: int, steps: range) -> Trained:
     """Train some steps."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if job.scheduled else None
+    schedule = (
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if job.scheduled
+        else None
+    )
     losses, norms = [], []
     for step in steps:
         total = torch.zeros(())
@@ -240,7 +261,8 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(4, ("paper", "between")), late(4, ("hsdp", "zero3", "one rank")), late(8, tuple(PLANS))]
+    ("ranks", "names"),
+    [(4, ("paper", "between")), late(4, ("hsdp", "zero3", "one rank")), late(8, tuple(PLANS))],
 )
 def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> None:
     """Every plan, unquantized: losses, norms and weights as of FSDP2 over all ranks.
@@ -256,7 +278,9 @@ def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(replace(EVERYTHING, build=odd, vocabulary=13, ours=True, steps=3), id="odd shapes"),
+        pytest.param(
+            replace(EVERYTHING, build=odd, vocabulary=13, ours=True, steps=3), id="odd shapes"
+        ),
         pytest.param(replace(EVERYTHING, flags="", frozen="", clip=None, steps=3), id="no flags"),
         pytest.param(replace(EVERYTHING, build=LlamaLoss, frozen="mlp.up_proj"), id="llama"),
         late(Job(compiled=True, steps=2), id="compiled"),
@@ -264,7 +288,9 @@ def test_a_training_equals_plain_fsdp2(ranks: int, names: tuple[str, ...]) -> No
     ],
 )
 def test_other_trainings_equal_plain_fsdp2(job: Job) -> None:
-    """Uneven rows, the optimizer's own clipping, backward passes that all count as the last, Llama, compiled blocks."""
+    """Uneven rows, the optimizer's own clipping, backward passes that all count as the last, Llama,
+    compiled blocks.
+    """
     expected = run_threads(4, train, job, None)[0]
     assert_equal(run_threads(4, train, job, EXACT)[0], expected)
 
@@ -281,7 +307,11 @@ def test_odd_shapes_under_every_plan(name: str) -> None:
 MODES = {
     "paper": {"scheme": "paper"},
     "q4": Q4,
-    "nf4": {"scheme": "paper", "quantize": {"gradients": "nf4"}, "sync": {"mode": "quantized", "bits": "nf4"}},
+    "nf4": {
+        "scheme": "paper",
+        "quantize": {"gradients": "nf4"},
+        "sync": {"mode": "quantized", "bits": "nf4"},
+    },
     "zero++": {"scheme": "zero++"},
     "scape": {**EXACT, "optimizer": "node", "sync": {"mode": "scape", "density": 0.5, "warmup": 0}},
     **{name: {**EXACT, "sync": sync} for name, sync in SPARSE.items()},
@@ -296,7 +326,9 @@ def exact(job: Job) -> Trained:
 
 @pytest.mark.parametrize("name", often(("paper", "q4", "ternary", "oktopk"), MODES))
 def test_every_format_and_mode_trains(name: str) -> None:
-    """Quantized and sparse trainings stay near the exact one, all ranks store the same weights, checked after steps."""
+    """Quantized and sparse trainings stay near the exact one, all ranks store the same weights,
+    checked after steps.
+    """
     job = Job(steps=4)
     found = run_threads(4, train, job, {"debug_checks": True, **MODES[name]})
     assert found[0].losses[-1] < exact(job).losses[0] - 0.05
@@ -312,7 +344,9 @@ def parts_of(trained: Trained) -> list[Part]:
 
 
 def test_int4_differences_keep_the_masters() -> None:
-    """Of a quantized post-step all-gather only the stored weights are rounded: masters follow the exact training."""
+    """Of a quantized post-step all-gather only the stored weights are rounded: masters follow the
+    exact training.
+    """
     job = Job(steps=1)
     found = run_threads(4, train, job, {**EXACT, "publish": {"delta": "int4"}})[0]
     for ours, theirs in zip(parts_of(found), parts_of(exact(job)), strict=True):
@@ -322,16 +356,22 @@ def test_int4_differences_keep_the_masters() -> None:
 
 
 def test_bf16_weights_have_fp32_masters() -> None:
-    """A model of BF16 trains as closely to the FP32 one as its rounding allows, by masters that keep small updates."""
+    """A model of BF16 trains as closely to the FP32 one as its rounding allows, by masters that
+    keep small updates.
+    """
     job = Job(dtype=torch.bfloat16, steps=4)
     found = run_threads(4, train, job, {**EXACT, "accumulation_dtype": "fp32"})[0]
     assert abs(found.losses[-1] - exact(Job(steps=4)).losses[-1]) < 0.02
     part = parts_of(found)[0]
-    assert part.master.dtype == torch.float32 and not torch.equal(part.master, part.master.bfloat16().float())
+    assert part.master.dtype == torch.float32 and not torch.equal(
+        part.master, part.master.bfloat16().float()
+    )
 
 
 def numbers(rank: int, job: Job, block: Mapping[str, Any]) -> tuple[Any, Any, int]:
-    """Statistics of a training, what the formula says, and the elements of the optimizer's momentum."""
+    """Statistics of a training, what the formula says, and the elements of the optimizer's
+    momentum.
+    """
     optimizer: Any = train(rank, job, block).optimizer
     found = topo.stats(optimizer)
     momentum = sum(state["exp_avg"].numel() for state in optimizer.inner.state.values())
@@ -343,23 +383,31 @@ def numbers(rank: int, job: Job, block: Mapping[str, Any]) -> tuple[Any, Any, in
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
     """Of every phase and domain, on every rank, with two micro-batches of which one syncs."""
     block = {**MODES, **PLANS}[name]
-    for sent, formula, _ in run_threads(8, numbers, Job(micro_batches=2, flags="set_is_last_backward", steps=2), block):
+    for sent, formula, _ in run_threads(
+        8, numbers, Job(micro_batches=2, flags="set_is_last_backward", steps=2), block
+    ):
         assert sent == formula
 
 
 def test_bytes_across_nodes_by_hand() -> None:
-    """Two nodes, exact: half of the shard's gradients go out for sync, once for two micro-batches, half come back."""
+    """Two nodes, exact: half of the shard's gradients go out for sync, once for two micro-batches,
+    half come back.
+    """
     numel = sum(param.numel() for param in small().parameters())
     for sent, _, momentum in run_threads(
         4, numbers, Job(micro_batches=2, flags="set_is_last_backward", steps=2), DIRECT
     ):
-        across = Counter({phase: nbytes for (phase, domain), nbytes in sent.items() if domain == "world"})
+        across = Counter(
+            {phase: nbytes for (phase, domain), nbytes in sent.items() if domain == "world"}
+        )
         assert across == {"sync": 4 * numel // 4, "publish": 4 * numel // 4}
         assert momentum == numel // 4
 
 
 def test_no_flags_sync_in_every_pass() -> None:
-    """A loop that names no last pass sends every micro-batch's gradients across nodes; one that does, the last."""
+    """A loop that names no last pass sends every micro-batch's gradients across nodes; one that
+    does, the last.
+    """
     sent = []
     for flags in ("", "set_requires_all_reduce"):
         found = run_threads(4, numbers, Job(micro_batches=3, flags=flags, steps=1), EXACT)[0]
@@ -373,7 +421,9 @@ def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def saved(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> tuple[Trained, float]:
-    """A checkpoint after three steps, and the training that goes on; the sum of all residuals of a parameter."""
+    """A checkpoint after three steps, and the training that goes on; the sum of all residuals of a
+    parameter.
+    """
     model, optimizer = sharded(job, block)
     steps_of(job, model, optimizer, rank, range(3))
     weights, states = states_of(model, optimizer)
@@ -383,7 +433,9 @@ def saved(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> tuple[
     return steps_of(job, model, optimizer, rank, range(3, 5)), float(total)
 
 
-def loaded(rank: int, job: Job, block: Mapping[str, Any] | None, folder: Path) -> tuple[list[Tensor], Any]:
+def loaded(
+    rank: int, job: Job, block: Mapping[str, Any] | None, folder: Path
+) -> tuple[list[Tensor], Any]:
     """A new model and optimizer with the checkpoint's states, whole."""
     model, optimizer = sharded(job, block)
     weights, states = states_of(model, optimizer)
@@ -410,16 +462,24 @@ def test_a_resumed_training_goes_on(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def delivered(rank: int, job: Job, block: Mapping[str, Any], folder: Path) -> float:
-    """The residual of a parameter that a loaded run has put into its own rows, summed over all ranks."""
+    """The residual of a parameter that a loaded run has put into its own rows, summed over all
+    ranks.
+    """
     _, (_, optimizer) = loaded(rank, job, block, folder)
     part = next(part for part in optimizer.parts.values() if part.name == "head.weight")
-    own = optimizer.gradients.layout.parameter(optimizer.gradients.own_row[None], part.param_index).abs().sum()
+    own = (
+        optimizer.gradients.layout.parameter(optimizer.gradients.own_row[None], part.param_index)
+        .abs()
+        .sum()
+    )
     dist.all_reduce(own)
     return float(own)
 
 
 def test_checkpoints_load_on_half_the_ranks(tmp_path: Path) -> None:
-    """States, and residuals of sync as a gradient of the first step; plain FSDP2 reads the same checkpoint."""
+    """States, and residuals of sync as a gradient of the first step; plain FSDP2 reads the same
+    checkpoint.
+    """
     _, residual = run_threads(4, saved, Job(), FEEDBACK, tmp_path)[0]
     assert residual > 0
     whole = run_threads(4, loaded, Job(), FEEDBACK, tmp_path)[0][0]
@@ -431,7 +491,9 @@ def test_checkpoints_load_on_half_the_ranks(tmp_path: Path) -> None:
 
 
 def edited(rank: int) -> tuple[Tensor, Tensor]:
-    """Weights that the user sets between two steps, and the same after a step without a learning rate."""
+    """Weights that the user sets between two steps, and the same after a step without a learning
+    rate.
+    """
     job = Job()
     model, optimizer = sharded(job, {**EXACT, "publish": {"delta": "int4"}})
     steps_of(job, model, optimizer, rank, range(1))
@@ -443,7 +505,9 @@ def edited(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def test_edits_of_weights_reach_the_masters() -> None:
-    """Weights that were loaded or set after the optimizer was built are not overwritten by old masters."""
+    """Weights that were loaded or set after the optimizer was built are not overwritten by old
+    masters.
+    """
     weight, bias = run_threads(4, edited)[0]
     assert torch.equal(weight, torch.full_like(weight, 0.125)) and bias.abs().sum() > 0
 
@@ -459,17 +523,26 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     rows = report["zero_topo"]["sent"]
     assert report["title"] == "FSDP2" and report["zero_topo"]["ranks"] == 4
     measured = [row for row in rows if row["max"]]
-    assert {row["phase"] for row in measured} >= {"gather_forward", "gather_backward", "scatter", "sync", "publish"}
+    assert {row["phase"] for row in measured} >= {
+        "gather_forward",
+        "gather_backward",
+        "scatter",
+        "sync",
+        "publish",
+    }
     assert all(row["min"] == row["max"] == row["formula"] for row in measured)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"scheme": "paper", "weights": "rank", "gradients": "node"}, "FSDP2 has one degree for both"),
+        (
+            {"scheme": "paper", "weights": "rank", "gradients": "node"},
+            "FSDP2 has one degree for both",
+        ),
         ({"scheme": "paper", "secondary": "node"}, "reshard_after_forward=2"),
         ({"scheme": "topo", "quantize": {"resident": "int8"}}, "resident"),
         ({"scheme": "paper", "seed": 1}, "call torch.manual_seed"),
@@ -479,7 +552,9 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_fsdp2_cannot_have_is_refused_in_a_line(block: dict[str, Any], words: str) -> None:
-    """Degrees apart, a secondary copy, INT8 alone, DeepSpeed's keys: one line with the value and the way out."""
+    """Degrees apart, a secondary copy, INT8 alone, DeepSpeed's keys: one line with the value and
+    the way out.
+    """
     with pytest.raises(ValueError, match=words) as error:
         resolve({"topology": {"emulated": MACHINES[4]}, **block}, 4)
     assert "\n" not in str(error.value)
@@ -498,7 +573,12 @@ def test_schemes_are_what_fsdp2_has_of_them() -> None:
     }.items():
         config = resolve({"topology": {"emulated": MACHINES[4]}, "scheme": scheme}, 4)
         plan = config.plan
-        assert (plan.weights, plan.gradients, plan.secondary, config.resident_spec) == (degree, degree, None, None)
+        assert (plan.weights, plan.gradients, plan.secondary, config.resident_spec) == (
+            degree,
+            degree,
+            None,
+            None,
+        )
 
 
 def refused(rank: int, which: str) -> str:
@@ -512,7 +592,9 @@ def refused(rank: int, which: str) -> str:
             fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
             topo.attach(model, block)
         elif which == "replicas":
-            fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+            fully_shard(
+                model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            )
             topo.attach(model, block)
         elif which == "mesh":
             topo.fully_shard(model, block, mesh=init_device_mesh("cpu", (4,)))

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The rows of FSDP2 in the benchmark of the emulated cluster train, and their formulas say what crosses nodes."""
+"""The rows of FSDP2 in the benchmark of the emulated cluster train, and their formulas say what
+crosses nodes.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1, lr=1e-3)
 
 
 def row(rank: int, name: str) -> tuple[list[float], float]:
-    """Losses of three steps of two micro-batches on rank 0's data, and the bytes that leave a node by the formula."""
-    job: dict[str, Any] = {**KNOWN[name].job_on(SPEC.topology_block()), "ring": False, "micro_batches": 2}
+    """Losses of three steps of two micro-batches on rank 0's data, and the bytes that leave a node
+    by the formula.
+    """
+    job: dict[str, Any] = {
+        **KNOWN[name].job_on(SPEC.topology_block()),
+        "ring": False,
+        "micro_batches": 2,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
@@ -43,7 +51,9 @@ def row(rank: int, name: str) -> tuple[list[float], float]:
 
 @pytest.mark.long
 def test_rows_of_fsdp2_train_and_say_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain FSDP2 over all ranks and with replicas, and ours: alike losses; INT4 sends least across nodes."""
+    """Plain FSDP2 over all ranks and with replicas, and ours: alike losses; INT4 sends least across
+    nodes.
+    """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SPEC.ranks_per_node))
     names = ("fsdp", "fsdp-paper", "hsdp-fsdp", "fsdp-q4")
     found = {name: run_threads(SPEC.world_size, row, name)[0] for name in names}

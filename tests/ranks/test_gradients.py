@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_threads
-from tests.ranks.worlds import BLOCKS, PLAIN, SCHEMES, SLOTS, World, either_placement, mean, shards, world
+from tests.ranks.worlds import (
+    BLOCKS,
+    PLAIN,
+    SCHEMES,
+    SLOTS,
+    World,
+    either_placement,
+    mean,
+    shards,
+    world,
+)
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -28,13 +38,24 @@ def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
 
 
 def error(engine: Stage3, w: World, total: list[torch.Tensor]) -> float:
-    """After sync: the largest difference of the optimizer's rows from those cut from whole gradients."""
+    """After sync: the largest difference of the optimizer's rows from those cut from whole
+    gradients.
+    """
     engine.gradients.sync()
-    return float((engine.gradients.optimizer_rows() - expected_rows(w, engine.layout.rank, total)).abs().max())
+    return float(
+        (engine.gradients.optimizer_rows() - expected_rows(w, engine.layout.rank, total))
+        .abs()
+        .max()
+    )
 
 
 def backward(
-    engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]], last: bool = False
+    engine: Stage3,
+    w: World,
+    rank: int,
+    step: int,
+    buckets: list[tuple[int, ...]],
+    last: bool = False,
 ) -> None:
     grads = w.grads(rank, step)
     for param_indices in buckets:
@@ -61,11 +82,16 @@ def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
 
 @pytest.mark.parametrize("scheme", ["ring", "two groups, ring"])
 def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None:
-    """One reduce-scatter of the backend for each run, between nodes alone; the bytes are those without it."""
+    """One reduce-scatter of the backend for each run, between nodes alone; the bytes are those
+    without it.
+    """
     ops: list[set[tuple[str, str]]] = []
 
     def trained(name: str) -> tuple[float, dict[str, int]]:
-        w = world({**BLOCKS[scheme], **({} if name == "ring" else {"sync": {"mode": "dense"}})}, emulated(4, 1, 2))
+        w = world(
+            {**BLOCKS[scheme], **({} if name == "ring" else {"sync": {"mode": "dense"}})},
+            emulated(4, 1, 2),
+        )
         wanted = mean_gradient(w, 1)
 
         def rank_main(rank: int) -> tuple[float, dict[str, int]]:
@@ -76,7 +102,11 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
             worst = error(engine, w, wanted)
             engine.meter.end_step()
             ops.append(seen)
-            return worst, {domain: n for (phase, domain), n in engine.meter.last_step.items() if phase == "sync"}
+            return worst, {
+                domain: n
+                for (phase, domain), n in engine.meter.last_step.items()
+                if phase == "sync"
+            }
 
         return max(run_threads(w.size, rank_main), key=lambda found: found[0])
 
@@ -89,8 +119,12 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
 
 @pytest.mark.parametrize(("scheme", "two_hop"), [("topo", True), ("topo", "gpu"), ("zero++", True)])
 @pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
-def test_quantized_scatter_stays_within_its_steps(scheme: str, two_hop: bool | str, bits: str) -> None:
-    w = world({"scheme": scheme, "two_hop": two_hop, "quantize": {"gradients": bits, "block_size": 64}})
+def test_quantized_scatter_stays_within_its_steps(
+    scheme: str, two_hop: bool | str, bits: str
+) -> None:
+    w = world(
+        {"scheme": scheme, "two_hop": two_hop, "quantize": {"gradients": bits, "block_size": 64}}
+    )
     wanted = mean_gradient(w, 1)
 
     def rank_main(rank: int) -> float:
@@ -119,9 +153,11 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
     block_size: int,
     gradients: str,
 ) -> None:
-    """A bucket gives each parameter the bits that it gets in a bucket of its own, by one hop and by two.
+    """A bucket gives each parameter the bits that it gets in a bucket of its own, by one hop and by
+    two.
 
-    In INT4 and NF4 an element is lost only if it is below 1/14 of the largest of its own parameter's block.
+    In INT4 and NF4 an element is lost only if it is below 1/14 of the largest of its own
+    parameter's block.
     """
     block_size = 64 if bits == "nf4" else block_size
     block: dict[str, object] = {
@@ -147,7 +183,9 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
             sent = shards(plan, grad)[plan.rows(rank, plan.gradients)]
             came = together[:, begin : begin + sent.shape[1]].reshape(-1)
             begin += sent.shape[1]
-            for own, got in zip(sent.reshape(-1).split(block_size), came.split(block_size), strict=True):
+            for own, got in zip(
+                sent.reshape(-1).split(block_size), came.split(block_size), strict=True
+            ):
                 assert bool((got != 0)[own.abs() > own.abs().max() / 13.9].all())
 
 
@@ -167,7 +205,9 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp", "paper"])
 @pytest.mark.parametrize("last", [False, True], ids=["before the last", "after the last"])
-def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: str, last: bool) -> None:
+def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(
+    scheme: str, last: bool
+) -> None:
     w = world({"scheme": scheme, "quantize": PLAIN})
     first, both = mean_gradient(w, 1), mean_gradient(w, 2)
 
@@ -186,7 +226,9 @@ def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: 
 
 
 def test_replicas_of_an_optimizer_shard_get_the_same_bits_of_a_rounded_sum() -> None:
-    """Sums of FP32 gradients are sent in BF16: the owner of a row must not go on with more bits than the others."""
+    """Sums of FP32 gradients are sent in BF16: the owner of a row must not go on with more bits
+    than the others.
+    """
     w = world({"scheme": "hsdp", "quantize": PLAIN, "sync": {"dtype": "bf16"}})
 
     def rank_main(rank: int) -> torch.Tensor:
@@ -211,16 +253,24 @@ def test_zeroed_gradients_leave_nothing_behind() -> None:
         engine.gradients.sync()
         engine.end_step(skipped=False)
         backward(engine, w, rank, 1, [(3,)])
-        wanted = [b - a if i == 3 else torch.zeros_like(a) for i, (a, b) in enumerate(zip(first, second, strict=True))]
+        wanted = [
+            b - a if i == 3 else torch.zeros_like(a)
+            for i, (a, b) in enumerate(zip(first, second, strict=True))
+        ]
         return error(engine, w, wanted)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6
 
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp"])
-def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine destroyed before its step (an exception in between) does not leave collectives to dead groups."""
-    monkeypatch.setattr("zero_topo.mesh.Mesh.destroy", lambda mesh: None)  # groups of threads cannot be
+def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine destroyed before its step (an exception in between) does not leave collectives to
+    dead groups.
+    """
+    # Groups of threads cannot be
+    monkeypatch.setattr("zero_topo.mesh.Mesh.destroy", lambda mesh: None)
     w = world({"scheme": scheme, "quantize": PLAIN})
     wanted = mean_gradient(w, 1)
 
@@ -228,6 +278,8 @@ def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(scheme: str, m
         engine = w.engine()
         backward(engine, w, rank, 0, [SLOTS], last=True)
         engine.destroy()
-        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max())
+        return float(
+            (engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max()
+        )
 
     assert max(run_threads(w.size, rank_main)) < 1e-6

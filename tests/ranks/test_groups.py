@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Several trees of ranks in one world: meshes of data-parallel groups, and an engine of experts beside another."""
+"""Several trees of ranks in one world: meshes of data-parallel groups, and an engine of experts
+beside another.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ EXACT = ("topo", "zero3", "hsdp")
 
 @pytest.mark.parametrize("machine", [MACHINE, TURNED])
 def test_groups_of_all_trees_are_made_at_once(machine: Topology) -> None:
-    """Every rank makes the groups of both trees in one order, whose members may be placed differently."""
+    """Every rank makes the groups of both trees in one order, whose members may be placed
+    differently.
+    """
     groups = Groups(machine, EVERY_SECOND)
 
     def rank_main(rank: int) -> dict[tuple[int, int], list[int]]:
@@ -69,7 +73,9 @@ def test_a_mesh_of_several_trees_destroys_its_groups() -> None:
 def configs(block: dict[str, Any], rank: int) -> tuple[ResolvedConfig, ResolvedConfig]:
     """The plans of dense parameters over all ranks and of experts over every second one."""
     groups, parsed = Groups(MACHINE, EVERY_SECOND, "experts"), ZeroTopoConfig.parse(block)
-    return resolve_config(parsed, MACHINE), replace(resolve_config(parsed, groups.tree(rank)), groups=groups)
+    return resolve_config(parsed, MACHINE), replace(
+        resolve_config(parsed, groups.tree(rank)), groups=groups
+    )
 
 
 def fill(stage: Stage3, params: list[Tensor]) -> None:
@@ -88,13 +94,18 @@ def rows_of(stage: Stage3, params: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["topo", "zero3", "hsdp", "q4", "quantized", "codes"])
 def test_an_engine_of_experts_works_beside_that_of_all_ranks(name: str) -> None:
-    """Weights of both arrive before and after an update; gradients are means over all ranks, as AutoEP's are."""
+    """Weights of both arrive before and after an update; gradients are means over all ranks, as
+    AutoEP's are.
+    """
 
     def rank_main(rank: int) -> tuple[float, float, dict[tuple[str, str], int]]:
         of_dense, of_experts = configs(BLOCKS[name], rank)
         dense = bare_engine(of_dense, matrices(DENSE))
         experts = dense.alongside(of_experts, matrices(EXPERT), (), list)
-        model = [(dense, drawn(DENSE, 7), range(8)), (experts, drawn(EXPERT, 50 + rank % 2), EVERY_SECOND[rank % 2])]
+        model = [
+            (dense, drawn(DENSE, 7), range(8)),
+            (experts, drawn(EXPERT, 50 + rank % 2), EVERY_SECOND[rank % 2]),
+        ]
         weight_error = gradient_error = 0.0
         for stage, params, _ in model:
             fill(stage, params)

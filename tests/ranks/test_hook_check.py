@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The hook gets into DeepSpeed once, whatever is imported first, and refuses a DeepSpeed it was not built for."""
+"""The hook gets into DeepSpeed once, whatever is imported first, and refuses a DeepSpeed it was not
+built for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.launching import ROOT, output
 from tests.marks import late
 from zero_topo.hook import install, optimizer, seam
 
-# -- what the hook relies on -------------------------------------------------------------------------------------------
+# -- what the hook relies on -----------------------------------------------------------------------
 
 OVERRIDES = ast.parse(inspect.getsource(optimizer.TopoStage3))
 
@@ -30,17 +32,23 @@ OVERRIDES = ast.parse(inspect.getsource(optimizer.TopoStage3))
 DECLARED = [(owner, name) for owner, name, _ in seam.REQUIRED]
 
 
-@pytest.mark.parametrize(("owner", "name", "parameters"), seam.REQUIRED, ids=[name for _, name in DECLARED])
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"), seam.REQUIRED, ids=[name for _, name in DECLARED]
+)
 def test_a_missing_or_changed_private_is_named(
     owner: type, name: str, parameters: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every method declared is looked for, on its class; one that takes something else would be called wrongly."""
+    """Every method declared is looked for, on its class; one that takes something else would be
+    called wrongly.
+    """
 
     def changed(self: Any, surprise: int) -> None: ...
 
     monkeypatch.setattr(owner, name, changed)
     if parameters is not None:
-        with pytest.raises(ImportError, match=rf"{owner.__name__}\.{name}\(self, surprise\) was expected as \(self"):
+        with pytest.raises(
+            ImportError, match=rf"{owner.__name__}\.{name}\(self, surprise\) was expected as \(self"
+        ):
             seam.check_deepspeed()
     monkeypatch.delattr(owner, name)
     with pytest.raises(ImportError, match=rf"{owner.__name__}\.{name} is gone") as caught:
@@ -49,26 +57,39 @@ def test_a_missing_or_changed_private_is_named(
 
 
 def test_a_renamed_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes exist only on instances: one that no method of the class sets any more is missed all the same."""
+    """Attributes exist only on instances: one that no method of the class sets any more is missed
+    all the same.
+    """
     monkeypatch.setattr(seam, "ATTRIBUTES", ((seam.Stock, ("lp_param_buffer", "lp_param_bufer")),))
-    with pytest.raises(ImportError, match=r"matters: DeepSpeedZeroOptimizer_Stage3\.lp_param_bufer is gone\. Install"):
+    with pytest.raises(
+        ImportError,
+        match=r"matters: DeepSpeedZeroOptimizer_Stage3\.lp_param_bufer is gone\. Install",
+    ):
         seam.check_deepspeed()
 
 
 @pytest.mark.parametrize("name", seam.SINCE)
 def test_a_release_unlike_the_table_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of differences is held against the installed release: a wrong entry would call it wrongly, silently."""
+    """The table of differences is held against the installed release: a wrong entry would call it
+    wrongly, silently.
+    """
     wrong, found = ("9.9", "there") if seam.has(name) else ("0.1", "gone")
     monkeypatch.setattr(seam, "SINCE", {**seam.SINCE, name: wrong})
-    with pytest.raises(ImportError, match=rf"{re.escape(name)} is {found}, which came with {wrong}\. Install"):
+    with pytest.raises(
+        ImportError, match=rf"{re.escape(name)} is {found}, which came with {wrong}\. Install"
+    ):
         seam.check_deepspeed()
 
 
-@pytest.mark.parametrize(("version", "counts"), [("0.18.2", False), ("0.18.3", True), ("0.19.8", True)])
+@pytest.mark.parametrize(
+    ("version", "counts"), [("0.18.2", False), ("0.18.3", True), ("0.19.8", True)]
+)
 def test_a_failed_backward_pass_is_forgotten_where_it_is_counted(
     version: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed before 0.18.3 does not count passes; after, a count that stays would never end another pass."""
+    """DeepSpeed before 0.18.3 does not count passes; after, a count that stays would never end
+    another pass.
+    """
     monkeypatch.setattr(deepspeed, "__version__", version)
     optimizer = SimpleNamespace(is_gradient_accumulation_boundary=True)
     seam.forget_backward(optimizer)
@@ -76,7 +97,9 @@ def test_a_failed_backward_pass_is_forgotten_where_it_is_counted(
 
 
 def test_a_bucket_is_emptied_without_what_came_late() -> None:
-    """DeepSpeed 0.18.0 has no ``clear_params``; the buffer, which its own ``clear`` would drop, is used again."""
+    """DeepSpeed 0.18.0 has no ``clear_params``; the buffer, which its own ``clear`` would drop, is
+    used again.
+    """
     buffer = object()
     bucket = SimpleNamespace(buffer=buffer, params=[1, 2], elements=5)
     seam.empty_bucket(bucket)
@@ -84,14 +107,22 @@ def test_a_bucket_is_emptied_without_what_came_late() -> None:
 
 
 @pytest.mark.parametrize(("version", "told"), [("0.19.4", False), ("0.19.5", lambda: False)])
-def test_the_boundary_is_read_as_each_release_has_it(version: str, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that is not called is always true: gradients would be synced after each micro-batch."""
+def test_the_boundary_is_read_as_each_release_has_it(
+    version: str, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that is not called is always true: gradients would be synced after each
+    micro-batch.
+    """
     monkeypatch.setattr(deepspeed, "__version__", version)
     assert seam.at_boundary(SimpleNamespace(is_gradient_accumulation_boundary=told)) is False
 
 
-def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers hangs a recursive closure on ``torch.nn.Module``, other libraries hang wrappers on DeepSpeed."""
+def test_closures_that_hold_themselves_or_nothing_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers hangs a recursive closure on ``torch.nn.Module``, other libraries hang wrappers
+    on DeepSpeed.
+    """
 
     def odd(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any) -> Any:
@@ -110,13 +141,17 @@ def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pyt
 
 
 def test_all_that_the_hook_uses_is_checked() -> None:
-    """Whatever our class takes from DeepSpeed's is declared, so that a change cannot pass unseen."""
+    """Whatever our class takes from DeepSpeed's is declared, so that a change cannot pass
+    unseen.
+    """
     used = {
         node.attr
         for node in ast.walk(OVERRIDES)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
     }
-    checked = {name for _, name in DECLARED} | {name for _, names in seam.ATTRIBUTES for name in names}
+    checked = {name for _, name in DECLARED} | {
+        name for _, names in seam.ATTRIBUTES for name in names
+    }
     checked |= {name.removesuffix("()") for name in seam.SINCE}
     assert sorted((used & seam.attributes(seam.Stock)) - checked - {"__init__"}) == []
 
@@ -132,7 +167,7 @@ def test_a_stranger_is_refused_before_anything_is_patched(monkeypatch: pytest.Mo
     assert not install.DeepSpeedEngine._zero_topo_hook
 
 
-# -- ways to install it ------------------------------------------------------------------------------------------------
+# -- ways to install it ----------------------------------------------------------------------------
 
 REPORT = """
 import inspect, json, sys
@@ -142,7 +177,8 @@ def layers(function):
     while "/zero_topo/hook/" in function.__code__.co_filename:
         count, function = count + 1, function.__wrapped__
     return count
-places = DeepSpeedEngine._configure_zero_optimizer, deepspeed.initialize, deepspeed.zero.Init.__init__
+configure = DeepSpeedEngine._configure_zero_optimizer
+places = configure, deepspeed.initialize, deepspeed.zero.Init.__init__
 print(json.dumps([layers(place) for place in places]))
 """
 MODEL = """
@@ -153,14 +189,17 @@ if importlib.util.find_spec("transformers"):
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 """
 WAYS = {
-    "zero_topo_first": "import zero_topo, sys; assert 'deepspeed' not in sys.modules\nimport deepspeed",
+    "zero_topo_first": "import zero_topo, sys; assert 'deepspeed' not in sys.modules\nimport "
+    "deepspeed",
     "deepspeed_first": "import deepspeed\nimport zero_topo; zero_topo.enable(); zero_topo.enable()",
-    "enable_alone": "import zero_topo; zero_topo.enable(); import deepspeed, importlib; importlib.reload(zero_topo)",
+    "enable_alone": "import zero_topo; zero_topo.enable(); import deepspeed, importlib; "
+    "importlib.reload(zero_topo)",
     "hook_module_first": "import zero_topo.hook.install, deepspeed",
     "run": f"{MODEL}\nimport deepspeed",
 }
 
-# Each way in a process of its own, forked after the import of torch, which takes most of DeepSpeed's.
+# Each way in a process of its own, forked after the import of torch, which takes most of
+# DeepSpeed's.
 FORKS = """
 import os, runpy, sys, torch
 for script in sys.argv[1:]:
@@ -177,7 +216,9 @@ for script in sys.argv[1:]:
 
 @pytest.mark.parametrize("ways", [["deepspeed_first", "run"], late([*WAYS])], ids=["often", "all"])
 def test_every_way_installs_the_hook_once(ways: list[str], tmp_path: Path) -> None:
-    """One layer of ours around each of the three functions; so the installed DeepSpeed fits, which is checked first."""
+    """One layer of ours around each of the three functions; so the installed DeepSpeed fits, which
+    is checked first.
+    """
     scripts = [tmp_path / f"{name}.py" for name in ways]
     for script in scripts:
         script.write_text(f"{WAYS[script.stem]}\n{REPORT}")

@@ -30,7 +30,9 @@ from zero_topo.observe.pace import Pace
 
 
 class Copies(TorchDispatchMode):
-    """Copies into some tensors: the types on either side, and whether the host goes on meanwhile."""
+    """Copies into some tensors: the types on either side, and whether the host goes on
+    meanwhile.
+    """
 
     def __init__(self, targets: list[Tensor]) -> None:
         super().__init__()
@@ -45,15 +47,22 @@ class Copies(TorchDispatchMode):
 
 @contextmanager
 def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
-    """The hook's optimizer around an engine, with what it asks of DeepSpeed's constructor, which builds nothing."""
+    """The hook's optimizer around an engine, with what it asks of DeepSpeed's constructor, which
+    builds nothing.
+    """
     device = deepspeed.device
-    accelerator = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=device.current_stream)
+    accelerator = SimpleNamespace(
+        is_synchronized_device=lambda: False, current_stream=device.current_stream
+    )
 
     def asked(own: Any, contiguous_gradients: bool = True, **_: Any) -> None:
         own.contiguous_gradients = contiguous_gradients
         own.torch_autocast_gradscaler = None
 
-    with patch.object(Stock, "__init__", asked), patch.object(optimizer, "meeting_place", lambda: None):
+    with (
+        patch.object(Stock, "__init__", asked),
+        patch.object(optimizer, "meeting_place", lambda: None),
+    ):
         own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
@@ -74,7 +83,9 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "overflow": False,
         "inf_or_nan_tracker": torch.tensor(False),
         "fp16_partitioned_groups_flat_numel": widths,
-        "fp32_partitioned_groups_flat": [SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths],
+        "fp32_partitioned_groups_flat": [
+            SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths
+        ],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],
     }
     with patch.object(optimizer, "get_accelerator", lambda: accelerator):
@@ -128,10 +139,22 @@ class Bucket:
 
 
 def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
-    """Autograd adds the second part in place, on the computation's stream, while the bucket waits to be scattered."""
-    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
-        bucket, arrives = Bucket(deepspeed, optimizer, 576), optimizer.reduce_independent_p_g_buckets_and_remove_grads
-        with patch.object(Stock, "reduce_independent_p_g_buckets_and_remove_grads", lambda _, param: bucket.add(param)):
+    """Autograd adds the second part in place, on the computation's stream, while the bucket waits
+    to be scattered.
+    """
+    with (
+        job(BLOCKS["topo"], overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=False) as optimizer,
+    ):
+        bucket, arrives = (
+            Bucket(deepspeed, optimizer, 576),
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads,
+        )
+        with patch.object(
+            Stock,
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            lambda _, param: bucket.add(param),
+        ):
             for param_index, numel in ((1, 64), (0, 512)):
                 param = SimpleNamespace(ds_id=param_index, grad=torch.ones(numel).bfloat16())
                 arrives(param)
@@ -148,15 +171,23 @@ def test_overflow_is_looked_for_after_sync() -> None:
             assert self.topo.gradients.optimizer_rows().isfinite().all()
         deepspeed.main.wait_stream(deepspeed.scatters)
 
-    with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
+    with (
+        job({"scheme": "topo"}, overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=False) as optimizer,
+    ):
         deepspeed.micro_batch(last=True)
         with patch.object(Stock, "step", step):
             optimizer.step()
 
 
 def test_masters_on_the_host_are_page_locked() -> None:
-    """Where DeepSpeed's gradients are; those on the device stay, and the optimizer keeps its tensors."""
-    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+    """Where DeepSpeed's gradients are; those on the device stay, and the optimizer keeps its
+    tensors.
+    """
+    with (
+        job(BLOCKS["topo"], overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=True) as optimizer,
+    ):
         masters = [torch.ones(8, requires_grad=True), torch.ones(8, device="meta")]
         locked = torch.ones(8)
         optimizer.__dict__ |= {"fp32_partitioned_groups_flat": list(masters)}
@@ -164,12 +195,21 @@ def test_masters_on_the_host_are_page_locked() -> None:
         with patch.object(module, "get_accelerator", lambda: SimpleNamespace(pin_memory=pin)):
             optimizer._pin_masters()
     assert all(map(is_, optimizer.fp32_partitioned_groups_flat, masters))
-    assert pin.call_count == 1 and masters[0].data_ptr() == locked.data_ptr() and masters[0].requires_grad
+    assert (
+        pin.call_count == 1
+        and masters[0].data_ptr() == locked.data_ptr()
+        and masters[0].requires_grad
+    )
 
 
 def test_gradients_for_the_host_are_converted_on_the_device() -> None:
-    """What crosses is of the host's type, the host does not wait for each copy, and once for all before it reads."""
-    with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+    """What crosses is of the host's type, the host does not wait for each copy, and once for all
+    before it reads.
+    """
+    with (
+        job({"scheme": "topo"}, overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=True) as optimizer,
+    ):
         deepspeed.micro_batch(last=True)
         deepspeed.engine.gradients.sync()
         grads = [master.grad for master in optimizer.fp32_partitioned_groups_flat]
@@ -178,12 +218,18 @@ def test_gradients_for_the_host_are_converted_on_the_device() -> None:
         rows = deepspeed.engine.gradients.optimizer_rows()
         assert copies.seen == [(torch.float32, torch.float32, True)] * len(grads)
         assert waited.call_count == 1
-        assert torch.equal(torch.cat(grads), torch.cat([rows[:, a:b].float().view(-1) for a, b in deepspeed.columns]))
+        assert torch.equal(
+            torch.cat(grads),
+            torch.cat([rows[:, a:b].float().view(-1) for a, b in deepspeed.columns]),
+        )
 
 
 def test_the_host_reads_gradients_that_have_arrived() -> None:
     """Its optimizer reads page-locked memory, which the next step's copies write again."""
-    with job({"scheme": "topo"}, overlap_comm=True) as deepspeed, hooked(deepspeed, offload=True) as optimizer:
+    with (
+        job({"scheme": "topo"}, overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=True) as optimizer,
+    ):
         grads = [master.grad for master in optimizer.fp32_partitioned_groups_flat]
         deepspeed.device.host(*grads)
         for _ in range(2):
@@ -270,15 +316,33 @@ def settle(deepspeed: DeepSpeed, optimizer: Any) -> None:
 
 
 OPERATIONS: tuple[Callable[[DeepSpeed, Any], None], ...] = (
-    *(save, load, edit_masters, get, edit_weights, offload, evaluate, zero_grad, check, nothing, settle),
+    *(
+        save,
+        load,
+        edit_masters,
+        get,
+        edit_weights,
+        offload,
+        evaluate,
+        zero_grad,
+        check,
+        nothing,
+        settle,
+    ),
 )
 
 
 @pytest.mark.parametrize("name", ["codes", "q4", "topo", late("zero++ quantized"), late("hsdp")])
 def test_whatever_follows_a_step(name: str) -> None:
     """Each public operation at once after a step, while publish is under way."""
-    stock = {name: MagicMock() for name in ("offload_states", "reload_states", "checkpoint_event_prologue")}
-    with job(BLOCKS[name], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
+    stock = {
+        name: MagicMock()
+        for name in ("offload_states", "reload_states", "checkpoint_event_prologue")
+    }
+    with (
+        job(BLOCKS[name], overlap_comm=True) as deepspeed,
+        hooked(deepspeed, offload=False) as optimizer,
+    ):
         stock["empty_partition_cache"] = MagicMock()
         optimizer.__dict__ |= {
             "fp32_partitioned_groups_flat": deepspeed.masters,

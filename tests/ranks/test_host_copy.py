@@ -30,7 +30,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "16 bits": {"scheme": "zero3", "secondary": "node"},
     "int8": {"scheme": "zero++", "quantize": INT8},
     "int8 gathers, 16-bit copy": {"scheme": "zero++", "quantize": {"block_size": 64}},
-    "inside a node": {"scheme": "mics", "secondary": "gpu", "quantize": {"secondary": "int8", "block_size": 64}},
+    "inside a node": {
+        "scheme": "mics",
+        "secondary": "gpu",
+        "quantize": {"secondary": "int8", "block_size": 64},
+    },
     "of one rank": {"scheme": "zero++", "secondary": "rank", "quantize": INT8},
     "of own weights": {"scheme": "hsdp", "secondary": "node", "quantize": INT8},
     "frozen alone": {"scheme": "zero3", "frozen": {"secondary": "node"}},
@@ -87,7 +91,10 @@ class Passes:
 
     def backward(self) -> None:
         """A backward pass, in which each module is also recomputed."""
-        self.run("gather_backward", [module for module in (FROZEN_SLOTS, *reversed(MODULES)) for _ in range(2)])
+        self.run(
+            "gather_backward",
+            [module for module in (FROZEN_SLOTS, *reversed(MODULES)) for _ in range(2)],
+        )
 
 
 def updated(engine: Stage3) -> None:
@@ -131,7 +138,10 @@ def edited(engine: Stage3, passes: Passes) -> None:
     weights = engine.weights
     for param_index in (2, FROZEN_SLOTS[2]):
         passes.forward()
-        weights.write_back(param_index, torch.full((weights.layout.numels[param_index],), 0.3, dtype=torch.bfloat16))
+        weights.write_back(
+            param_index,
+            torch.full((weights.layout.numels[param_index],), 0.3, dtype=torch.bfloat16),
+        )
         passes.backward()
         passes.forward()
         passes.backward()
@@ -185,14 +195,18 @@ def test_the_bits_are_those_of_a_copy_on_the_device(name: str, case: str, machin
 
     block = BLOCKS[name]
     here, there = (world(each, MACHINES[machine], NUMELS) for each in (block, on_host(block)))
-    for mine, theirs in zip(run_threads(here.size, ranked, here), run_threads(here.size, ranked, there), strict=True):
+    for mine, theirs in zip(
+        run_threads(here.size, ranked, here), run_threads(here.size, ranked, there), strict=True
+    ):
         assert len(mine) == len(theirs) > 0
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_what_is_sent_and_stored_is_the_formulas(name: str) -> None:
-    """In two steps of two micro-batches: all bytes of all gathers; on the device, those of the plan without a copy."""
+    """In two steps of two micro-batches: all bytes of all gathers; on the device, those of the plan
+    without a copy.
+    """
     w = world(on_host(BLOCKS[name]), numels=NUMELS)
     without = world({**BLOCKS[name], "secondary": None, "frozen": {}}, numels=NUMELS)
 
@@ -206,16 +220,23 @@ def test_what_is_sent_and_stored_is_the_formulas(name: str) -> None:
             engine.end_step(skipped=True)
             work = engine.workload(2)
             formula = step_bytes(w.config, work)
-            gathers = {key: nbytes for key, nbytes in formula.items() if key[0].startswith("gather")}
+            gathers = {
+                key: nbytes for key, nbytes in formula.items() if key[0].startswith("gather")
+            }
             assert dict(engine.meter.last_step) == gathers
         memory = engine.memory()
         assert {**memory, "optimizer": 0} == memory_bytes(w.config, work, 2, 0)
         host = memory.pop("host", 0)
         assert {**memory, "optimizer": 0} == memory_bytes(without.config, work, 2, 0)
-        return {"host": host, "weights": sum(engine.layout.widths), "frozen": sum(engine.weights.layout.widths)}
+        return {
+            "host": host,
+            "weights": sum(engine.layout.widths),
+            "frozen": sum(engine.weights.layout.widths),
+        }
 
     stored = run_threads(w.size, ranked)[0]
-    if name == "16 bits":  # two nodes, so each rank has two world shards of every parameter, of two bytes an element
+    # Two nodes, so each rank has two world shards of every parameter, of two bytes an element
+    if name == "16 bits":
         assert stored["host"] == 2 * 2 * stored["frozen"]
     if name == "frozen alone":
         assert stored["host"] == 2 * 2 * (stored["frozen"] - stored["weights"])
@@ -230,7 +251,9 @@ def test_half_of_zero3s_gathers_cross_nodes_and_none_of_frozen_weights(ranks: in
 
     def across(block: dict[str, Any], of: Workload) -> int:
         sent = step_bytes(resolve(machine, **block), of)
-        return by_domain({key: n for key, n in sent.items() if key[0].startswith("gather")}).get("world", 0)
+        return by_domain({key: n for key, n in sent.items() if key[0].startswith("gather")}).get(
+            "world", 0
+        )
 
     block = {"scheme": "zero3", "secondary": "node", "secondary_on": "host"}
     zero3 = across({"scheme": "zero3"}, work)
@@ -242,14 +265,17 @@ def test_half_of_zero3s_gathers_cross_nodes_and_none_of_frozen_weights(ranks: in
 
 
 def test_frozen_weights_cross_nodes_once_in_a_run() -> None:
-    """By the meter: when they are loaded each rank gets its node's share, and nothing in any step after that."""
+    """By the meter: when they are loaded each rank gets its node's share, and nothing in any step
+    after that.
+    """
     w = world({"scheme": "zero3", "frozen": {"secondary_on": "host"}}, emulated(2, 2, 2), NUMELS)
 
     def ranked(rank: int) -> None:
         engine = bare_engine(w.config, matrices(NUMELS), torch.bfloat16, frozen=matrices(FROZEN))
         engine.weights.publish_world(engine.weights.frozen)
         widths = engine.weights.layout.widths[len(NUMELS) :]
-        assert engine.meter._step == {("publish", "world"): 2 * sum(widths)}  # one row of two bytes to one peer
+        # One row of two bytes to one peer
+        assert engine.meter._step == {("publish", "world"): 2 * sum(widths)}
         engine.restart_frozen()
         for _ in range(3):
             for phase in ("gather_forward", "gather_backward"):
@@ -269,7 +295,9 @@ def test_a_parameter_costs_two_launches_and_no_synchronization(name: str, nodes:
         found = Launches()
         sizes = numels(8 * nodes, 64)
         with fake_world(8 * nodes):
-            engine = bare_engine(resolve(emulated(nodes, 4, 2), **block), matrices(sizes), torch.bfloat16)
+            engine = bare_engine(
+                resolve(emulated(nodes, 4, 2), **block), matrices(sizes), torch.bfloat16
+            )
             engine.restart()
             for param_indices in ([param_index] for param_index in range(len(sizes))):
                 with found.phase("gathers"):

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a step costs must not grow with the number of nodes: launches are counted, in pretended worlds of any size.
+"""What a step costs must not grow with the number of nodes: launches are counted, in pretended
+worlds of any size.
 
-A launch is an ATen operation that is neither a view nor an allocation, a call of a kernel, or a collective.
+A launch is an ATen operation that is neither a view nor an allocation, a call of a kernel, or a
+collective.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "mics-gpu": {"scheme": "mics", "weights": "gpu"},
     "paper": {"scheme": "paper"},
     "topo": {"scheme": "topo", "quantize": {"resident": None}},
-    "plain": {"scheme": "topo", "quantize": {"weights": None, "secondary": None, "gradients": None}},
+    "plain": {
+        "scheme": "topo",
+        "quantize": {"weights": None, "secondary": None, "gradients": None},
+    },
     "one-hop": {"scheme": "topo", "two_hop": False},
     "scatter-gpu": {"scheme": "topo", "gradients": "gpu"},
     "replicated": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
@@ -74,7 +79,9 @@ SPARSE: dict[str, dict[str, Any]] = {
 }
 CASES = {
     **{
-        f"{s}+{m}": SCHEMES[s] | DENSE[m] for s in SCHEMES for m in ("dense", "int4" if s not in CODES else "sync-int4")
+        f"{s}+{m}": SCHEMES[s] | DENSE[m]
+        for s in SCHEMES
+        for m in ("dense", "int4" if s not in CODES else "sync-int4")
     },
     **{f"topo+{mode}": SCHEMES["topo"] | DENSE[mode] for mode in DENSE},
     **{f"topo+{mode}": SCHEMES["topo"] | SPARSE[mode] for mode in SPARSE},
@@ -90,8 +97,12 @@ def on(block: dict[str, Any], nodes: int) -> ResolvedConfig:
 
 
 def numels(ranks: int, width: int = 8) -> list[int]:
-    """Parameters of which each rank holds ``width`` elements or one more, some with padding at the end."""
-    return [width * ranks, width * ranks - 5, (width + 1) * ranks, (width + 1) * ranks - 1] * (PARAMS // 4)
+    """Parameters of which each rank holds ``width`` elements or one more, some with padding at the
+    end.
+    """
+    return [width * ranks, width * ranks - 5, (width + 1) * ranks, (width + 1) * ranks - 1] * (
+        PARAMS // 4
+    )
 
 
 @cache
@@ -113,14 +124,18 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
         *((name, MANY, None) if name in OFTEN else late(name, MANY, None) for name in CASES),
         ("topo+int4", ALL, None),
         *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense", "codes+dense")),
-        *((name, MANY, 4) for name in ("zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense")),
+        *(
+            (name, MANY, 4)
+            for name in ("zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense")
+        ),
     ],
 )
 def test_a_step_launches_no_more_on_many_nodes(name: str, nodes: int, together: int | None) -> None:
-    """At most 12 launches for each parameter in a step, and as many on 384 ranks, or on Frontier's 75,264, as on 16.
+    """At most 12 launches for each parameter in a step, and as many on 384 ranks, or on Frontier's
+    75,264, as on 16.
 
-    But gTopk's peers meet in a tree, which has a level more for twice as many; and each run costs three launches, where
-    collectives are of a few parameters each.
+    But gTopk's peers meet in a tree, which has a level more for twice as many; and each run costs
+    three launches, where collectives are of a few parameters each.
     """
     few, many = launched(name, FEW, together), launched(name, nodes, together)
     assert max(few, many) <= PER_PARAMETER + (PER_RUN / together if together else 0), (few, many)
@@ -130,16 +145,23 @@ def test_a_step_launches_no_more_on_many_nodes(name: str, nodes: int, together: 
 
 @pytest.mark.parametrize("name", ["zero3", "zero++", "topo", "codes"])
 def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) -> None:
-    """No more than those of the trained ones, on 16 ranks and on 384, and the host waits for nothing."""
+    """No more than those of the trained ones, on 16 ranks and on 384, and the host waits for
+    nothing.
+    """
 
     def launched(nodes: int) -> list[int]:
         found = Launches()
         parameters = matrices(numels(8 * nodes, 64))
         with fake_world(8 * nodes):
-            engine = bare_engine(on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters)
+            engine = bare_engine(
+                on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters
+            )
             engine.restart()
             engine.restart_frozen()
-            for param_indices, phase in ((engine.weights.trained, "trained"), (engine.weights.frozen, "frozen")):
+            for param_indices, phase in (
+                (engine.weights.trained, "trained"),
+                (engine.weights.frozen, "frozen"),
+            ):
                 with found.phase(phase):
                     for gather in ("gather_forward", "gather_backward"):
                         engine.weights.gather(param_indices, gather).wait()
@@ -151,7 +173,15 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", often(OFTEN, (name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape", "ternary")))
+    "name",
+    often(
+        OFTEN,
+        (
+            name
+            for name in CASES
+            if name.partition("+")[2] in (*DENSE, "radius", "scape", "ternary")
+        ),
+    ),
 )
 def test_the_host_waits_for_nothing(name: str) -> None:
     """What is sent does not depend on values, so the host never asks the device for any.
@@ -159,7 +189,9 @@ def test_the_host_waits_for_nothing(name: str) -> None:
     But changed codes have a size, which is asked for once in a publish.
     """
     asked = {"publish": 1} if name.partition("+")[0] in CODES else {}
-    assert {phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs} == asked
+    assert {
+        phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs
+    } == asked
 
 
 ENOUGH_COLUMNS = 1024
@@ -167,7 +199,8 @@ ENOUGH_COLUMNS = 1024
 
 
 class SlowOperations(TorchDispatchMode):
-    """Collects operations of torch that are slow on a GPU by their shapes; a CPU runs them as fast as others.
+    """Collects operations of torch that are slow on a GPU by their shapes; a CPU runs them as fast
+    as others.
 
     Attributes:
         found: what is slow, in words.
@@ -185,18 +218,26 @@ class SlowOperations(TorchDispatchMode):
 
 
 def scan(x: Tensor, dim: int, *_: Any) -> str:
-    """torch gives each column of a scan over an outer dimension one thread, which walks all rows."""
+    """torch gives each column of a scan over an outer dimension one thread, which walks all
+    rows.
+    """
     columns = x.shape[dim % x.dim() + 1 :].numel()
     return f"over dimension {dim} of {tuple(x.shape)}" if 1 < columns < ENOUGH_COLUMNS else ""
 
 
 def copies(x: Tensor, times: Sequence[int], *_: Any) -> str:
     """A collective can be given the same memory for all ranks."""
-    return f"{tuple(x.shape)} packed bytes, {times[0]} times" if x.dtype == torch.uint8 and x.numel() > 1 else ""
+    return (
+        f"{tuple(x.shape)} packed bytes, {times[0]} times"
+        if x.dtype == torch.uint8 and x.numel() > 1
+        else ""
+    )
 
 
 def positions(mask: Tensor, *_: Any) -> str:
-    """On a GPU of more than 256 multiprocessors the offsets of one-byte elements are not all written."""
+    """On a GPU of more than 256 multiprocessors the offsets of one-byte elements are not all
+    written.
+    """
     return f"a mask of {mask.dtype}" if mask.element_size() == 1 else ""
 
 
@@ -207,13 +248,19 @@ RULES: Mapping[str, Callable[..., str]] = MappingProxyType(
 
 
 NODE = {"scheme": "topo", "optimizer": "node"}
-BACK = {f"replicated+{mode}": NODE | SPARSE[mode] for mode in ("topk_a", "topk_dsa", "oktopk", "tagc")}
+BACK = {
+    f"replicated+{mode}": NODE | SPARSE[mode] for mode in ("topk_a", "topk_dsa", "oktopk", "tagc")
+}
 """Modes that send sums back to all peers, each of which owns other elements."""
 
 
 @pytest.mark.parametrize("name", often([*OFTEN, *BACK], CASES | BACK))
-def test_no_operation_of_a_step_is_slow_by_its_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle, or fails on a large one."""
+def test_no_operation_of_a_step_is_slow_by_its_shape(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle, or
+    fails on a large one.
+    """
     monkeypatch.setattr(reference, "_scans_half", lambda device: True)
     slow = SlowOperations()
     with fake_world(16):

@@ -24,14 +24,17 @@ from zero_topo.cost.volume import Workload
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
-MODEL = Transformer("small", 4, hidden=512, heads=8, kv_heads=8, vocab=2048, sequence=16, intermediate=2048)
+MODEL = Transformer(
+    "small", 4, hidden=512, heads=8, kv_heads=8, vocab=2048, sequence=16, intermediate=2048
+)
 ENDS = [len(numels) for numels in MODEL.modules()]
 MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), strict=True)]
 LAYER = sum(MODEL.modules()[1])
 
 
 def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
-    """A step as DeepSpeed takes it: a layer is whole, the next on its way, while a bucket of whole layers is scattered.
+    """A step as DeepSpeed takes it: a layer is whole, the next on its way, while a bucket of whole
+    layers is scattered.
 
     Gradients are new tensors and live until they are scattered.
 
@@ -44,7 +47,10 @@ def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
     for index, module in reversed(list(enumerate(MODULES))):
         whole = coming.wait()
         coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
-        ready |= {param_index: torch.zeros(engine.layout.numels[param_index], dtype=torch.bfloat16) for param_index in module}
+        ready |= {
+            param_index: torch.zeros(engine.layout.numels[param_index], dtype=torch.bfloat16)
+            for param_index in module
+        }
         filled = sum(gradient.numel() for gradient in ready.values())
         if not index or filled + LAYER > bucket or index == len(MODULES) - 1:
             engine.gradients.scatter([*ready], [*ready.values()], last=not index)
@@ -65,7 +71,9 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
     allocations = Allocations()
     with fake_world(config.plan.world_size), allocations:
         engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
-        masters, *_moments = (torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3))
+        masters, *_moments = (
+            torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3)
+        )
         engine.weights.publish_world()
         allocations.reset()
         for _ in range(2):
@@ -83,7 +91,11 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
 STAGED: dict[str, dict[str, Any]] = {
     "one group": {"scheme": "topo"},
     "two groups": {"scheme": "topo", "gradients": "gpu"},
-    "weights and gradients on the rank": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
+    "weights and gradients on the rank": {
+        "weights": "rank",
+        "gradients": "rank",
+        "optimizer": "world",
+    },
     "quantized": {"scheme": "topo", "gradients": "gpu", "sync": {"mode": "quantized"}},
 }
 
@@ -98,9 +110,13 @@ def test_runs_in_flight_need_no_more_than_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [2, late(1), late(3)])
-@pytest.mark.parametrize("name", often(OFTEN, (name for name in CASES if name.partition("+")[2] not in SPARSE)))
+@pytest.mark.parametrize(
+    "name", often(OFTEN, (name for name in CASES if name.partition("+")[2] not in SPARSE))
+)
 def test_the_peak_is_as_predicted(name: str, layers: int) -> None:
     """Of all schemes and of dense and quantized modes, in one collective or in several."""
     block: dict[str, Any] = CASES[name]
     config = resolve(emulated(2, 4, 2), **block, overlap=False)
-    assert peak(config, layers * LAYER) == pytest.approx(predicted(config, layers * LAYER), rel=0.05)
+    assert peak(config, layers * LAYER) == pytest.approx(
+        predicted(config, layers * LAYER), rel=0.05
+    )

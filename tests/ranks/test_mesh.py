@@ -37,7 +37,9 @@ def test_a_destroyed_mesh_lets_go_of_works() -> None:
 
 
 def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours() -> None:
-    """Torch names a locally synchronized group by how many the rank is in: ours must not depend on that."""
+    """Torch names a locally synchronized group by how many the rank is in: ours must not depend on
+    that.
+    """
     machine = shuffled(emulated(2, 2, 2))
     plan = Plan.build(machine, ("gpu", "node", "node", "world"))
 
@@ -59,31 +61,46 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
         Mesh(Plan(4, 2, None, 4, 4), machine, Meter(), [(1, 2)]).group(2, 4)
 
 
-@pytest.mark.skipif(not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one")
+@pytest.mark.skipif(
+    not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one"
+)
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
-    """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at Frontier's size."""
+    """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at
+    Frontier's size.
+    """
     machine = load_preset("frontier", 9408 * 8)
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
-    with bound_world(machine.world_size, rank) as world, patch.object(dist, "new_group", side_effect=AssertionError):
+    with (
+        bound_world(machine.world_size, rank) as world,
+        patch.object(dist, "new_group", side_effect=AssertionError),
+    ):
         mesh = Mesh(plan, machine, Meter(), plan.pairs())
         all_groups = [mesh.group(*pair) for whole in plan.pairs() for pair in plan.stages(*whole)]
-        travelled = {(made.lo, made.hi): made.group for made in all_groups if made.group not in (None, world)}
+        travelled = {
+            (made.lo, made.hi): made.group for made in all_groups if made.group not in (None, world)
+        }
         assert mesh.calls == len(world.splits) == len(travelled) == 4
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
-        assert not Mesh(Plan.build(machine, ("rank", "rank", "world", "world")), machine, Meter(), []).words({})
-        assert "the world's and 4 of " in mesh.words({}) and "created in 4 collective calls" in mesh.words({})
+        assert not Mesh(
+            Plan.build(machine, ("rank", "rank", "world", "world")), machine, Meter(), []
+        ).words({})
+        assert "the world's and 4 of " in mesh.words(
+            {}
+        ) and "created in 4 collective calls" in mesh.words({})
 
 
 @pytest.mark.parametrize(("unequal", "version"), [(True, torch.__version__), (False, "2.12.1")])
 def test_ranks_that_know_unequally_many_groups_do_not_split(
     unequal: bool, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's name of a split group holds the number of a rank's groups: members would know it by different names.
+    """Torch's name of a split group holds the number of a rank's groups: members would know it by
+    different names.
 
-    Nor does an older torch split, whose groups may collide or whose ``split_group`` takes no backend.
+    Nor does an older torch split, whose groups may collide or whose ``split_group`` takes no
+    backend.
     """
     monkeypatch.setattr(torch, "__version__", version)
     machine = emulated(2, 2, 2)

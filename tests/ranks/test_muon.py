@@ -29,11 +29,16 @@ NUMELS = (64, 32, 7)
 
 def hooked(w: World) -> Any:
     """An optimizer with one sub-group of matrices and one of vectors."""
-    parameters = [replace(p, whole=len(shape) > 1) for p, shape in zip(matrices(NUMELS), SHAPES, strict=True)]
+    parameters = [
+        replace(p, whole=len(shape) > 1) for p, shape in zip(matrices(NUMELS), SHAPES, strict=True)
+    ]
     own = object.__new__(optimizer.TopoStage3)
     own.topo = bare_engine(w.config, parameters)
     own.param_indices = {param_index: param_index for param_index in range(len(SHAPES))}
-    params = [SimpleNamespace(ds_id=param_index, ds_shape=shape) for param_index, shape in enumerate(SHAPES)]
+    params = [
+        SimpleNamespace(ds_id=param_index, ds_shape=shape)
+        for param_index, shape in enumerate(SHAPES)
+    ]
     rows = own.topo.gradients.optimizer_rows()
     widths = [sum(own.topo.layout.widths[:2]), own.topo.layout.widths[2]]
     own.fp16_groups = [params[:2], params[2:]]
@@ -45,7 +50,11 @@ def hooked(w: World) -> Any:
     columns = [(0, widths[0]), (widths[0], sum(widths))]
     gathers: Any = SimpleNamespace(trained=[], param_indices=own.param_indices)
     own._parts = Parts([Part(own.topo, gathers, (0, 1), STATE_KEY)], columns)
-    own.__dict__ |= {"use_muon": True, "sub_groups_lacking_loss_scale": set(), "offload_optimizer": False}
+    own.__dict__ |= {
+        "use_muon": True,
+        "sub_groups_lacking_loss_scale": set(),
+        "offload_optimizer": False,
+    }
     return own
 
 
@@ -55,8 +64,8 @@ def stepped(w: World, rank: int, bad: tuple[int, int, float] | None) -> list[Ten
     Args:
         w: the machine and the plan.
         rank: this one.
-        bad: rank, parameter and value of the one gradient of the second step that is not finite; None for no second
-            step.
+        bad: rank, parameter and value of the one gradient of the second step that is not finite;
+            None for no second step.
     """
     own = hooked(w)
     rows = own.topo.gradients.optimizer_rows()
@@ -68,16 +77,23 @@ def stepped(w: World, rank: int, bad: tuple[int, int, float] | None) -> list[Ten
         if step == 1 and bad is not None and bad[0] == rank:
             own.topo.layout.parameter(rows, bad[1])[0, 0] = bad[2]
         own._apply_muon_to_accumulated_grads()
-        found += [own._momentum(0).clone(), rows[:, : own.fp16_partitioned_groups_flat_numel[0]].clone()]
+        found += [
+            own._momentum(0).clone(),
+            rows[:, : own.fp16_partitioned_groups_flat_numel[0]].clone(),
+        ]
     return found
 
 
 @pytest.mark.parametrize("optimizer_domain", ["node", "world"])
 @pytest.mark.parametrize("bad", [(1, 0, torch.inf), (5, 1, torch.nan), (6, 2, -torch.inf)])
-def test_a_skipped_step_keeps_the_momentum(optimizer_domain: str, bad: tuple[int, int, float]) -> None:
-    """Whichever rank's gradient is not finite, and be it of a vector: DeepSpeed skips the step on all ranks.
+def test_a_skipped_step_keeps_the_momentum(
+    optimizer_domain: str, bad: tuple[int, int, float]
+) -> None:
+    """Whichever rank's gradient is not finite, and be it of a vector: DeepSpeed skips the step on
+    all ranks.
 
-    Every rank's update shows it, since DeepSpeed sees it in the norm. The next step is that of a run without it.
+    Every rank's update shows it, since DeepSpeed sees it in the norm. The next step is that of a
+    run without it.
     """
     degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
     w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
@@ -94,7 +110,9 @@ def test_a_skipped_step_keeps_the_momentum(optimizer_domain: str, bad: tuple[int
 def test_replicas_of_a_matrix_are_computed_without_atomics(
     hip: str | None, optimizer_domain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On ROCm several nodes compute one matrix, whose sums may be in any order else; the user's setting is restored."""
+    """On ROCm several nodes compute one matrix, whose sums may be in any order else; the user's
+    setting is restored.
+    """
     monkeypatch.setattr(torch.version, "hip", hip)
     modes = set()
 

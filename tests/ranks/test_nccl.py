@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Every scheme's and mode's step keeps NCCL's rules, whatever the order in which ranks wait for their gathers."""
+"""Every scheme's and mode's step keeps NCCL's rules, whatever the order in which ranks wait for
+their gathers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PARTS = (slice(0, 2), slice(2, 5))
 
 @contextmanager
 def lanes_of_a_gpu() -> Iterator[None]:
-    """Lanes queue what follows at once; nothing here has to be ordered among streams (tests/ranks/test_streams.py)."""
+    """Lanes queue what follows at once; nothing here has to be ordered among streams
+    (tests/ranks/test_streams.py).
+    """
     streams = MagicMock()
     with (
         patch("zero_topo.collectives.queue.torch", streams),
@@ -37,22 +41,31 @@ def lanes_of_a_gpu() -> Iterator[None]:
 
 def gathered(trainer: Trainer, phase: str, order: Sequence[int]) -> None:
     """Starts a gather for each parameter, as a prefetch does, and waits for them in some order."""
-    handles = [trainer.engine.weights.gather([param_index], phase) for param_index in range(len(NUMELS))]
+    handles = [
+        trainer.engine.weights.gather([param_index], phase) for param_index in range(len(NUMELS))
+    ]
     for param_index in order:
         assert handles[param_index].wait()[0].isfinite().all()
 
 
 def trained(w: World, mixed: bool) -> list[Tensor]:
-    """The weights of each rank after some steps; ``mixed``: each waits for its gathers in an order of its own."""
+    """The weights of each rank after some steps; ``mixed``: each waits for its gathers in an order
+    of its own.
+    """
 
     def rank_main(rank: int) -> Tensor:
         trainer = Trainer(w, rank, persistent=PERSISTENT)
         engine, weights = trainer.engine, trainer.engine.weights
         weights.publish_world()
         drawn = torch.Generator().manual_seed(rank)
-        for step in range(3 if w.config.sync.MODE == "radius" else 2):  # its mask is used in the third
+        # Its mask is used in the third
+        for step in range(3 if w.config.sync.MODE == "radius" else 2):
             for phase in ("gather_forward", "gather_backward"):
-                order = torch.randperm(len(NUMELS), generator=drawn).tolist() if mixed else range(len(NUMELS))
+                order = (
+                    torch.randperm(len(NUMELS), generator=drawn).tolist()
+                    if mixed
+                    else range(len(NUMELS))
+                )
                 gathered(trainer, phase, order)
             grads = w.grads(rank, step)
             for last in (False, True):
@@ -64,9 +77,15 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             if not weights.needs_masters:
                 weights.own.copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
-                begin, end = engine.layout.shard_ranges(part)[0][0], engine.layout.shard_ranges(part)[-1][1]
+                begin, end = (
+                    engine.layout.shard_ranges(part)[0][0],
+                    engine.layout.shard_ranges(part)[-1][1],
+                )
                 weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
-            assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())
+            assert all(
+                tensor.isfinite().all()
+                for tensor in weights.gather(PERSISTENT, "gather_exact").wait()
+            )
             engine.end_step(skipped=False)
         weights.finish()
         engine.gradients.mode.drain()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ok-Topk on the gradients of a model in training: its thresholds hold, and its words carry more than top-k's."""
+"""Ok-Topk on the gradients of a model in training: its thresholds hold, and its words carry more
+than top-k's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DENSITY, REUSE = 0.02, 10
 
 
 class Seen(NamedTuple):
-    """Of one step of one rank: picks and sums chosen, of k; how often thresholds were exact; bytes; and |result|^2."""
+    """Of one step of one rank: picks and sums chosen, of k; how often thresholds were exact; bytes;
+    and |result|^2.
+    """
 
     selected: float
     chosen: float
@@ -54,12 +58,16 @@ def trained(w: World, steps: int) -> list[list[Seen]]:
             F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
             grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             reduced = synced(engine, [torch.cat(grads)]).flatten()[:NUMEL]
-            for p, part in zip(model.parameters(), reduced.split([len(grad) for grad in grads]), strict=True):
+            for p, part in zip(
+                model.parameters(), reduced.split([len(grad) for grad in grads]), strict=True
+            ):
                 p.grad = part.view_as(p)
             step = observed(engine)
             of = {name: step.report[name] / DENSITY for name in ("density", "union")}
             exact = step.report.get("recomputed", 0.0)
-            found.append(Seen(of["density"], of["union"], exact, step.sent, float(reduced.square().sum())))
+            found.append(
+                Seen(of["density"], of["union"], exact, step.sent, float(reduced.square().sum()))
+            )
             optimizer.step()
         return found
 
@@ -73,32 +81,50 @@ def world_of(mode: str, **sync: Any) -> World:
 
 
 def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
-    """What a rank picks and what all choose is 0.8 to 1.25 k in every step, though thresholds are found now and then.
+    """What a rank picks and what all choose is 0.8 to 1.25 k in every step, though thresholds are
+    found now and then.
 
-    So the words stay under 5 k (P - 1) / P where thresholds are reused, and each brings more of the gradient than a
-    word of plain top-k. Thresholds that only drifted fell behind training, down to a seventh of k.
+    So the words stay under 5 k (P - 1) / P where thresholds are reused, and each brings more of the
+    gradient than a word of plain top-k. Thresholds that only drifted fell behind training, down to
+    a seventh of k.
     """
     steps, k = 3 * REUSE, share(DENSITY, NUMEL)
     found = trained(world_of("oktopk", tau_prime=REUSE), steps)
     for step, ranks in enumerate(zip(*found, strict=True)):
-        assert all(0.79 <= of <= 1.26 for seen in ranks for of in (seen.selected, seen.chosen)), step
+        assert all(0.79 <= of <= 1.26 for seen in ranks for of in (seen.selected, seen.chosen)), (
+            step
+        )
     reused = [step for step in range(REUSE, steps) if step % REUSE]
     words = [sum(ranks[step].sent for ranks in found) / 4 / 4 for step in reused]
     assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags beside the picks"
-    assert sum(ranks[step].exact for ranks in found for step in reused) <= len(reused) / 4, "they are reused"
+    assert sum(ranks[step].exact for ranks in found for step in reused) <= len(reused) / 4, (
+        "they are reused"
+    )
     plain = trained(world_of("topk_a"), steps)
     carried = sum(found[0][step].energy for step in reused) / sum(words)
-    assert carried > sum(plain[0][step].energy / (plain[0][step].sent / 4) for step in reused) / len(reused)
+    assert carried > sum(
+        plain[0][step].energy / (plain[0][step].sent / 4) for step in reused
+    ) / len(reused)
 
 
 @pytest.mark.parametrize("peers", [2, 3, 8])
 def test_an_owner_adds_up_all_of_its_own_row(peers: int) -> None:
-    """Where sums stay with their owners, a rank picks of the others' rows, and of its own needs to pick nothing: an
-    element is chosen by what its owner has of it, large or not, and what came."""
+    """Where sums stay with their owners, a rank picks of the others' rows, and of its own needs to
+    pick nothing: an element is chosen by what its owner has of it, large or not, and what came.
+    """
     columns, density = 4000, 0.02
     numel = peers * columns
-    w = sparse_world({**DATA_PARALLEL, "optimizer": "world"}, peers, "oktopk", (numel,), density=density, sharded=True)
-    grads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(peers)]
+    w = sparse_world(
+        {**DATA_PARALLEL, "optimizer": "world"},
+        peers,
+        "oktopk",
+        (numel,),
+        density=density,
+        sharded=True,
+    )
+    grads = [
+        torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(peers)
+    ]
     sums = torch.zeros(peers, columns)
     for rank, grad in enumerate(grads):
         rows = (grad / peers).view(peers, columns)
@@ -109,11 +135,15 @@ def test_an_owner_adds_up_all_of_its_own_row(peers: int) -> None:
         sums[rank] += rows[rank]
     least = sums.abs().flatten().topk(share(density, numel)).values.min()
     for rank, (found,) in enumerate(run(w, 1, lambda rank, _: [grads[rank].clone()])):
-        torch.testing.assert_close(found.own, torch.where(sums[rank].abs() >= least, sums[rank], 0.0))
+        torch.testing.assert_close(
+            found.own, torch.where(sums[rank].abs() >= least, sums[rank], 0.0)
+        )
 
 
 def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds all as picks."""
+    """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds
+    all as picks.
+    """
     taken: list[int] = []
 
     def counted(x: Tensor, at: float, count: int) -> Selected:
@@ -130,9 +160,18 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_in_an_owners_row_is_said_too(bad: float) -> None:
-    """It is not among what that rank picks, and all ranks are to know: each clips by the norm of all rows."""
+    """It is not among what that rank picks, and all ranks are to know: each clips by the norm of
+    all rows.
+    """
     columns = 100
-    w = sparse_world({**DATA_PARALLEL, "optimizer": "world"}, 3, "oktopk", (3 * columns,), density=0.1, sharded=True)
+    w = sparse_world(
+        {**DATA_PARALLEL, "optimizer": "world"},
+        3,
+        "oktopk",
+        (3 * columns,),
+        density=0.1,
+        sharded=True,
+    )
 
     def grads(rank: int, _: int) -> list[Tensor]:
         grad = torch.ones(3 * columns)
@@ -146,11 +185,15 @@ def test_what_is_not_finite_in_an_owners_row_is_said_too(bad: float) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_said_before_sums_are_cut(bad: float) -> None:
-    """Alone among few where others have too many, it would have no share of what all choose: nobody would see it."""
+    """Alone among few where others have too many, it would have no share of what all choose: nobody
+    would see it.
+    """
     w = sparse_world(DATA_PARALLEL, 4, "oktopk", (4_000,), density=0.01, tau_prime=4)
 
     def grads(rank: int, step: int) -> list[Tensor]:
-        """In the sixth step, the first that reuses thresholds, all is far above them but for the last quarter."""
+        """In the sixth step, the first that reuses thresholds, all is far above them but for the
+        last quarter.
+        """
         grad = w.grads(rank, step)[0]
         if step == 5:
             grad[:3_000] *= 1.3
@@ -162,10 +205,11 @@ def test_what_is_not_finite_is_said_before_sums_are_cut(bad: float) -> None:
 
 
 def test_regions_fit_the_picks_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all large elements are in one rank's quarter, all four reduce a part of them and send as much each.
+    """If all large elements are in one rank's quarter, all four reduce a part of them and send as
+    much each.
 
-    Without balancing, as the benchmark compares, that rank sends 6 k words of sums, and the others 2 k of elements.
-    All send 3 k magnitudes.
+    Without balancing, as the benchmark compares, that rank sends 6 k words of sums, and the others
+    2 k of elements. All send 3 k magnitudes.
     """
     w = world_of("oktopk")
     quiet = torch.ones(NUMEL).index_fill_(0, torch.arange(NUMEL // 4, NUMEL), 1e-6)
@@ -176,8 +220,9 @@ def test_regions_fit_the_picks_from_the_first_step_on(monkeypatch: pytest.Monkey
 
 
 def test_sums_that_crowd_on_one_rank_are_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions are of an earlier step: where one rank has far more sums than its share, others tell equal parts of them,
-    and the result has the same bits as if that rank told all."""
+    """Regions are of an earlier step: where one rank has far more sums than its share, others tell
+    equal parts of them, and the result has the same bits as if that rank told all.
+    """
     parts: list[tuple[list[int], list[int]]] = []
     spread = oktopk.OkTopk._spread
 
@@ -190,13 +235,19 @@ def test_sums_that_crowd_on_one_rank_are_told_by_all(monkeypatch: pytest.MonkeyP
     end = torch.where(torch.arange(16_000) < 1_000, 1.0, 1e-6)
 
     def moving(rank: int, step: int) -> list[Tensor]:
-        """In the fifth step, the first that reuses thresholds, the large elements are at the other end."""
+        """In the fifth step, the first that reuses thresholds, the large elements are at the other
+        end.
+        """
         return [w.grads(rank, step)[0] * (end.flip(0) if step == 4 else end)]
 
     monkeypatch.setattr(oktopk, "CROWDED", 8)
     alone = run(w, 5, moving)
     monkeypatch.setattr(oktopk.OkTopk, "_spread", seen)
     monkeypatch.setattr(oktopk, "CROWDED", 1)
-    assert all(torch.equal(a[4].rows, b[4].rows) for a, b in zip(run(w, 5, moving), alone, strict=True))
-    assert all(sum(sizes) == sum(counts) and max(sizes) == -(-sum(counts) // 8) for counts, sizes in parts)
+    assert all(
+        torch.equal(a[4].rows, b[4].rows) for a, b in zip(run(w, 5, moving), alone, strict=True)
+    )
+    assert all(
+        sum(sizes) == sum(counts) and max(sizes) == -(-sum(counts) // 8) for counts, sizes in parts
+    )
     assert any(max(sizes) <= max(counts) // 4 for counts, sizes in parts)

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Each sparse paper's algorithm, written line by line from the paper in FP64, and the engine beside it for 30 steps.
+"""Each sparse paper's algorithm, written line by line from the paper in FP64, and the engine beside
+it for 30 steps.
 
-The references have all workers in one process and no communication. `docs/papers.md` names this file.
+The references have all workers in one process and no communication. `docs/papers.md` names this
+file.
 """
 
 from __future__ import annotations
@@ -29,12 +31,19 @@ Building = Callable[[list[Tensor]], Optimizer]
 
 
 def gradients_of(w: World, rank: int, step: int) -> list[Tensor]:
-    """A worker's gradient: one that all share for five steps, and noise, so that workers select some in common."""
-    return [g + 0.5 * noise for g, noise in zip(w.grads(999, step // 5), w.grads(rank, step), strict=True)]
+    """A worker's gradient: one that all share for five steps, and noise, so that workers select
+    some in common.
+    """
+    return [
+        g + 0.5 * noise
+        for g, noise in zip(w.grads(999, step // 5), w.grads(rank, step), strict=True)
+    ]
 
 
 class Algorithm:
-    """A model of all workers in one process: FP64 weights ``[owners, columns]``, an optimizer, clipping."""
+    """A model of all workers in one process: FP64 weights ``[owners, columns]``, an optimizer,
+    clipping.
+    """
 
     def __init__(self, w: World, optimizer: Building, clip: float, **sync: Any) -> None:
         self.w, self.clip, self.sync = w, clip, sync
@@ -43,9 +52,13 @@ class Algorithm:
         self.residual = torch.zeros(w.size, w.size, w.columns, dtype=torch.float64)
 
     def gradients(self, step: int) -> Tensor:
-        """All workers' gradients, FP64 ``[workers, owners, columns]``, divided by the number of workers."""
+        """All workers' gradients, FP64 ``[workers, owners, columns]``, divided by the number of
+        workers.
+        """
         workers = [gradients_of(self.w, rank, step) for rank in range(self.w.size)]
-        rows = [[self.w.own_columns(owner, grads) for owner in range(self.w.size)] for grads in workers]
+        rows = [
+            [self.w.own_columns(owner, grads) for owner in range(self.w.size)] for grads in workers
+        ]
         return torch.stack([torch.stack(row) for row in rows]).double() / self.w.size
 
     def update(self, gradient: Tensor) -> Tensor:
@@ -62,7 +75,9 @@ class Algorithm:
 
 
 class RadiusAlgorithm(Algorithm):
-    """Radius, Algorithms 1 and 2. The score is AdamW's own update, and the mask is chosen in each owner's slices."""
+    """Radius, Algorithms 1 and 2. The score is AdamW's own update, and the mask is chosen in each
+    owner's slices.
+    """
 
     def step(self, step: int) -> None:
         start, interval = self.sync["start"], self.sync["interval"]
@@ -74,7 +89,9 @@ class RadiusAlgorithm(Algorithm):
             self.residual.zero_()
             self.mask = torch.zeros_like(moved, dtype=torch.bool)
             widths = [numel // self.w.size for numel in LAYERS]
-            for scores, mask in zip(moved.split(widths, dim=1), self.mask.split(widths, dim=1), strict=True):
+            for scores, mask in zip(
+                moved.split(widths, dim=1), self.mask.split(widths, dim=1), strict=True
+            ):
                 count = int(self.sync["density"] * scores.shape[1])
                 mask.scatter_(1, scores.topk(count, dim=1).indices, True)
         else:
@@ -83,7 +100,9 @@ class RadiusAlgorithm(Algorithm):
 
 
 class TagcAlgorithm(Algorithm):
-    """TAGC, Algorithm 1: accumulation, a threshold at the share theta, the sum of what workers selected."""
+    """TAGC, Algorithm 1: accumulation, a threshold at the share theta, the sum of what workers
+    selected.
+    """
 
     def step(self, step: int) -> None:
         self.residual += self.gradients(step)
@@ -100,7 +119,9 @@ class OkTopkAlgorithm(Algorithm):
     def step(self, step: int) -> None:
         self.residual += self.gradients(step)
         k = round(self.sync["density"] * self.residual[0].numel())
-        local = self.residual.abs() >= self.residual.flatten(1).abs().topk(k).values[:, -1, None, None]
+        local = (
+            self.residual.abs() >= self.residual.flatten(1).abs().topk(k).values[:, -1, None, None]
+        )
         sums = torch.where(local, self.residual, 0.0).sum(dim=0)
         chosen = sums.abs() >= sums.flatten().abs().topk(k).values[-1]
         self.update(torch.where(chosen, sums, 0.0))
@@ -108,7 +129,9 @@ class OkTopkAlgorithm(Algorithm):
 
 
 def trained(w: World, optimizer: Building, clip: float) -> list[Tensor]:
-    """The engine's weights on every rank after all steps, ``[owners, columns]``: each rank has all of them."""
+    """The engine's weights on every rank after all steps, ``[owners, columns]``: each rank has all
+    of them.
+    """
 
     def rank_main(rank: int) -> Tensor:
         trainer = Trainer(w, rank, optimizer, 1.0)
@@ -117,7 +140,9 @@ def trained(w: World, optimizer: Building, clip: float) -> list[Tensor]:
             scale = min(1.0, clip / float(rows.double().norm())) if clip else 1.0
             trainer.update(rows * scale, lambda group: LR)
             trainer.engine.end_step(skipped=False)
-        assert mode_of(trainer.engine).report().get("ratio", 1) > 0 or w.columns < LEAST_BLOCKS * 1024
+        assert (
+            mode_of(trainer.engine).report().get("ratio", 1) > 0 or w.columns < LEAST_BLOCKS * 1024
+        )
         return trainer.table(trainer.masters)
 
     return run_threads(w.size, rank_main)
@@ -129,22 +154,34 @@ def trained(w: World, optimizer: Building, clip: float) -> list[Tensor]:
     [
         (RadiusAlgorithm, "radius", 4, LAYERS, {"density": 0.25, "interval": 6, "start": 4}),
         (TagcAlgorithm, "tagc", 3, (3000,), {"theta": 0.9}),
-        (TagcAlgorithm, "tagc", 2, (2 * LEAST_BLOCKS * 1024,), {"theta": 0.96875}),  # through a sketch
+        # Through a sketch
+        (TagcAlgorithm, "tagc", 2, (2 * LEAST_BLOCKS * 1024,), {"theta": 0.96875}),
         (OkTopkAlgorithm, "oktopk", 4, (2000, 500), {"density": 0.02, "tau": 1, "tau_prime": 1}),
     ],
     ids=str,
 )
 def test_weights_after_thirty_steps_are_the_algorithms(
-    algorithm: type[Algorithm], mode: str, workers: int, numels: tuple[int, ...], sync: dict[str, Any], clip: float
+    algorithm: type[Algorithm],
+    mode: str,
+    workers: int,
+    numels: tuple[int, ...],
+    sync: dict[str, Any],
+    clip: float,
 ) -> None:
-    """Element by element, on every rank: what was selected, sent, added up, kept for later and clipped."""
+    """Element by element, on every rank: what was selected, sent, added up, kept for later and
+    clipped.
+    """
     w = sparse_world(DATA_PARALLEL, workers, mode, numels, value_dtype="fp32", **sync)
-    optimizer: Building = partial(AdamW, lr=LR, weight_decay=0.1) if mode == "radius" else partial(SGD, lr=LR)
+    optimizer: Building = (
+        partial(AdamW, lr=LR, weight_decay=0.1) if mode == "radius" else partial(SGD, lr=LR)
+    )
     reference = algorithm(w, optimizer, clip, **sync)
     for step in range(STEPS):
         reference.step(step)
     for weights in trained(w, optimizer, clip):
-        torch.testing.assert_close(weights.double(), reference.weights.detach(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            weights.double(), reference.weights.detach(), atol=1e-6, rtol=1e-6
+        )
 
 
 def test_the_page_judges_every_mechanism() -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The residual of quantized sync from one step to the next: skips, loss scales, zero_grad, checkpoints, other plans."""
+"""The residual of quantized sync from one step to the next: skips, loss scales, zero_grad,
+checkpoints, other plans.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SCALED = {"accumulation_dtype": "fp32"}
 
 
 def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
-    """FP16: an overflow throws a step away, its residual too; NaN reaches the optimizer's row so that it is noticed."""
+    """FP16: an overflow throws a step away, its residual too; NaN reaches the optimizer's row so
+    that it is noticed.
+    """
     w = world({**block(), **SCALED})
 
     def rank_main(rank: int) -> tuple[bool, bool]:
@@ -39,7 +43,9 @@ def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
 def test_dropped_gradients_drop_their_residual_and_one_line_says_so(
     setting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step skipped for a NaN leaves none of it behind; zero_grad before a step too; the line comes once."""
+    """A step skipped for a NaN leaves none of it behind; zero_grad before a step too; the line
+    comes once.
+    """
     w = world(block(setting))
 
     def rank_main(rank: int) -> list[bool]:
@@ -57,7 +63,9 @@ def test_dropped_gradients_drop_their_residual_and_one_line_says_so(
 
     assert run_threads(w.size, rank_main) == [[True] * 5] * 8
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert said.startswith("zero_topo: gradients were dropped (a skipped step, or zero_grad before the step)")
+    assert said.startswith(
+        "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step)"
+    )
 
 
 def test_zero_grad_after_the_step_keeps_the_residual(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,13 +78,17 @@ def test_zero_grad_after_the_step_keeps_the_residual(caplog: pytest.LogCaptureFi
         engine.gradients.zero()
         engine.gradients.peek().fill_(1)
         engine.gradients.zero()
-        return torch.equal(residual(engine), before) and bool(before.any()) and not owned(engine).any()
+        return (
+            torch.equal(residual(engine), before) and bool(before.any()) and not owned(engine).any()
+        )
 
     assert all(run_threads(w.size, rank_main)) and not caplog.records
 
 
 def test_residuals_are_kept_without_the_loss_scale() -> None:
-    """FP16: a loss scale that changes between steps (a power of two) does not change the residual."""
+    """FP16: a loss scale that changes between steps (a power of two) does not change the
+    residual.
+    """
     w = world({**block(), **SCALED})
 
     def rank_main(rank: int, scaled: bool) -> Tensor:
@@ -84,7 +96,8 @@ def test_residuals_are_kept_without_the_loss_scale() -> None:
         engine = w.engine(torch.float16, loss_scale=lambda: scale)
         for step in range(3):
             scale = (16.0, 64.0, 4.0)[step] if scaled else 1.0
-            synced(engine, [g * scale for g in w.grads(rank, step, torch.bfloat16)])  # few bits: exact when scaled
+            # Few bits: exact when scaled
+            synced(engine, [g * scale for g in w.grads(rank, step, torch.bfloat16)])
             row = owned(engine) / scale
             engine.end_step(skipped=False)
         return torch.cat([row[None], residual(engine)])
@@ -92,7 +105,9 @@ def test_residuals_are_kept_without_the_loss_scale() -> None:
     assert_changes_nothing(w, rank_main)
 
 
-def test_a_save_between_backward_and_step_leaves_out_the_residual(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_between_backward_and_step_leaves_out_the_residual(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Gradients were added to it; one line says so. FP16 has it apart."""
     w = world(block())
 
@@ -104,14 +119,22 @@ def test_a_save_between_backward_and_step_leaves_out_the_residual(caplog: pytest
     assert not any(run_threads(w.size, rank_main, torch.float32))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.endswith("save after a step to keep it")
-    assert all(saved["zero_topo"]["sync"]["residual"].any() for saved in run_threads(w.size, rank_main, torch.float16))
+    assert all(
+        saved["zero_topo"]["sync"]["residual"].any()
+        for saved in run_threads(w.size, rank_main, torch.float16)
+    )
 
 
 OTHER_PLANS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
     "another secondary": ("topo", {"secondary": None}, torch.float32, 0),
     "another optimizer": ("topo", {"optimizer": "node"}, torch.float32, 0),
     "a loss scaler": ("topo", {}, torch.float16, 0),
-    "gradients over a GPU": ("topo", {"weights": 1, "secondary": None, "gradients": "gpu"}, torch.float32, 0),
+    "gradients over a GPU": (
+        "topo",
+        {"weights": 1, "secondary": None, "gradients": "gpu"},
+        torch.float32,
+        0,
+    ),
     "gradients over the world": ("topo", {"gradients": "world"}, torch.float32, 1),
 }
 """A plan to go on with; and rows of what a rank owes that have no place there."""
@@ -119,7 +142,9 @@ OTHER_PLANS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
 
 @pytest.mark.parametrize("other", OTHER_PLANS)
 def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever is a peer in both gets its residual; what cannot be taken along is said, not dropped silently."""
+    """Whoever is a peer in both gets its residual; what cannot be taken along is said, not dropped
+    silently.
+    """
     setting, more, dtype, lost = OTHER_PLANS[other]
     w, to = world(block(setting)), world({**block(setting), **more})
 
@@ -135,7 +160,9 @@ def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCapture
     if lost:
         (line,) = said
         assert "gradients over 4 and optimizer over 8 ranks, this run has gradients over 8" in line
-        assert "1 rows of a rank's residual of sync are dropped" in line and "zero-topo carry" in line
+        assert (
+            "1 rows of a rank's residual of sync are dropped" in line and "zero-topo carry" in line
+        )
         return
     assert not said
     before, after = (summed_residuals(w, [of[i] for of in results]) for i in range(2))
@@ -146,7 +173,9 @@ def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCapture
 def test_one_damaged_residual_starts_all_ranks_afresh(
     damaged: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranks that went on with theirs would send what another does not expect; one line says so, with the rank."""
+    """Ranks that went on with theirs would send what another does not expect; one line says so,
+    with the rank.
+    """
     w = world(block())
 
     def rank_main(rank: int) -> bool:
@@ -162,6 +191,7 @@ def test_one_damaged_residual_starts_all_ranks_afresh(
     assert not any(run_threads(w.size, rank_main))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.startswith(
-        "zero_topo: sync starts without the checkpoint's state on all ranks: ranks do not agree with "
+        "zero_topo: sync starts without the checkpoint's state on all ranks: ranks do not agree "
+        "with "
     )
     assert "rank 5 of host" in said and said.endswith("look at their files of this checkpoint")

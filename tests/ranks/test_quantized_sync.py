@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: nothing is lost, only late, in whatever precision and however often a step syncs."""
+"""Quantized sync: nothing is lost, only late, in whatever precision and however often a step
+syncs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
-from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
+from tests.ranks.worlds import (
+    PLAIN,
+    SLOTS,
+    World,
+    assert_changes_nothing,
+    either_placement,
+    owned,
+    synced,
+    world,
+)
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.quantized import Quantized
@@ -35,7 +46,11 @@ def mode(engine: Stage3) -> Quantized:
 def residual(engine: Stage3) -> Tensor:
     """The residual of the rank between steps, ``[other peers, F]``, a copy."""
     stored, own = mode(engine).state_dict()["residual"].float(), mode(engine).peers.index
-    return stored.clone() if mode(engine).residual is not None else torch.cat([stored[:own], stored[own + 1 :]])
+    return (
+        stored.clone()
+        if mode(engine).residual is not None
+        else torch.cat([stored[:own], stored[own + 1 :]])
+    )
 
 
 def train(
@@ -62,7 +77,9 @@ def train(
 def residuals(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
     """The members that lack something of a rank, and its residual for each."""
     across = mode(engine).peers
-    others = [member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank]
+    others = [
+        member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank
+    ]
     return list(zip(others, residual(engine), strict=True))
 
 
@@ -81,12 +98,18 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
     "fp16": (torch.float16, {}, 0.02),
     "fp16, accumulated in fp32": (torch.float16, {"accumulation_dtype": "fp32"}, 0.005),
 }
-"""Of the model and the gradient shard; and the part of the residual that roundings of gradients may amount to."""
+"""Of the model and the gradient shard; and the part of the residual that roundings of gradients may
+amount to.
+"""
 
 
 @pytest.mark.parametrize(
     ("precision", "how", "steps"),
-    [("fp32", "late", 3), ("fp32", "peek", 3), *((precision, "once", 6) for precision in PRECISIONS)],
+    [
+        ("fp32", "late", 3),
+        ("fp32", "peek", 3),
+        *((precision, "once", 6) for precision in PRECISIONS),
+    ],
 )
 @pytest.mark.parametrize("setting", HIERARCHY)
 @either_placement
@@ -95,8 +118,8 @@ def test_what_has_not_arrived_is_in_the_residual(
 ) -> None:
     """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe.
 
-    Up to the roundings of 16 bits, which are far less than the residual. Also where a step syncs twice: for a gradient
-    that comes after its run was synced, or peeks before the step.
+    Up to the roundings of 16 bits, which are far less than the residual. Also where a step syncs
+    twice: for a gradient that comes after its run was synced, or peeks before the step.
     """
     dtype, more, rounding = PRECISIONS[precision]
     w, late = world({**block(setting), **more}, machine), 0.5 * (how == "late")
@@ -125,7 +148,9 @@ def test_what_has_not_arrived_is_in_the_residual(
 
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_overlap_changes_no_bit(setting: str) -> None:
-    """Runs synced under the backward pass give what one sync at the step gives, residuals included."""
+    """Runs synced under the backward pass give what one sync at the step gives, residuals
+    included.
+    """
 
     def rank_main(rank: int, overlap: bool) -> Tensor:
         w = world({**block(setting), "overlap": overlap})
@@ -133,7 +158,9 @@ def test_overlap_changes_no_bit(setting: str) -> None:
         for step in range(3):
             grads = w.grads(rank, step)
             for param_indices in [(4,), (3, 2), (1, 0)]:
-                engine.gradients.scatter(param_indices, [grads[i] for i in param_indices], last=True)
+                engine.gradients.scatter(
+                    param_indices, [grads[i] for i in param_indices], last=True
+                )
             engine.gradients.sync()
             rows = engine.gradients.optimizer_rows().clone()
             engine.end_step(skipped=False)
@@ -164,8 +191,12 @@ def test_memory_and_bytes_are_the_formulas(dtype: torch.dtype) -> None:
     def rank_main(rank: int) -> dict[str, int]:
         engine, _ = train(w, rank, 1, dtype=dtype)
         work = engine.workload(1)
-        expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] in ("sync", "scatter")}
-        assert {k: n for k, n in engine.meter.last_step.items() if k[0] in ("sync", "scatter")} == expected
+        expected = {
+            key: n for key, n in step_bytes(w.config, work).items() if key[0] in ("sync", "scatter")
+        }
+        assert {
+            k: n for k, n in engine.meter.last_step.items() if k[0] in ("sync", "scatter")
+        } == expected
         stored = memory_bytes(w.config, work, 2)
         assert engine.memory().get("residual", 0) == stored.get("residual", 0)
         assert engine.memory()["gradients"] == stored["gradients"]

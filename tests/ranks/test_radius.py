@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Radius: a mask chosen of the optimizer's own update, common to all peers, and nothing lost between resamplings."""
+"""Radius: a mask chosen of the optimizer's own update, common to all peers, and nothing lost
+between resamplings.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ Rate = Callable[[int, int], float]  # of step and sub-group
 
 
 class Seen(NamedTuple):
-    """One step of one rank: what was synced, the residual, the own row's update, the masks, and the rank's rows."""
+    """One step of one rank: what was synced, the residual, the own row's update, the masks, and the
+    rank's rows.
+    """
 
     step: Step
     update: Tensor
@@ -43,10 +47,16 @@ class Seen(NamedTuple):
     masters: Tensor
 
 
-def radius_world(setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
-    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism; of the usual parameters there are two runs."""
+def radius_world(
+    setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any
+) -> World:
+    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism; of the usual parameters
+    there are two runs.
+    """
     sync = {"density": 0.1, "interval": INTERVAL, "value_dtype": "fp32", **sync}
-    w = sparse_world(PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
+    w = sparse_world(
+        PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync
+    )
     return replace(w, chunk=1024)
 
 
@@ -60,7 +70,9 @@ def mask_of(engine: Stage3) -> Tensor:
 class Run(Trainer):
     """With AdamW."""
 
-    def __init__(self, w: World, rank: int, rate: Rate = usual_rate, peeks_at: Sequence[int] = ()) -> None:
+    def __init__(
+        self, w: World, rank: int, rate: Rate = usual_rate, peeks_at: Sequence[int] = ()
+    ) -> None:
         # With its usual epsilon the first step is the sign of the gradient, and all elements tie.
         super().__init__(w, rank, lambda masters: torch.optim.AdamW(masters, eps=1.0), 0.0)
         self.rate, self.peeks_at = rate, peeks_at
@@ -68,7 +80,11 @@ class Run(Trainer):
     def step(self, step: int) -> Seen:
         """A whole step."""
         rows = self.sync(step, step in self.peeks_at)
-        before, old, own = mask_of(self.engine), self.table(self.masters), self.engine.masters.own_row
+        before, old, own = (
+            mask_of(self.engine),
+            self.table(self.masters),
+            self.engine.masters.own_row,
+        )
         self.update(rows, lambda group: self.rate(step, group))
         new = self.table(self.masters)
         return Seen(observed(self.engine), (new - old)[own], before, mask_of(self.engine), new)
@@ -92,7 +108,9 @@ def trained(setting: str) -> tuple[World, list[list[Seen]]]:
 
 
 def chosen(w: World, update: Tensor) -> Tensor:
-    """The elements of a row that its owner should choose, by sorting: columns of the mask, those of all but vectors."""
+    """The elements of a row that its owner should choose, by sorting: columns of the mask, those of
+    all but vectors.
+    """
     found, begin = [], 0
     for numel in w.numels:
         width = w.config.plan.shard_numel(numel)
@@ -108,9 +126,15 @@ def chosen(w: World, update: Tensor) -> Tensor:
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
-    """What has not arrived is in the residual at every step; a resampling in FP32 leaves none, read or not."""
+    """What has not arrived is in the residual at every step; a resampling in FP32 leaves none, read
+    or not.
+    """
     w = radius_world(setting, value_dtype=value_dtype)
-    results = trained(setting)[1] if value_dtype == "fp32" else train(w, 2 * INTERVAL + 2, peeks_at=(1, INTERVAL))
+    results = (
+        trained(setting)[1]
+        if value_dtype == "fp32"
+        else train(w, 2 * INTERVAL + 2, peeks_at=(1, INTERVAL))
+    )
     check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
     between = [step % INTERVAL != 0 for step in range(2 * INTERVAL + 2)]
     assert value_dtype == "bf16" or all(has_residual(steps) == between for steps in results)
@@ -118,7 +142,9 @@ def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
 
 @pytest.mark.parametrize("setting", PLACES)
 def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
-    """All peers hold it; the row of each is its own choice of the optimizer's update then; the others' stay away."""
+    """All peers hold it; the row of each is its own choice of the optimizer's update then; the
+    others' stay away.
+    """
     w, results = trained(setting)
     plan = w.config.plan
     vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
@@ -141,12 +167,16 @@ def test_replicas_agree_bit_for_bit() -> None:
     _, results = trained("data parallel")
     for steps in results[1:]:
         for mine, theirs in zip(steps, results[0], strict=True):
-            assert torch.equal(mine.step.rows, theirs.step.rows) and torch.equal(mine.masters, theirs.masters)
+            assert torch.equal(mine.step.rows, theirs.step.rows) and torch.equal(
+                mine.masters, theirs.masters
+            )
             assert torch.equal(mine.after, theirs.after)
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
-    """What an update said is forgotten with a step that is skipped after all, though the next one says nothing."""
+    """What an update said is forgotten with a step that is skipped after all, though the next one
+    says nothing.
+    """
 
     def without_rate(step: int, group: int) -> float:
         return 0.0 if step == INTERVAL else RATE
@@ -160,7 +190,10 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
             trainer.engine.end_step(skipped=True)
 
     w, steps = radius_world("topo"), 2 * INTERVAL + 1
-    found, expected = computed(w, steps, disturb, without_rate), computed(w, steps, rate=without_rate)
+    found, expected = (
+        computed(w, steps, disturb, without_rate),
+        computed(w, steps, rate=without_rate),
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -170,13 +203,21 @@ def has_residual(steps: Sequence[Seen]) -> list[bool]:
 
 
 def test_a_learning_rate_of_zero_chooses_nothing() -> None:
-    """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
+    """There is no update to choose by: the first step that has one resamples; later ones keep the
+    mask they have.
+    """
     rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
-    for steps in train(radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]):
+    for steps in train(
+        radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]
+    ):
         # Step 2 has no mask yet, 3 and 6 end intervals.
         assert has_residual(steps) == [False] * 4 + [True, True, False]
         assert not steps[1].after.any() and steps[2].after.any()
-    for steps in train(radius_world("topo"), INTERVAL + 2, rate=lambda step, group: 0.0 if step == INTERVAL else RATE):
+    for steps in train(
+        radius_world("topo"),
+        INTERVAL + 2,
+        rate=lambda step, group: 0.0 if step == INTERVAL else RATE,
+    ):
         assert torch.equal(steps[0].after, steps[-1].after)
 
 
@@ -184,7 +225,9 @@ def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> No
     """The others choose anew."""
     w = radius_world("data parallel")
     group = sum(w.config.plan.shard_numel(n) for n in NUMELS[-2:])
-    for steps in train(w, INTERVAL + 1, rate=lambda step, group: RATE if step < INTERVAL else RATE * (1 - group)):
+    for steps in train(
+        w, INTERVAL + 1, rate=lambda step, group: RATE if step < INTERVAL else RATE * (1 - group)
+    ):
         last = steps[-1]
         assert torch.equal(last.after[:, -group:], last.before[:, -group:])
         assert not torch.equal(last.after[:, :-group], last.before[:, :-group])
@@ -205,7 +248,7 @@ def test_updates_are_asked_for_at_resamplings_only() -> None:
     assert run_threads(w.size, rank_main)[0] == [False, True, False, False, True]
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])

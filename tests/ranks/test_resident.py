@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights that are held as codes: every copy has the masters' codes, after every publish, edit, load and save."""
+"""Weights that are held as codes: every copy has the masters' codes, after every publish, edit,
+load and save.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,15 @@ def begun(w: World, chunk: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -
 def walked(w: World, engine: Stage3, steps: range, rate: float = 1e-3) -> None:
     """Publish some steps of the walk."""
     for step in steps:
-        engine.weights.publish(masters=masters_of(w, engine.layout.rank, w.config.plan.optimizer, step, rate))
+        engine.weights.publish(
+            masters=masters_of(w, engine.layout.rank, w.config.plan.optimizer, step, rate)
+        )
 
 
 def assert_near(found: list[Tensor], masters: Tensor, engine: Stage3) -> None:
-    """Gathered parameters are the masters, each rounded to a code of its block; ``masters`` is ``[N, F]``, in order."""
+    """Gathered parameters are the masters, each rounded to a code of its block; ``masters`` is
+    ``[N, F]``, in order.
+    """
     for index, whole in enumerate(found):
         rows = engine.layout.parameter(masters, index)
         wanted = engine.layout.flat_of(rows.flatten(), index)
@@ -72,7 +78,9 @@ def assert_near(found: list[Tensor], masters: Tensor, engine: Stage3) -> None:
 @pytest.mark.parametrize("name", WORLDS)
 @either_placement
 def test_every_copy_has_the_masters_codes(name: str, machine: Topology) -> None:
-    """In every plan and placement, in any number of runs: copies are bit-identical, and gathers give the masters."""
+    """In every plan and placement, in any number of runs: copies are bit-identical, and gathers
+    give the masters.
+    """
     w = world(WORLDS[name], machine, NUMELS)
 
     def rank_main(rank: int) -> int:
@@ -108,10 +116,17 @@ def gathered(w: World, chunk: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "of", [block(), *(delta_block(s, delta) for s in ("topo", "zero++", "zero3") for delta in (None, "int4"))], ids=str
+    "of",
+    [
+        block(),
+        *(delta_block(s, delta) for s in ("topo", "zero++", "zero3") for delta in (None, "int4")),
+    ],
+    ids=str,
 )
 def test_overlap_and_the_size_of_runs_change_no_bit(of: dict[str, Any]) -> None:
-    """Publish under the next forward, in any number of runs, gathers what one blocking publish gathers."""
+    """Publish under the next forward, in any number of runs, gathers what one blocking publish
+    gathers.
+    """
     first, *others = (
         gathered(world({**of, "overlap": overlap}, numels=NUMELS), chunk)
         for overlap, chunk in ((False, 1 << 20), (True, 1 << 20), (True, 600), (True, 1))
@@ -123,7 +138,9 @@ def test_overlap_and_the_size_of_runs_change_no_bit(of: dict[str, Any]) -> None:
 
 @either_placement
 def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> None:
-    """A saved model is written back unchanged: no code moves. An edit of one element reaches all copies."""
+    """A saved model is written back unchanged: no code moves. An edit of one element reaches all
+    copies.
+    """
     w = world(block(), machine, NUMELS)
 
     def rank_main(rank: int) -> int:
@@ -131,7 +148,9 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
         walked(w, engine, range(1, 3))
         engine.weights.finish()
         before = engine.weights.copies()[0]
-        for param_index, whole in zip(SLOTS, engine.weights.gather(SLOTS, "gather_exact").wait(), strict=True):
+        for param_index, whole in zip(
+            SLOTS, engine.weights.gather(SLOTS, "gather_exact").wait(), strict=True
+        ):
             engine.weights.write_back(param_index, whole)
         assert torch.equal(engine.weights.copies()[0], before)
         for param_index in (2, 4):
@@ -142,7 +161,11 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
             assert abs(float(now[3]) - 7.0) < 0.05
         assert not torch.equal(engine.weights.copies()[0], before)
         walked(w, engine, range(3, 4))
-        assert_near(engine.weights.gather(SLOTS, "gather_forward").wait(), masters_of(w, rank, 1, 3, 1e-3), engine)
+        assert_near(
+            engine.weights.gather(SLOTS, "gather_forward").wait(),
+            masters_of(w, rank, 1, 3, 1e-3),
+            engine,
+        )
         return int(checksum(engine.weights.copies()[0]))
 
     sums = run_threads(w.size, rank_main)
@@ -150,13 +173,17 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
 
 
 def test_codes_go_on_bit_for_bit_from_a_checkpoint() -> None:
-    """Scales have a history: saved with the masters they give the same codes, without them others; zeros among them."""
+    """Scales have a history: saved with the masters they give the same codes, without them others;
+    zeros among them.
+    """
     w = world(block(), numels=NUMELS)
 
     def rank_main(rank: int) -> tuple[bool, bool]:
         engine = begun(w)
         walked(w, engine, range(1, 3), rate=0.1)
-        rows, masters = (masters_of(w, rank, degree, 3, 0.1) for degree in (w.config.plan.optimizer, w.size))
+        rows, masters = (
+            masters_of(w, rank, degree, 3, 0.1) for degree in (w.config.plan.optimizer, w.size)
+        )
         kept = torch.arange(rows.shape[1]) % 3 == 0
         engine.weights.publish(masters=rows * kept)
         engine.weights.finish()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run that goes on with another number of nodes loses nothing of what its sparse sync still owed."""
+"""A run that goes on with another number of nodes loses nothing of what its sparse sync still
+owed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, PLACES, Step, mode_of, observed, sparse_world
+from tests.ranks.test_sparse_modes import (
+    DATA_PARALLEL,
+    PLACES,
+    Step,
+    mode_of,
+    observed,
+    sparse_world,
+)
 from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, carry, restore
@@ -45,11 +54,18 @@ OTHERS = [
 
 def sparse(place: str, machine: Topology, mode: str, **sync: object) -> World:
     """A world with a sparse mode on a machine."""
-    return world({**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode], **sync}}, machine)
+    return world(
+        {**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode], **sync}},
+        machine,
+    )
 
 
-def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = None) -> dict[str, Tensor]:
-    """What all ranks owe together, by parameter, after some steps; each rank's state saved as DeepSpeed would."""
+def owed_after(
+    w: World, folder: Path | None, steps: int, save: Path | None = None
+) -> dict[str, Tensor]:
+    """What all ranks owe together, by parameter, after some steps; each rank's state saved as
+    DeepSpeed would.
+    """
 
     def rank_main(rank: int) -> list[tuple[int, Tensor]]:
         engine = w.engine()
@@ -62,7 +78,10 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
             engine.end_step(skipped=False)
         if save is not None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            torch.save({"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}}, save / name)
+            torch.save(
+                {"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}},
+                save / name,
+            )
         unsent = mode_of(engine).residual_owners()
         assert unsent is not None
         return list(zip(unsent.owners, mode_of(engine).residual_table(), strict=True))
@@ -82,19 +101,27 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
 @pytest.mark.parametrize("mode", RESIDUAL)
 @pytest.mark.parametrize("place", often(("topo", "replicated optimizer"), PLACES))
 def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> None:
-    """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at random."""
-    before = owed_after(sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path)
+    """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at
+    random.
+    """
+    before = owed_after(
+        sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path
+    )
     sums, _ = carry(tmp_path, tmp_path)
     assert any(value.any() for value in sums.values())
     afters = [owed_after(sparse(to, machine, mode), tmp_path, 0) for to, machine in OTHERS]
     for name, value in before.items():
-        torch.testing.assert_close(sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6
+        )
         for after in afters:
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
 
 
 def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: Path) -> None:
-    """On other ranks, where no mask of the old run fits: what waited off it arrives with the first step's gradients."""
+    """On other ranks, where no mask of the old run fits: what waited off it arrives with the first
+    step's gradients.
+    """
     before = owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     assert any(unsent.any() for unsent in before.values())
     carry(tmp_path, tmp_path)
@@ -107,13 +134,17 @@ def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: 
         own = owned(engine)
         engine.end_step(skipped=False)
         assert mode_of(engine).report()["resampled"] == 1 and not mode_of(engine).residual.any()
-        torch.testing.assert_close(own, w.own_mean(rank, 0) + w.own_columns(rank, list(before.values())))
+        torch.testing.assert_close(
+            own, w.own_mean(rank, 0) + w.own_columns(rank, list(before.values()))
+        )
 
     run_threads(w.size, rank_main)
 
 
 def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> None:
-    """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is said."""
+    """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is
+    said.
+    """
     owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     w = sparse("gradients in a GPU", emulated(2, 2, 2), "radius")
 
@@ -132,7 +163,12 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("mode", "was", "now", "said"),
     [
-        ("topk_a", {"exclude": ["p0"]}, {"exclude": ["p1"]}, "other parameters take part in sync now: 3 rows"),
+        (
+            "topk_a",
+            {"exclude": ["p0"]},
+            {"exclude": ["p1"]},
+            "other parameters take part in sync now: 3 rows",
+        ),
         ("scape", {"select": "all"}, {"select": "run"}, "its mask was selected of other parts"),
         ("oktopk", {"sharded": False}, {"sharded": True}, ""),
     ],
@@ -140,9 +176,13 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
 def test_state_of_other_settings_is_not_misread(
     mode: str, was: dict[str, Any], now: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same plan, and tensors of the same shapes: no element goes to another, and the next step loses nothing."""
+    """The same plan, and tensors of the same shapes: no element goes to another, and the next step
+    loses nothing.
+    """
     place = {**DATA_PARALLEL, "optimizer": "world"}
-    old, new = (replace(sparse_world(place, 3, mode, (300, 300), **sync), chunk=300) for sync in (was, now))
+    old, new = (
+        replace(sparse_world(place, 3, mode, (300, 300), **sync), chunk=300) for sync in (was, now)
+    )
 
     def rank_main(rank: int) -> tuple[Tensor, Step]:
         engine = old.engine()
@@ -192,22 +232,33 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert carried(tmp_path) == carried(None) == ({}, {})
 
 
-def saved(folder: Path, rank: int, ranks: int, alongside: Mapping[str, Any] = NOTHING, **more: Any) -> Path:
+def saved(
+    folder: Path, rank: int, ranks: int, alongside: Mapping[str, Any] = NOTHING, **more: Any
+) -> Path:
     """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects beside it."""
     unsent = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
     state = {"sync": {"residual": torch.ones(3)}, "residual_owners": unsent, **alongside}
-    own = {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(1.0), "partition_count": ranks}
+    own = {
+        "zero_stage": ZeroStageEnum.weights,
+        "loss_scaler": LossScaler(1.0),
+        "partition_count": ranks,
+    }
     path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {**own, STATE_KEY: state, **more}}, path)
     return path
 
 
 def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
-    """Of two sub-groups on three ranks, the last shard not full: each element's on any other plan and placement."""
+    """Of two sub-groups on three ranks, the last shard not full: each element's on any other plan
+    and placement.
+    """
     numels = {"p": 8, "q": 4}
     ages = {name: torch.arange(1, numel + 1, dtype=torch.uint8) for name, numel in numels.items()}
     columns = {"p": (8, 0, 3), "q": (4, 3, 2)}
-    padded = {name: torch.nn.functional.pad(value, (0, -len(value) % 3)).view(3, -1) for name, value in ages.items()}
+    padded = {
+        name: torch.nn.functional.pad(value, (0, -len(value) % 3)).view(3, -1)
+        for name, value in ages.items()
+    }
     for rank in range(3):
         states = {index: {"age": rows[rank]} for index, rows in enumerate(padded.values())}
         saved(tmp_path, rank, 3, {"columns": columns}, optimizer_state_dict={"state": states})
@@ -217,9 +268,14 @@ def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
         for place in ("topo", "replicated optimizer"):
             plan = sparse(place, machine, "topk_a").config.plan
             for rank in range(8):
-                rows = age_rows(saved_ages, Layout(plan, rank, tuple(numels.values())), list(numels))
+                rows = age_rows(
+                    saved_ages, Layout(plan, rank, tuple(numels.values())), list(numels)
+                )
                 for row, owner in zip(rows, plan.rows(rank, plan.optimizer), strict=True):
-                    own = [*ages["p"][owner : owner + 1].tolist(), *(ages["q"][owner : owner + 1].tolist() or [0])]
+                    own = [
+                        *ages["p"][owner : owner + 1].tolist(),
+                        *(ages["q"][owner : owner + 1].tolist() or [0]),
+                    ]
                     assert row.tolist() == own
 
 
@@ -234,7 +290,9 @@ class Runs:
 
 
 def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
-    """Neither by ``carry`` nor at a load; DeepSpeed's own objects, and a stranger's, are passed over."""
+    """Neither by ``carry`` nor at a load; DeepSpeed's own objects, and a stranger's, are passed
+    over.
+    """
     touch = Runs(f"touch {tmp_path}/was_run")
     saved(tmp_path, 0, 2)
     saved(tmp_path, 1, 2, stranger=touch)
@@ -246,10 +304,14 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
 
 
 def test_a_missing_ranks_file_is_noticed(tmp_path: Path) -> None:
-    """The sums would be wrong and nothing would show it: not the first's, the last's, nor with a stranger beside."""
+    """The sums would be wrong and nothing would show it: not the first's, the last's, nor with a
+    stranger beside.
+    """
     saved(tmp_path, 0, 3)
     saved(tmp_path, 1, 3)
-    with pytest.raises(ValueError, match=r"of the run's 3 ranks .* of rank 2 is missing \(1 in all\)"):
+    with pytest.raises(
+        ValueError, match=r"of the run's 3 ranks .* of rank 2 is missing \(1 in all\)"
+    ):
         carry(tmp_path, tmp_path)
     saved(tmp_path, 3, 3)
     with pytest.raises(ValueError, match="rank 2 is missing"):
@@ -260,18 +322,28 @@ def test_a_missing_ranks_file_is_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
 
 
-def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Cut anywhere, with single bytes changed, or of the wrong content: exit status 2, never a traceback."""
+def test_damaged_files_are_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut anywhere, with single bytes changed, or of the wrong content: exit status 2, never a
+    traceback.
+    """
     path = saved(tmp_path, 0, 1)
     whole = path.read_bytes()
-    flipped = (whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :] for i in range(0, len(whole), 97))
+    flipped = (
+        whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :] for i in range(0, len(whole), 97)
+    )
     for content in (b"", *(whole[:n] for n in range(1, len(whole), 211)), *flipped):
         path.write_bytes(content)
         status = main(["carry", str(tmp_path), str(tmp_path)])
         said = capsys.readouterr().err.splitlines()
         assert (status, len(said)) in ((2, 1), (0, 0)), said
         assert status == 0 or str(tmp_path) in said[0]
-    contents: list[dict[str, Any]] = [{"partition_count": "x"}, {STATE_KEY: []}, {STATE_KEY: {"sync": 1}}]
+    contents: list[dict[str, Any]] = [
+        {"partition_count": "x"},
+        {STATE_KEY: []},
+        {STATE_KEY: {"sync": 1}},
+    ]
     for wrong in contents:
         saved(tmp_path, 0, 1, **wrong)
         assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
@@ -288,9 +360,15 @@ def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureF
         ({"mode": "topk_a"}, "residuals", "p4", r"7 elements for p4, which has 1280"),
         ({"mode": "topk_a"}, "ages", "p4", r"7 elements for p4, which has 1280"),
     ],
-    ids=["another mode has no place for it, the file may be deleted", "a parameter of another size", "and its ages"],
+    ids=[
+        "another mode has no place for it, the file may be deleted",
+        "a parameter of another size",
+        "and its ages",
+    ],
 )
-def test_what_does_not_fit_is_refused(sync: dict[str, Any], what: str, name: str, message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    sync: dict[str, Any], what: str, name: str, message: str, tmp_path: Path
+) -> None:
     """Nothing is dropped silently."""
     torch.save({"residuals": {}, "ages": {}, what: {name: torch.zeros(7)}}, tmp_path / FILE)
     w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that one rank cannot write is saved by none, and says so on every rank; what was saved before stays."""
+"""A checkpoint that one rank cannot write is saved by none, and says so on every rank; what was
+saved before stays.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def save(folder: Path, tag: str, rank: int, value: Any) -> str:
 
 def whole(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def blocked(path: Path) -> None:
@@ -59,9 +65,24 @@ BREAKS: dict[str, Break] = {
         1,
         r"rank 2 of .*/new/2\.pt cannot be written",
     ),
-    "the same tag": ("old", lambda folder: blocked(folder / "old/2.pt.part"), 1, r"rank 2 of .*/old/2\.pt cannot be"),
-    "the folder": ("new", without_folder, 1, r"/new cannot be written \(File exists\): make its folder writable"),
-    "its state": ("new", lambda _: None, lambda: 0, r"rank 2 of .*/new/2\.pt cannot be written: \w+Error: "),
+    "the same tag": (
+        "old",
+        lambda folder: blocked(folder / "old/2.pt.part"),
+        1,
+        r"rank 2 of .*/old/2\.pt cannot be",
+    ),
+    "the folder": (
+        "new",
+        without_folder,
+        1,
+        r"/new cannot be written \(File exists\): make its folder writable",
+    ),
+    "its state": (
+        "new",
+        lambda _: None,
+        lambda: 0,
+        r"rank 2 of .*/new/2\.pt cannot be written: \w+Error: ",
+    ),
 }
 
 
@@ -74,29 +95,40 @@ def test_where_one_rank_cannot_write_none_does(
     assert sorted(whole(tmp_path)) == [LATEST, *(f"old/{rank}.pt" for rank in range(RANKS))]
     harm(tmp_path)
     before = whole(tmp_path)
-    (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, tag, rank, value if rank == BROKEN else 1)))
+    (said,) = set(
+        run_threads(RANKS, lambda rank: save(tmp_path, tag, rank, value if rank == BROKEN else 1))
+    )
     assert re.search(message, said) and said.endswith("; checkpoints saved before are as they were")
     assert whole(tmp_path) == before
     assert (tmp_path / "new").exists() == (tag == "new" and harm is not BREAKS["its state"][1])
 
 
 def test_the_latest_is_named_when_all_files_are_in_their_places(tmp_path: Path) -> None:
-    """Neither a rename nor the last word that fails leaves a name that leads to half a checkpoint."""
+    """Neither a rename nor the last word that fails leaves a name that leads to half a
+    checkpoint.
+    """
     run_threads(RANKS, lambda rank: save(tmp_path, "old", rank, 0))
     blocked(tmp_path / "half/2.pt")
     (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, "half", rank, 1)))
-    assert said.endswith("; save again, under another tag") and (tmp_path / LATEST).read_text() == "old"
+    assert (
+        said.endswith("; save again, under another tag")
+        and (tmp_path / LATEST).read_text() == "old"
+    )
     (tmp_path / LATEST).unlink()
     blocked(tmp_path / LATEST)
     (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, "new", rank, 1)))
-    assert f"{LATEST} cannot be written" in said and said.endswith("; its files are whole; name its tag to load it")
+    assert f"{LATEST} cannot be written" in said and said.endswith(
+        "; its files are whole; name its tag to load it"
+    )
     assert all(torch.load(tmp_path / f"new/{rank}.pt") == 1 for rank in range(RANKS))
     assert not list(tmp_path.rglob(f"*{PART}"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
-    """Torch wraps the error in words about positions; the user reads of file, sizes and ways out."""
+    """Torch wraps the error in words about positions; the user reads of file, sizes and ways
+    out.
+    """
 
     class Full(TorchCheckpointEngine):
         def save(self, state_dict: Any, file: Any) -> None:
@@ -110,14 +142,22 @@ def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
         alongside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
         alongside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
 
-    wanted = r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete older checkpoints, raise"
+    wanted = (
+        r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete "
+        r"older checkpoints, raise"
+    )
     with pytest.raises(OSError, match=wanted):
         run_threads(1, rank_main)
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
-    """Its files and its tag, once they are old: younger ones may be another job's. A link is never written through."""
-    mine, left = tmp_path / "mine", [tmp_path / f"checkpoints/{name}{PART}" for name in ("old/0.pt", "now/0.pt")]
+    """Its files and its tag, once they are old: younger ones may be another job's. A link is never
+    written through.
+    """
+    mine, left = (
+        tmp_path / "mine",
+        [tmp_path / f"checkpoints/{name}{PART}" for name in ("old/0.pt", "now/0.pt")],
+    )
     mine.write_text("mine")
     for part in left:
         part.parent.mkdir(parents=True)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""SCAPE: step by step what the paper's formulas give, in its own units; at density 1, AdamS with the dense gradient."""
+"""SCAPE: step by step what the paper's formulas give, in its own units; at density 1, AdamS with
+the dense gradient.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,20 @@ FEW = ("hierarchy", "algorithm 2", "a hop in the node first")
 """All others are in the tests of every step and of the bytes."""
 
 
-def scape_world(setting: str, numels: tuple[int, ...] = NUMELS, mode: str = "scape", **sync: Any) -> World:
+def scape_world(
+    setting: str, numels: tuple[int, ...] = NUMELS, mode: str = "scape", **sync: Any
+) -> World:
     """A world with the mode and nothing quantized."""
     block, shape = SETTINGS[setting]
-    return world({**block, "quantize": PLAIN, "sync": {"mode": mode, **sync}}, emulated(*shape), numels)
+    return world(
+        {**block, "quantize": PLAIN, "sync": {"mode": mode, **sync}}, emulated(*shape), numels
+    )
 
 
 def gradient_rows(w: World, step: int, ranks: Sequence[int]) -> Tensor:
-    """The mean over the world of some ranks' gradients, FP64 ``[N, F]``, row ``t`` that of tree position ``t``."""
+    """The mean over the world of some ranks' gradients, FP64 ``[N, F]``, row ``t`` that of tree
+    position ``t``.
+    """
     total = torch.zeros(w.size, w.columns, dtype=torch.float64)
     for rank in ranks:
         grads = w.grads(rank, step)
@@ -61,7 +69,9 @@ def gradient_rows(w: World, step: int, ranks: Sequence[int]) -> Tensor:
 
 
 class Reference:
-    """SCAPE as printed, on whole rows of the world in FP64: residuals in units of the momentum, clipping rebuilt."""
+    """SCAPE as printed, on whole rows of the world in FP64: residuals in units of the momentum,
+    clipping rebuilt.
+    """
 
     def __init__(self, w: World, mode: ScapeSync, clip: float) -> None:
         plan = w.config.plan
@@ -75,14 +85,20 @@ class Reference:
         self.takes[:, :vectors] = False
         self.mask = torch.ones(shape, dtype=torch.bool)
         self.residual = torch.zeros(self.peers, *shape, dtype=torch.float64)
-        self.m, self.weights, self.count = torch.zeros(shape).double(), torch.ones(shape).double(), 0
+        self.m, self.weights, self.count = (
+            torch.zeros(shape).double(),
+            torch.ones(shape).double(),
+            0,
+        )
 
     def step(self, step: int) -> None:
         """Steps 1 to 7 of the paper's algorithm."""
         b1, b2 = BETAS
         self.count += 1
         plan = self.w.config.plan
-        parts = [[plan.rank_at[p * self.width + i] for i in range(self.width)] for p in range(self.peers)]
+        parts = [
+            [plan.rank_at[p * self.width + i] for i in range(self.width)] for p in range(self.peers)
+        ]
         local = torch.stack([gradient_rows(self.w, step, ranks) * self.peers for ranks in parts])
         mt = b1 * self.m + (1 - b1) * local + self.residual
         b = mt.mean(dim=0)
@@ -107,14 +123,18 @@ class Reference:
         return chosen
 
     def _widths(self) -> list[int]:
-        """The columns of each part that selects the same share; a run has all parameters but the last."""
+        """The columns of each part that selects the same share; a run has all parameters but the
+        last.
+        """
         widths = [self.w.config.plan.shard_numel(n) for n in self.w.numels if n > 1]
         runs = {"parameter": widths, "run": [sum(widths[:-1]), widths[-1]], "all": [sum(widths)]}
         return runs[self.mode.select]
 
 
 class Seen(NamedTuple):
-    """After a step of one rank: optimizer rows ``[R, F]`` of weights and momentum, and bytes sent."""
+    """After a step of one rank: optimizer rows ``[R, F]`` of weights and momentum, and bytes
+    sent.
+    """
 
     weights: Tensor
     momentum: Tensor
@@ -125,7 +145,9 @@ class Run(Trainer):
     """With AdamS, clipped by the global norm as the hook does it."""
 
     def __init__(self, w: World, rank: int, clip: float = 0.0) -> None:
-        super().__init__(w, rank, lambda masters: AdamS(masters, RATE, BETAS, eps=EPS, weight_decay=DECAY), 1.0)
+        super().__init__(
+            w, rank, lambda masters: AdamS(masters, RATE, BETAS, eps=EPS, weight_decay=DECAY), 1.0
+        )
         self.clip = clip
 
     def step(self, step: int) -> Seen:
@@ -166,11 +188,14 @@ def check_against_reference(w: World, results: list[list[Seen]], clip: float) ->
             torch.testing.assert_close(
                 found[step].momentum[real], reference.m[rows].float()[real], atol=2e-6, rtol=1e-5
             )
-            torch.testing.assert_close(found[step].weights[real], expected[real], atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(
+                found[step].weights[real], expected[real], atol=2e-5, rtol=2e-5
+            )
 
 
 @pytest.mark.parametrize(
-    ("setting", "clip"), [*((setting, CLIP) for setting in SETTINGS), *((setting, 0.0) for setting in FEW)]
+    ("setting", "clip"),
+    [*((setting, CLIP) for setting in SETTINGS), *((setting, 0.0) for setting in FEW)],
 )
 def test_every_step_is_the_papers(setting: str, clip: float) -> None:
     """Delay, feedback, rebuild, clipping, decay; the density of the first two steps is higher."""
@@ -192,7 +217,9 @@ def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select:
 )
 @pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: str) -> None:
-    """``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of values included."""
+    """``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of values
+    included.
+    """
     w = scape_world(setting, (numel,), density=density, value_dtype=value_dtype)
     plan, b1 = w.config.plan, BETAS[0]
 
@@ -204,7 +231,9 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             seen = trainer.step(step)
             lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
             own = seen.momentum[trainer.engine.layout.row(plan.optimizer)]
-            found.append((own, list(zip(plan.group(rank, lo, hi), mode.residual_table(), strict=True))))
+            found.append(
+                (own, list(zip(plan.group(rank, lo, hi), mode.residual_table(), strict=True)))
+            )
         return found
 
     results = run_threads(w.size, rank_main)
@@ -216,7 +245,9 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
                 residuals[member] += (1 - b1) * part
         for rank in range(w.size):
             now = results[rank][step][0] + residuals[rank]
-            torch.testing.assert_close(now, b1 * before[rank] + (1 - b1) * w.own_mean(rank, step), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                now, b1 * before[rank] + (1 - b1) * w.own_mean(rank, step), atol=1e-5, rtol=1e-5
+            )
             # The momentum decays at the next step, the residual does not.
             before[rank] = results[rank][step][0] + residuals[rank] / b1
 
@@ -234,5 +265,10 @@ def test_the_meter_counts_what_the_formula_says(setting: str) -> None:
 def test_another_optimizer_is_refused() -> None:
     """By the mode, whoever built the optimizer."""
     w = scape_world("data parallel")
-    with fake_world(w.size), pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'):
-        w.engine().gradients.mode.check_optimizer(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
+    with (
+        fake_world(w.size),
+        pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'),
+    ):
+        w.engine().gradients.mode.check_optimizer(
+            torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+        )

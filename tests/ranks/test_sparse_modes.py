@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The sparse modes of sync: nothing is lost, density 1 is dense, all copies agree, only finished steps count; bytes."""
+"""The sparse modes of sync: nothing is lost, density 1 is dense, all copies agree, only finished
+steps count; bytes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 HIERARCHY: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
-    "gradients in a GPU": {"scheme": "mics", "weights": "gpu"},  # a dense hop inside the node comes first
+    # A dense hop inside the node comes first
+    "gradients in a GPU": {"scheme": "mics", "weights": "gpu"},
     "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
 }
 DATA_PARALLEL = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
@@ -39,7 +42,9 @@ PLACES = {**HIERARCHY, "data parallel": DATA_PARALLEL}
 
 
 class Step(NamedTuple):
-    """What one rank sees of one step: its own row and all its optimizer rows, synced; what it owes then; the report."""
+    """What one rank sees of one step: its own row and all its optimizer rows, synced; what it owes
+    then; the report.
+    """
 
     own: Tensor
     rows: Tensor
@@ -48,8 +53,12 @@ class Step(NamedTuple):
     report: dict[str, float]
 
 
-def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: tuple[int, ...], **sync: Any) -> World:
-    """A world with a sparse mode and nothing quantized; plain data parallelism on so many peers, or 2 x 2 x 2."""
+def sparse_world(
+    setting: dict[str, Any], peers: int | None, mode: str, numels: tuple[int, ...], **sync: Any
+) -> World:
+    """A world with a sparse mode and nothing quantized; plain data parallelism on so many peers, or
+    2 x 2 x 2.
+    """
     machine = emulated(2, 2, 2) if peers is None else emulated(peers, 1, 1)
     block = {**setting, "quantize": PLAIN, "sync": {"mode": mode, **MODES.get(mode, {}), **sync}}
     return world(block, machine, numels)
@@ -66,16 +75,27 @@ def observed(engine: Stage3) -> Step:
     mode, plan = mode_of(engine), engine.layout.plan
     rows, own = engine.gradients.optimizer_rows().clone(), owned(engine)
     engine.end_step(skipped=False)
-    lo, hi = plan.stages(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    residuals = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
+    lo, hi = (
+        plan.stages(plan.gradients, plan.world_size)[-1]
+        if plan.gradients < plan.world_size
+        else (1, 1)
+    )
+    residuals = list(
+        zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True)
+    )
     sent = sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
     return Step(own, rows, residuals, sent, mode.report())
 
 
 def run(
-    w: World, steps: int, grads: Callable[[int, int], list[Tensor]] | None = None, peeks_at: int = -1
+    w: World,
+    steps: int,
+    grads: Callable[[int, int], list[Tensor]] | None = None,
+    peeks_at: int = -1,
 ) -> list[list[Step]]:
-    """Steps of every rank, on the world's gradients or others; at one, the synced gradient is looked at first."""
+    """Steps of every rank, on the world's gradients or others; at one, the synced gradient is
+    looked at first.
+    """
 
     def rank_main(rank: int) -> list[Step]:
         engine, found = w.engine(), []
@@ -100,12 +120,16 @@ def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
         for rank in range(w.size):
             arrived[rank] += results[rank][step].own
             due[rank] += w.own_mean(rank, step)
-            torch.testing.assert_close(arrived[rank] + residuals[rank], due[rank], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                arrived[rank] + residuals[rank], due[rank], atol=2e-5, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("numels", [NUMELS, (5000,)], ids=["several", "one"])
 def test_nothing_is_lost_where_sums_stay_with_their_owners(numels: tuple[int, ...]) -> None:
-    """Sharded Ok-Topk: a rank does not learn which of its picks were chosen, the owner keeps the sums that were not."""
+    """Sharded Ok-Topk: a rank does not learn which of its picks were chosen, the owner keeps the
+    sums that were not.
+    """
     w = sparse_world(HIERARCHY["topo"], None, "oktopk", numels, density=0.05, sharded=True)
     check_nothing_is_lost(w, run(w, 6))
 
@@ -123,10 +147,21 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
         ("topo", None, NUMELS, {"value_dtype": "fp32"}),
         ("topo", None, NUMELS, {"value_dtype": "bf16", "start": 2}),
         *(("data parallel", peers, NUMELS, {}) for peers in (1, 3)),
-        *(("data parallel", 4, (n,), {"density": d}) for d, n in ((1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1))),
-        *(late(setting, None, NUMELS, {"value_dtype": "fp32"}) for setting in HIERARCHY if setting != "topo"),
+        *(
+            ("data parallel", 4, (n,), {"density": d})
+            for d, n in ((1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1))
+        ),
+        *(
+            late(setting, None, NUMELS, {"value_dtype": "fp32"})
+            for setting in HIERARCHY
+            if setting != "topo"
+        ),
         *(late("data parallel", peers, NUMELS, {}) for peers in (2, 4, 8)),
-        *(late("data parallel", 4, (n,), {"density": d}) for d in (1.0, 0.1, 0.001) for n in (1, 2, 1000, 30_000)),
+        *(
+            late("data parallel", 4, (n,), {"density": d})
+            for d in (1.0, 0.1, 0.001)
+            for n in (1, 2, 1000, 30_000)
+        ),
         late("data parallel", 4, (1_000_000,), {"density": 0.001}),
     ],
     ids=str,
@@ -135,9 +170,10 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
 def test_nothing_is_lost(
     mode: str, setting: str, peers: int | None, numels: tuple[int, ...], sync: dict[str, Any]
 ) -> None:
-    """What has not arrived is in the residual, at every step: whatever the shape of the hierarchy, in data parallelism
-    (the papers' setting, where all ranks get the same bits), from a single element to a million, at any density.
-    Also of a step whose synced gradient is read before, and of dense first steps in the mode's type.
+    """What has not arrived is in the residual, at every step: whatever the shape of the hierarchy,
+    in data parallelism (the papers' setting, where all ranks get the same bits), from a single
+    element to a million, at any density. Also of a step whose synced gradient is read before, and
+    of dense first steps in the mode's type.
     """
     w = sparse_world(PLACES[setting], peers, mode, numels, **{"density": 0.05, **sync})
     results = run(w, 5 if numels == NUMELS else 4, peeks_at=2)
@@ -151,15 +187,21 @@ def test_nothing_is_lost(
 @pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(mode: str, setting: str) -> None:
     """All elements picked: the mean gradient, and no residual."""
-    w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
+    w = sparse_world(
+        PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0
+    )
     for rank, found in enumerate(run(w, 1)):
         torch.testing.assert_close(found[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
         assert all(not part.abs().max() > 1e-6 for _, part in found[0].residuals)
 
 
-@pytest.mark.parametrize(("exclude", "dense"), [(["p4", "p1*"], (0, 1, 4)), (["*"], range(5))], ids=str)
+@pytest.mark.parametrize(
+    ("exclude", "dense"), [(["p4", "p1*"], (0, 1, 4)), (["*"], range(5))], ids=str
+)
 def test_patterns_choose_the_parameters(exclude: list[str], dense: Sequence[int]) -> None:
-    """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is exact at every step."""
+    """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is
+    exact at every step.
+    """
     w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=exclude)
     widths = [w.config.plan.shard_numel(n) for n in NUMELS]
 
@@ -170,12 +212,16 @@ def test_patterns_choose_the_parameters(exclude: list[str], dense: Sequence[int]
 
     for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
         pairs = zip(own.split(widths), w.own_mean(rank, 0).split(widths), strict=True)
-        assert [torch.allclose(found, due, atol=1e-6) for found, due in pairs] == [i in dense for i in range(5)]
+        assert [torch.allclose(found, due, atol=1e-6) for found, due in pairs] == [
+            i in dense for i in range(5)
+        ]
         assert numel == 2 * sum(width for i, width in enumerate(widths) if i not in dense)
 
 
 def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
-    """AgedAdamW, however it comes to the engine: refused where a zero is a gradient, not a sum still to come."""
+    """AgedAdamW, however it comes to the engine: refused where a zero is a gradient, not a sum
+    still to come.
+    """
     w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS)
     forgets = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, error_feedback=False)
     dense = replace(w, config=replace(w.config, sync=DenseSync()))
@@ -192,13 +238,15 @@ def test_what_does_not_take_part_costs_nothing() -> None:
     """Without a parameter, a peer or feedback no residual is kept."""
     excluded = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, exclude=["*"])
     forgets = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, error_feedback=False)
-    alone = world({**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "topk_a"}}, emulated(1, 1, 2))
+    alone = world(
+        {**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "topk_a"}}, emulated(1, 1, 2)
+    )
     with fake_world(2):
         modes = [mode_of(w.engine()) for w in (excluded, forgets, alone)]
     assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
 
 
-# -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------
+# -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ----
 
 NUMEL = 19_200
 WORD = 4
@@ -211,7 +259,8 @@ def counts(peers: int) -> int:
 
 @pytest.mark.parametrize("peers", often((2, 3, 8), (2, 3, 4, 8, 16)))
 def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
-    """At most 6 k (P - 1) / P words from the busiest rank on the steps that reuse thresholds, and 9 on the others.
+    """At most 6 k (P - 1) / P words from the busiest rank on the steps that reuse thresholds, and 9
+    on the others.
 
     TopkA's 2 k (P - 1) grow with P.
     """
@@ -235,10 +284,11 @@ def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
 
 
 def test_sharded_oktopk_sends_a_third() -> None:
-    """Sums that stay with their owners: about 2 k (P - 1) / P words, on the steps that reuse thresholds.
+    """Sums that stay with their owners: about 2 k (P - 1) / P words, on the steps that reuse
+    thresholds.
 
-    Where they are found, magnitudes alongside: four times its share of k from each owner, not all it has. What is said of
-    picks is what was asked for, of the others' rows.
+    Where they are found, magnitudes alongside: four times its share of k from each owner, not all
+    it has. What is said of picks is what was asked for, of the others' rows.
     """
     settings: dict[str, Any] = {"density": 0.01, "tau_prime": 2}
     w = sparse_world(HIERARCHY["topo"], None, "oktopk", (NUMEL,), sharded=True, **settings)
@@ -257,12 +307,25 @@ def test_sharded_oktopk_sends_a_third() -> None:
 
 @pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
 def test_the_cost_formula_is_what_is_sent_but_for_counts(mode: str) -> None:
-    """Averaged over ranks, on picks that do not coincide; an upper bound for gtopk, whose root sends most."""
-    w = sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=0.01, **({"tau_prime": 2} if mode == "oktopk" else {}))
-    (formula,) = step_bytes(w.config, replace(Workload.uniform([NUMEL], itemsize=4), sync_itemsize=4)).values()
+    """Averaged over ranks, on picks that do not coincide; an upper bound for gtopk, whose root
+    sends most.
+    """
+    w = sparse_world(
+        DATA_PARALLEL,
+        4,
+        mode,
+        (NUMEL,),
+        density=0.01,
+        **({"tau_prime": 2} if mode == "oktopk" else {}),
+    )
+    (formula,) = step_bytes(
+        w.config, replace(Workload.uniform([NUMEL], itemsize=4), sync_itemsize=4)
+    ).values()
     results = run(w, 4)
     sent = sum(found[3].sent for found in results) / 4
     if mode == "gtopk":
         assert max(found[3].sent for found in results) <= 2 * formula + counts(4)
     else:
-        assert sent == pytest.approx(formula, rel=0.35 if mode == "oktopk" else 0.02, abs=4 * counts(4))
+        assert sent == pytest.approx(
+            formula, rel=0.35 if mode == "oktopk" else 0.02, abs=4 * counts(4)
+        )

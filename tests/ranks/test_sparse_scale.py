@@ -14,7 +14,14 @@ import pytest
 from benchmarks.counting import Allocations, Counts, Launches
 from tests.marks import late
 from tests.ranks.mirrored import mirrored, steps
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, NUMEL, check_nothing_is_lost, run, sparse_world
+from tests.ranks.test_sparse_modes import (
+    DATA_PARALLEL,
+    HIERARCHY,
+    NUMEL,
+    check_nothing_is_lost,
+    run,
+    sparse_world,
+)
 from tests.ranks.worlds import PLAIN, World, shuffled, world
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
@@ -37,10 +44,17 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def pretended(name: str, peers: int, sharded: bool, runs: int = 1, **sync: Any) -> World:
-    """So many peers that each own a row; nodes of four ranks where an optimizer shard is one row; so many runs."""
+    """So many peers that each own a row; nodes of four ranks where an optimizer shard is one row;
+    so many runs.
+    """
     mode = name.split()[-1]
     setting: dict[str, Any] = dict(HIERARCHY["topo"] if sharded else DATA_PARALLEL)
-    block = {**setting, "overlap": False, "quantize": PLAIN, "sync": {"mode": mode, **MODES[name], **sync}}
+    block = {
+        **setting,
+        "overlap": False,
+        "quantize": PLAIN,
+        "sync": {"mode": mode, **MODES[name], **sync},
+    }
     topology = emulated(peers, 2, 2) if sharded else emulated(peers, 1, 1)
     row = ROW if mode == "tagc" else ROW // 8  # a sketch needs as many
     numel = row * peers * (4 if sharded else 1)
@@ -56,14 +70,23 @@ def counted(w: World) -> list[Counts]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded"), [(name, own) for name in MODES for own in (False, True) if own or name != "sharded oktopk"]
+    ("name", "sharded"),
+    [(name, own) for name in MODES for own in (False, True) if own or name != "sharded oktopk"],
 )
 def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool) -> None:
-    """At 2 peers and at 16; the host waits for lengths only, and Ok-Topk once more if old thresholds select too many.
+    """At 2 peers and at 16; the host waits for lengths only, and Ok-Topk once more if old
+    thresholds select too many.
 
-    A tensor made of Python's numbers counts as a wait; gTopk is a tree, so it grows with the logarithm.
+    A tensor made of Python's numbers counts as a wait; gTopk is a tree, so it grows with the
+    logarithm.
     """
-    waits = {"topk_dsa": 1 if sharded else 2, "tagc": 3, "plain tagc": 1, "oktopk": 5, "sharded oktopk": 5}
+    waits = {
+        "topk_dsa": 1 if sharded else 2,
+        "tagc": 3,
+        "plain tagc": 1,
+        "oktopk": 5,
+        "sharded oktopk": 5,
+    }
     few, many = (counted(pretended(name, peers, sharded)) for peers in (2, 16))
     for a, b in zip(few, many, strict=True):
         assert a.syncs == b.syncs <= waits.get(name, 0)
@@ -116,12 +139,17 @@ IN_RUNS: list[tuple[str, dict[str, Any]]] = [
 def test_a_step_holds_what_the_formula_says(
     name: str, sync: dict[str, Any], sharded: bool, peers: int, runs: int
 ) -> None:
-    """The peak beside the residual and the masks; less where many sums are of elements that all peers pick.
+    """The peak beside the residual and the masks; less where many sums are of elements that all
+    peers pick.
 
-    In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a row.
+    In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a
+    row.
     """
     w = pretended(name, peers, sharded, runs, **sync)
-    expected, peak = w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0], stored(w)
+    expected, peak = (
+        w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0],
+        stored(w),
+    )
     assert 0.85 * expected <= peak <= 1.05 * expected
     assert runs == 1 or peak <= 1.5 * peers * w.columns
 
@@ -151,12 +179,14 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
         assert said["messages"] >= most > said["residual"] > 0
 
 
-# -- above 2**31 -------------------------------------------------------------------------------------------------------
+# -- above 2**31 -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["topk_a", "gaussian_k", "gtopk", "oktopk", "topk_dsa"])
 def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
-    """Of 4 bytes up to 2**32 elements, of 8 above; where owners add up their rows, these are what counts."""
+    """Of 4 bytes up to 2**32 elements, of 8 above; where owners add up their rows, these are what
+    counts.
+    """
     w = sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=1e-6)
 
     def per_element(numel: int) -> float:
@@ -165,31 +195,41 @@ def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
 
     least = per_element(2**31)
     assert per_element(2**32) == pytest.approx(least, rel=1e-3)
-    assert per_element(2**32 + 4) == pytest.approx(least * (1 if mode == "topk_dsa" else 1.5), rel=1e-3)
+    assert per_element(2**32 + 4) == pytest.approx(
+        least * (1 if mode == "topk_dsa" else 1.5), rel=1e-3
+    )
     assert per_element(2**34 + 8) == pytest.approx(least * 1.5, rel=1e-3)
 
 
 def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the engine is built, on every rank, with what to set instead; 2**31 - 1 is pretended to be 100."""
+    """When the engine is built, on every rank, with what to set instead; 2**31 - 1 is pretended to
+    be 100.
+    """
     monkeypatch.setattr(topk, "LONGEST", 100)
     for numel, refused in ((1000, False), (1040, True)):
         w = sparse_world(DATA_PARALLEL, 4, "topk_a", (numel,), density=0.025)
         with mirrored(4):
             if refused:
                 with pytest.raises(
-                    ValueError, match=r"26 selected elements of each of 4 ranks .*lower sync.density and .*\"oktopk\""
+                    ValueError,
+                    match=r"26 selected elements of each of 4 ranks .*lower sync.density and "
+                    r".*\"oktopk\"",
                 ):
                     w.engine()
             else:
                 w.engine()
 
 
-# -- the same bits on another way --------------------------------------------------------------------------------------
+# -- the same bits on another way ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "tagc"])
 def test_nothing_is_lost_where_groups_are_not_in_the_order_of_the_tree(mode: str) -> None:
     """Messages of any length are brought into the order of the members on both ways."""
-    w = world({**DATA_PARALLEL, "quantize": PLAIN, "sync": {"mode": mode}}, shuffled(emulated(5, 1, 1)), (3000,))
+    w = world(
+        {**DATA_PARALLEL, "quantize": PLAIN, "sync": {"mode": mode}},
+        shuffled(emulated(5, 1, 1)),
+        (3000,),
+    )
     assert w.config.plan.order is not None
     check_nothing_is_lost(w, run(w, 4))

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a start costs the host of one rank: of a 20B GPT-NeoX on all of Frontier as much as on two nodes, but for N."""
+"""What a start costs the host of one rank: of a 20B GPT-NeoX on all of Frontier as much as on two
+nodes, but for N.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def machine(size: int) -> Topology:
 
 
 def start(scheme: str, on: Topology) -> Stage3:
-    """Config, agreement, groups, layout and shards (of which nothing is allocated) of a rank in the middle."""
+    """Config, agreement, groups, layout and shards (of which nothing is allocated) of a rank in the
+    middle.
+    """
     numels = scaled(20_000_000_000).numels()
     with bound_world(on.world_size, on.world_size // 2 + 3):
         config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), on)
@@ -52,7 +56,8 @@ def calls_of(scheme: str, on: Topology) -> int:
 pytestmark = [
     pytest.mark.skipif(
         not torch_has("torch.distributed.split_group(backend=)", torch.__version__),
-        reason="this torch makes groups one by one, and the stand-in for NCCL's world is not for it",
+        reason="this torch makes groups one by one, and the stand-in for NCCL's world is not for "
+        "it",
     ),
     pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl"),
     pytest.mark.usefixtures("reference"),

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""On a GPU's streams nothing is read before it was written, nor overwritten or freed before it was read."""
+"""On a GPU's streams nothing is read before it was written, nor overwritten or freed before it was
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ from zero_topo.sync import Moment
 
 @dataclass(frozen=True)
 class Model:
-    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, modules, and which
-    parameters stay whole; which are matrices of Muon, one of its groups."""
+    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once,
+    modules, and which parameters stay whole; which are matrices of Muon, one of its groups.
+    """
 
     numels: tuple[int, ...]
     groups: tuple[range, ...]
@@ -40,8 +43,15 @@ class Model:
         return tuple(map(param_indices.index, range(len(param_indices))))
 
 
-MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)), persistent=(1, 5))
-"""Matrices, of which three have codes, and vectors that are updated apart, as where these do not decay."""
+MODEL = Model(
+    (512, 64, 512, 512, 40, 7),
+    (range(4), range(4, 6)),
+    ((0, 4), (1,), (2, 5), (3,)),
+    persistent=(1, 5),
+)
+"""Matrices, of which three have codes, and vectors that are updated apart, as where these do not
+decay.
+"""
 CHUNK = 1100
 """Elements of a run: two matrices."""
 
@@ -58,7 +68,12 @@ class DeepSpeed:
     """
 
     def __init__(
-        self, device: Device, block: dict[str, Any], overlap_comm: bool, offload: bool = False, model: Model = MODEL
+        self,
+        device: Device,
+        block: dict[str, Any],
+        overlap_comm: bool,
+        offload: bool = False,
+        model: Model = MODEL,
     ) -> None:
         self.device, self.offload, self.model = device, offload, model
         self.main = device.stream(MAIN)
@@ -109,7 +124,9 @@ class DeepSpeed:
         self.main.wait_stream(self.scatters)
 
     def backward(self, last: bool) -> None:
-        """Gradients wait in a bucket for those of the next module; the first of a module arrives in two parts."""
+        """Gradients wait in a bucket for those of the next module; the first of a module arrives in
+        two parts.
+        """
         bucket: dict[int, Tensor] = {}
         for number, param_indices in enumerate(reversed(self.model.modules)):
             whole = self.fetch(param_indices, "gather_backward")
@@ -137,9 +154,16 @@ class DeepSpeed:
         """Muon's exchange of matrices, with a function that takes memory."""
         param_indices, (begin, end) = self.model.muon, self.columns[0]
         rows = self.engine.gradients.optimizer_rows()[:, begin:end]
-        parts = {param_index: self.engine.layout.parameter(rows, param_index) for param_index in param_indices}
-        shapes = {param_index: (8, self.model.numels[param_index] // 8) for param_index in param_indices}
-        self.engine.matrices.apply(parts, shapes, lambda owned, found: found / found.norm(dim=(1, 2), keepdim=True))
+        parts = {
+            param_index: self.engine.layout.parameter(rows, param_index)
+            for param_index in param_indices
+        }
+        shapes = {
+            param_index: (8, self.model.numels[param_index] // 8) for param_index in param_indices
+        }
+        self.engine.matrices.apply(
+            parts, shapes, lambda owned, found: found / found.norm(dim=(1, 2), keepdim=True)
+        )
 
     def step(self, skipped: bool = False) -> None:
         """The optimizer's step, one sub-group after the other."""
@@ -151,7 +175,9 @@ class DeepSpeed:
                 self.update(group)
             begins = [begin for begin, _ in self.columns]
             means = [torch.zeros_like(master) for master in self.masters]
-            self.moments[:] = self.moments or [Moment(*of, 0.9) for of in zip(begins, means, strict=True)]
+            self.moments[:] = self.moments or [
+                Moment(*of, 0.9) for of in zip(begins, means, strict=True)
+            ]
         if self.model.persistent:
             self.release(self.fetch(self.model.persistent, "gather_exact"))
         self.engine.end_step(skipped)
@@ -162,7 +188,9 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            self.engine.weights.publish(self.model.groups[group], new.clone() if self.offload else new)
+            self.engine.weights.publish(
+                self.model.groups[group], new.clone() if self.offload else new
+            )
         else:
             weights.own[:, begin:end].copy_(new)
             self.engine.weights.publish(self.model.groups[group])
@@ -193,7 +221,9 @@ def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) ->
 
 
 def ways() -> Iterator[Any]:
-    """Every block; whether its work overlaps, and whether DeepSpeed's does, often for some blocks alone."""
+    """Every block; whether its work overlaps, and whether DeepSpeed's does, often for some blocks
+    alone.
+    """
     for name, *overlaps in product(BLOCKS, (True, False), (True, False)):
         often = all(overlaps) and name not in COMBINED
         often = often or name in ("topo", "zero++ quantized", "codes", "q4", "oktopk")
@@ -202,7 +232,9 @@ def ways() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "overlap", "overlap_comm"), list(ways()))
 def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
-    """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their own."""
+    """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their
+    own.
+    """
     trained({**BLOCKS[name], "overlap": overlap}, overlap_comm)
 
 
@@ -247,9 +279,13 @@ class Clocks(list[tuple[str, str, int]]):
         self.clocks.append(dict(self._device.clocks[entry[0]]))
 
 
-@pytest.mark.parametrize(("name", "phase"), [("dense", "sync"), ("quantized", "sync"), ("dense", "publish")])
+@pytest.mark.parametrize(
+    ("name", "phase"), [("dense", "sync"), ("quantized", "sync"), ("dense", "publish")]
+)
 def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, phase: str) -> None:
-    """The third run's first exchange waits for no second exchange, not even the first run's, which is queued before."""
+    """The third run's first exchange waits for no second exchange, not even the first run's, which
+    is queued before.
+    """
     with job(STAGED[name], overlap_comm=True, model=ONE_GROUP) as deepspeed:
         deepspeed.micro_batch(last=False)
         deepspeed.engine.weights.finish()
@@ -261,7 +297,11 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
         else:
             deepspeed.engine.weights.begin()
             deepspeed.engine.weights.finish()
-    exchanges = [(*entry, clock) for entry, clock in zip(log, log.clocks, strict=True) if entry[1] == "exchange"]
+    exchanges = [
+        (*entry, clock)
+        for entry, clock in zip(log, log.clocks, strict=True)
+        if entry[1] == "exchange"
+    ]
     first, second = ("nccl 2-4", "nccl 4-8") if phase == "sync" else ("nccl 4-8", "nccl 2-4")
     assert [stream for stream, *_ in exchanges[:5]] == [first, first, second, first, second]
     (_, _, number, _), (_, _, _, clock) = exchanges[2:4]
@@ -269,7 +309,9 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
 
 
 def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
-    """A prefetch is under way as a whole, and in the order of the starts, whoever needs which first."""
+    """A prefetch is under way as a whole, and in the order of the starts, whoever needs which
+    first.
+    """
     with job(BLOCKS["zero3"], overlap_comm=True) as deepspeed:
         weights = deepspeed.engine.weights
         weights.finish()
@@ -282,7 +324,9 @@ def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
 
 
 def test_gathers_alone_have_a_stream_of_high_priority() -> None:
-    """The next module waits for their kernels, which would else start after all that the computation has queued."""
+    """The next module waits for their kernels, which would else start after all that the
+    computation has queued.
+    """
     with job(BLOCKS["codes"], overlap_comm=True) as deepspeed:
         deepspeed.micro_batch(last=True)
         deepspeed.engine.gradients.sync()
@@ -292,11 +336,16 @@ def test_gathers_alone_have_a_stream_of_high_priority() -> None:
         deepspeed.device.log.clear()
         deepspeed.step()
         publish = {stream for stream, name, _ in deepspeed.device.log if name == "emit"}
-    assert [stream.partition(", ")[2] for stream in (*gathers, *publish)] == ["priority -1", "priority 0"]
+    assert [stream.partition(", ")[2] for stream in (*gathers, *publish)] == [
+        "priority -1",
+        "priority 0",
+    ]
 
 
 LAYERS = 5
-ONE_GROUP = Model((512, 7) * LAYERS, (range(2 * LAYERS),), tuple((2 * i, 2 * i + 1) for i in range(LAYERS)))
+ONE_GROUP = Model(
+    (512, 7) * LAYERS, (range(2 * LAYERS),), tuple((2 * i, 2 * i + 1) for i in range(LAYERS))
+)
 TWO_GROUPS = Model(
     (512,) * LAYERS + (7,) * LAYERS,
     (range(LAYERS), range(LAYERS, 2 * LAYERS)),
@@ -307,7 +356,9 @@ TWO_GROUPS = Model(
 
 @pytest.mark.parametrize("name", ["codes", "topo", "q4"])
 def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
-    """The first module waits for the runs that it needs, also if its vectors are a parameter group of their own."""
+    """The first module waits for the runs that it needs, also if its vectors are a parameter group
+    of their own.
+    """
     waited = []
     for model in (ONE_GROUP, TWO_GROUPS):
         with job(BLOCKS[name], overlap_comm=True, model=model) as deepspeed:
@@ -315,7 +366,11 @@ def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
             deepspeed.engine.gradients.sync()
             deepspeed.device.log.clear()
             deepspeed.step()
-            ends = [(stream, number) for stream, name, number in deepspeed.device.log if name == "exchange"]
+            ends = [
+                (stream, number)
+                for stream, name, number in deepspeed.device.log
+                if name == "exchange"
+            ]
             deepspeed.fetch(model.modules[0], "gather_forward")
             clock = deepspeed.device.clocks[MAIN]
             waited.append(sum(number <= clock.get(stream, 0) for stream, number in ends))
@@ -339,7 +394,9 @@ def test_the_host_waits_once_in_a_step() -> None:
     model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
     with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
         deepspeed.micro_batch(last=True)
-        with patch.object(CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes) as agreed:
+        with patch.object(
+            CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes
+        ) as agreed:
             deepspeed.step()
     assert agreed.call_count == 1
 
@@ -364,7 +421,9 @@ def test_a_load_waits_for_the_mask_that_is_being_sent() -> None:
 
 @pytest.mark.parametrize("name", ["topo", "codes", "hsdp", "q4"])
 def test_matrices_are_whole_when_they_are_updated(name: str) -> None:
-    """Muon sends gradients to the matrices' owners and updates back, between sync and the optimizer."""
+    """Muon sends gradients to the matrices' owners and updates back, between sync and the
+    optimizer.
+    """
     model = replace(MODEL, groups=(range(4), range(4, 6)), muon=range(4))
     with job(BLOCKS[name], overlap_comm=True, model=model) as deepspeed:
         for _ in range(2):
@@ -399,20 +458,26 @@ def prefetched(deepspeed: DeepSpeed, phase: str) -> None:
 @pytest.mark.parametrize("overlap_comm", [True, False])
 @pytest.mark.parametrize("name", HOST_COPIES)
 def test_copies_to_and_from_the_host_are_ordered(name: str, overlap_comm: bool) -> None:
-    """Staging buffers, the host's memory and loaded parts, over steps, an edit and two forward passes in turn."""
+    """Staging buffers, the host's memory and loaded parts, over steps, an edit and two forward
+    passes in turn.
+    """
     trained(HOST_COPIES[name], overlap_comm)
     with job(HOST_COPIES[name], overlap_comm) as deepspeed:
         for _ in range(3):
             prefetched(deepspeed, "gather_forward")
             prefetched(deepspeed, "gather_forward")
             for _ in range(2):
-                deepspeed.device.in_autograds_thread(lambda: prefetched(deepspeed, "gather_backward"))
+                deepspeed.device.in_autograds_thread(
+                    lambda: prefetched(deepspeed, "gather_backward")
+                )
             deepspeed.micro_batch(last=True)
             deepspeed.step()
 
 
 def test_a_load_does_not_wait_for_the_gather_before_it() -> None:
-    """The host's memory has a stream of its own: the second module's parts arrive while the first is gathered."""
+    """The host's memory has a stream of its own: the second module's parts arrive while the first
+    is gathered.
+    """
     with job(HOST_COPIES["16 bits"], overlap_comm=True) as deepspeed:
         deepspeed.forward()
         weights = deepspeed.engine.weights

@@ -63,7 +63,9 @@ def hooks(device: Device, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [reads_on_the_host, writes_on_the_host, adds_in_place, frees, hooks], ids=lambda work: work.__name__
+    "work",
+    [reads_on_the_host, writes_on_the_host, adds_in_place, frees, hooks],
+    ids=lambda work: work.__name__,
 )
 def test_what_is_not_ordered_is_found(work: Callable[[Device, bool], None]) -> None:
     """And nothing else."""

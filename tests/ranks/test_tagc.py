@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""TAGC: nothing is lost with a sketch or without, the index is an OR, and the compression is one that can be peeled."""
+"""TAGC: nothing is lost with a sketch or without, the index is an OR, and the compression is one
+that can be peeled.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ ROW = LEAST_BLOCKS * 1024
 SHARDED: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "world"}
 
 
-def tagc(numels: tuple[int, ...], peers: int | None = 2, setting: dict[str, Any] = DATA_PARALLEL, **sync: Any) -> World:
+def tagc(
+    numels: tuple[int, ...],
+    peers: int | None = 2,
+    setting: dict[str, Any] = DATA_PARALLEL,
+    **sync: Any,
+) -> World:
     """A world with the mode."""
     return sparse_world(setting, peers, "tagc", numels, **{"value_dtype": "fp32", **sync})
 
@@ -49,9 +56,18 @@ def check(w: World, results: list[list[Step]]) -> None:
 @pytest.mark.parametrize(
     ("setting", "peers", "numels", "sync", "ratio"),
     [
-        *(("data parallel", peers, (peers * ROW,), {"ratio": ratio}, ratio) for peers in (2, 3) for ratio in RATIOS),
-        *((setting, None, (8 * (ROW + 77), 8 * 9), {}, 4) for setting in HIERARCHY),  # rows that end with no block
-        *((setting, None, NUMELS, {"value_dtype": of}, 0) for setting in HIERARCHY for of in ("fp32", "bf16")),
+        *(
+            ("data parallel", peers, (peers * ROW,), {"ratio": ratio}, ratio)
+            for peers in (2, 3)
+            for ratio in RATIOS
+        ),
+        # Rows that end with no block
+        *((setting, None, (8 * (ROW + 77), 8 * 9), {}, 4) for setting in HIERARCHY),
+        *(
+            (setting, None, NUMELS, {"value_dtype": of}, 0)
+            for setting in HIERARCHY
+            for of in ("fp32", "bf16")
+        ),
         *(("data parallel", 3, NUMELS, {"value_dtype": of}, 0) for of in ("fp32", "bf16")),
         *(("data parallel", 4, (numel,), {"theta": 0.9}, 0) for numel in (2, 1000, 30_000)),
     ],
@@ -60,9 +76,11 @@ def check(w: World, results: list[list[Step]]) -> None:
 def test_nothing_is_lost(
     setting: str, peers: int | None, numels: tuple[int, ...], sync: dict[str, Any], ratio: int
 ) -> None:
-    """At the shares that follow from the ratio every step is peeled, whatever the shape of the hierarchy.
+    """At the shares that follow from the ratio every step is peeled, whatever the shape of the
+    hierarchy.
 
-    Rows too short for a sketch, from one element on, are sent as they are, and the residual keeps the rounding errors.
+    Rows too short for a sketch, from one element on, are sent as they are, and the residual keeps
+    the rounding errors.
     """
     w = tagc(numels, peers, PLACES[setting], **sync)
     results = run(w, 3)
@@ -79,8 +97,12 @@ def test_nothing_is_lost(
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) -> None:
-    """However small its elements are beside the others', some of them come; by default the largest of all do."""
-    w = tagc((4_000, 4_000), None, HIERARCHY[setting], theta=0.9, select="parameter" if each else "all")
+    """However small its elements are beside the others', some of them come; by default the largest
+    of all do.
+    """
+    w = tagc(
+        (4_000, 4_000), None, HIERARCHY[setting], theta=0.9, select="parameter" if each else "all"
+    )
     results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0], 1e-6 * w.grads(rank, step)[1]])
     seen = [step for found in results for step in found]
     assert {bool(step.rows[:, step.rows.shape[1] // 2 :].any()) for step in seen} == {each}
@@ -101,14 +123,22 @@ def test_theta_zero_is_dense(numel: int) -> None:
 @pytest.mark.parametrize("theta", [None, 0.6], ids=["sketch", "plain"])
 @pytest.mark.parametrize("setting", [DATA_PARALLEL, SHARDED], ids=["everywhere", "sharded"])
 def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | None) -> None:
-    """Three ranks pick the same elements, with and without neighbours: added up, their bits would carry."""
+    """Three ranks pick the same elements, with and without neighbours: added up, their bits would
+    carry.
+    """
     w = tagc((3 * ROW,), 3, setting, theta=theta)
     numbers = torch.arange(3 * ROW)
     grad = torch.where((numbers % 113 < 4) & (numbers % 1024 < 1000), 1.0 + numbers % 97, 0.0)
     results = run(w, 1, lambda rank, step: [(rank + 1) * grad])
     for rank, found in enumerate(results):
-        torch.testing.assert_close(found[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5)
-        assert found[0].report["union"] == found[0].report["density"] == grad.count_nonzero() / grad.numel()
+        torch.testing.assert_close(
+            found[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5
+        )
+        assert (
+            found[0].report["union"]
+            == found[0].report["density"]
+            == grad.count_nonzero() / grad.numel()
+        )
         assert found[0].report["ratio"] == 4
 
 
@@ -116,7 +146,8 @@ def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | Non
 def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
     values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet nothing is lost.
+    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet
+    nothing is lost.
 
     Also if an estimate is right by chance: of two values it often is, and other probes follow.
     """
@@ -124,28 +155,38 @@ def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
     w = tagc((2 * ROW,), 2)
     hot = torch.arange(2 * ROW) % 1024 < 40
     results = run(w, 1, lambda rank, step: [w.grads(rank, step)[0] * hot])
-    assert all(found[0].report["repeated"] > 1000 and found[0].report["ratio"] == 4 for found in results)
+    assert all(
+        found[0].report["repeated"] > 1000 and found[0].report["ratio"] == 4 for found in results
+    )
     assert all(found[0].report["estimated"] == 0 for found in results)
     for rank, found in enumerate(results):
         residual = sum(
-            (part for other in results for member, part in other[0].residuals if member == rank), torch.zeros(())
+            (part for other in results for member, part in other[0].residuals if member == rank),
+            torch.zeros(()),
         )
         due = w.own_mean(rank, 0) * w.own_columns(rank, [hot])
         torch.testing.assert_close(found[0].own + residual, due, atol=2e-5, rtol=1e-5)
 
 
 def test_a_warm_up_too_dense_for_a_sketch_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    """It was asked for: its steps send values without one, and neither are they counted nor is a word said."""
+    """It was asked for: its steps send values without one, and neither are they counted nor is a
+    word said.
+    """
     w = tagc((2 * ROW,), 2, ratio=10, warmup=2, start_density=0.5)
     with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
         results = run(w, 3)
     check(w, results)
     assert [seen.report["ratio"] for seen in results[0]] == [0, 2, 10]
-    assert all(seen.report["fallbacks"] == 0 for found in results for seen in found) and not caplog.records
+    assert (
+        all(seen.report["fallbacks"] == 0 for found in results for seen in found)
+        and not caplog.records
+    )
 
 
 @pytest.mark.parametrize(("theta", "ratio"), [(0.9, 2), (0.95, 4), (0.7, 0)])
-def test_a_union_too_dense_for_the_ratio_falls_back(theta: float, ratio: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_union_too_dense_for_the_ratio_falls_back(
+    theta: float, ratio: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """To a ratio that holds it or to none; counted each time, said once, and nothing is lost."""
     w = tagc((2 * ROW,), 2, ratio=10, theta=theta)
     with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
@@ -164,13 +205,24 @@ def test_one_crowded_row_makes_all_fall_back() -> None:
     w = tagc((3 * ROW,), 3, SHARDED, theta=0.97)
     crowd = torch.where(torch.arange(3 * ROW) < ROW, 100.0, 1.0)
     results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0] * crowd])
-    assert {(found[1].report["ratio"], found[1].report["fallbacks"]) for found in results} == {(2.0, 2.0)}
+    assert {(found[1].report["ratio"], found[1].report["fallbacks"]) for found in results} == {
+        (2.0, 2.0)
+    }
     assert results[0][1].report["union"] < SAFE_LOAD / 4
 
 
-@given(asked=st.sampled_from(RATIOS), union=st.floats(0, 1), width=st.integers(1, 4 * ROW), peers=st.integers(2, 1000))
-def test_the_ratio_is_the_largest_safe_one(asked: Any, union: float, width: int, peers: int) -> None:
-    """Never above the asked one; the default share is always safe; a sketch is never larger than its row."""
+@given(
+    asked=st.sampled_from(RATIOS),
+    union=st.floats(0, 1),
+    width=st.integers(1, 4 * ROW),
+    peers=st.integers(2, 1000),
+)
+def test_the_ratio_is_the_largest_safe_one(
+    asked: Any, union: float, width: int, peers: int
+) -> None:
+    """Never above the asked one; the default share is always safe; a sketch is never larger than
+    its row.
+    """
     config = TagcSync(ratio=asked)
     found = config.safe_ratio(union, width)
     safe = [r for r in RATIOS if r <= asked and r * union <= SAFE_LOAD] if width >= ROW else []
@@ -181,14 +233,20 @@ def test_the_ratio_is_the_largest_safe_one(asked: Any, union: float, width: int,
 
 
 def counts(peers: int, sketch: bool) -> int:
-    """Bytes that say how dense unions are, or that not all is finite, and how many elements go beside a sketch."""
+    """Bytes that say how dense unions are, or that not all is finite, and how many elements go
+    beside a sketch.
+    """
     return (peers - 1) * (8 + 8 * sketch)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("peers", [2, 3])
-def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(peers: int, ratio: int) -> None:
-    """To the byte, but for counts and what goes beside the sketch: an index to all peers, and the values back."""
+def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(
+    peers: int, ratio: int
+) -> None:
+    """To the byte, but for counts and what goes beside the sketch: an index to all peers, and the
+    values back.
+    """
     w = tagc((peers * ROW,), peers, SHARDED, ratio=ratio)
     work = replace(Workload.uniform([peers * ROW], itemsize=4), sync_itemsize=4)
     (formula,) = (n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
@@ -204,7 +262,10 @@ def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(pe
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"density": 0.1}, r"zero_topo\.sync\.density: is not a setting of the mode tagc, .*set theta"),
+        (
+            {"density": 0.1},
+            r"zero_topo\.sync\.density: is not a setting of the mode tagc, .*set theta",
+        ),
         ({"theta": 1.0}, r"zero_topo\.sync\.theta: .*less than 1, got 1\.0"),
         ({"theta": -0.1}, r"zero_topo\.sync\.theta: .*greater than or equal to 0"),
         ({"ratio": 3}, r"zero_topo\.sync\.ratio: 3 is not one of 2, 4 or 10"),
@@ -219,7 +280,9 @@ def test_the_config_refuses(block: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
-    """The printed shares are kept where the union of all picks fits in any case, and raised elsewhere."""
+    """The printed shares are kept where the union of all picks fits in any case, and raised
+    elsewhere.
+    """
     paper = {2: 0.80, 4: 0.90, 10: 0.9875}[ratio]
     assert TagcSync(ratio=ratio).zeros(1) == max(paper, 1 - SAFE_LOAD / ratio)
     assert TagcSync(ratio=ratio).zeros(8) == 1 - SAFE_LOAD / (8 * ratio)

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How far a weight or a gradient travels through the code: files and Python calls below the hook, with limits.
+"""How far a weight or a gradient travels through the code: files and Python calls below the hook,
+with limits.
 
-Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 GCDs, when an operation runs for the second time. The
-limits are today's counts, so the test fails if the path of a step gets a layer more. Lower them when it gets shorter.
+Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 GCDs, when an operation runs for the
+second time. The limits are today's counts, so the test fails if the path of a step gets a layer
+more. Lower them when it gets shorter.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NUMELS = (4096, 8192)
 
 
 def trip(work: Callable[[], object]) -> tuple[int, int]:
-    """Files of the package in which this thread's work calls a function, and calls of such functions."""
+    """Files of the package in which this thread's work calls a function, and calls of such
+    functions.
+    """
     calls: list[str] = []
 
     def seen(frame: FrameType, event: str, _: object) -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run that stands still: every rank that lives says who does not answer and where the others wait, in time."""
+"""A run that stands still: every rank that lives says who does not answer and where the others
+wait, in time.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def watches(
         if place is None:  # came to the start, and was stopped there
             dist.PrefixStore("zero_topo/watch 1", store).set(f"host {rank}", f"n{rank}")
     found = [
-        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, *(limits or [SHORT_S]))
+        Watch(
+            store, (rank, len(places), f"n{rank}"), place, said[rank].append, *(limits or [SHORT_S])
+        )
         for rank, place in enumerate(places)
         if place is not None
     ]
@@ -58,7 +62,8 @@ def watches(
     finally:
         for watch in found:
             watch.close()
-            atexit.unregister(watch._end_store)  # the tests' process does not wait for ranks that were never there
+            # The tests' process does not wait for ranks that were never there
+            atexit.unregister(watch._end_store)
 
 
 def heard(said: list[list[str]], count: int = 1) -> None:
@@ -69,7 +74,9 @@ def heard(said: list[list[str]], count: int = 1) -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
-    """With its host, in time, once, and with where the others wait: in which phase of which step."""
+    """With its host, in time, once, and with where the others wait: in which phase of which
+    step.
+    """
     with watches([waiting(0), waiting(1), None, waiting(1)]) as (_, said):
         heard([said[0], said[1], said[3]])
         time.sleep(2 * SHORT_S)
@@ -80,22 +87,29 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
 
 
 def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
-    """Long before the run has stood still for long, every survivor says who is gone and how this one ended."""
+    """Long before the run has stood still for long, every survivor says who is gone and how this
+    one ended.
+    """
     with watches([waiting(0), None, waiting(1)], 60, 0.1) as (found, said):
         error = RuntimeError("Connection closed\n by peer [10.0.0.7]")
         error.add_note("zero_topo: in sync of step 3")
         begin = time.monotonic()
-        found[0].ended(error)  # returns when its neighbours have spoken: its launcher ends them as soon as it has ended
+        # Returns when its neighbours have spoken: its launcher ends them as soon as it has ended
+        found[0].ended(error)
         assert time.monotonic() - begin < IN_TIME_S and len(said[0]) == 1 and said[0] == said[2]
         assert said[0][0].startswith("the run fails: rank 1 of host n1 did not answer")
-        assert "rank 0: ended by RuntimeError: Connection closed by peer [10.0.0.7], in sync of step 3" in said[0][0]
+        assert (
+            "rank 0: ended by RuntimeError: Connection closed by peer [10.0.0.7], in sync of step 3"
+            in said[0][0]
+        )
 
 
 @pytest.mark.parametrize("destroyed", [False, True])
 def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word(destroyed: bool) -> None:
     """It exchanges nothing more; the others, which fail or hang because of it, report its error.
 
-    An engine that is destroyed while the error is handled, as by a `finally`, does not end in good order either.
+    An engine that is destroyed while the error is handled, as by a `finally`, does not end in good
+    order either.
     """
     with watches([moving(), waiting(1), moving()], 60, 0.1) as (found, said):
         try:
@@ -118,12 +132,19 @@ raise RuntimeError("Connection closed by peer")
 
 def test_an_error_that_nobody_caught_is_one() -> None:
     """A script that does not destroy its engine, as most do not, asks before its process ends."""
-    done = subprocess.run([sys.executable, "-c", DIES], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "the run fails: rank 1 of host unknown did not answer" in done.stdout, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", DIES], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 1
+        and "the run fails: rank 1 of host unknown did not answer" in done.stdout
+    ), done.stderr
 
 
 def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
-    """Nor does one that died while it was to tell the others; the store would wait for either's word."""
+    """Nor does one that died while it was to tell the others; the store would wait for either's
+    word.
+    """
     store = dist.HashStore()
     said: list[str] = []
     dist.PrefixStore("0", dist.PrefixStore("zero_topo/watch 1", store)).add("tellers", 1)
@@ -143,20 +164,27 @@ def test_nothing_is_said_while_all_get_on() -> None:
 
 
 def test_a_rank_that_left_in_good_order_is_not_missed() -> None:
-    """Its engine was destroyed while another still saves; and that one's own end does not wait for anybody."""
+    """Its engine was destroyed while another still saves; and that one's own end does not wait for
+    anybody.
+    """
     with watches([waiting(0), moving()]) as (found, said):
         found[1].close()
         heard(said[:1])
         assert "every rank answers" in said[0][0] and "rank 1" not in said[0][0]
 
 
-def test_a_rank_whose_script_came_to_its_end_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_script_came_to_its_end_is_named_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is missed, for the others wait for it; but it did not die."""
     monkeypatch.delattr(sys, "last_value", raising=False)
     with watches([waiting(0), moving()]) as (found, said):
         found[1].ended()
         heard(said[:1])
-        assert "rank 1 of host n1 (its script came to its end) did not answer" in said[0][0] and said[1] == []
+        assert (
+            "rank 1 of host n1 (its script came to its end) did not answer" in said[0][0]
+            and said[1] == []
+        )
 
 
 LEAVES = """
@@ -175,10 +203,17 @@ if sys.argv[1] == "destroyed":
 
 
 @pytest.mark.parametrize("engine", ["kept", late("destroyed")])
-def test_a_rank_0_that_leaves_in_good_order_did_not_die(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store goes with it while another still works: nothing is said of that, unless it then stands still."""
+def test_a_rank_0_that_leaves_in_good_order_did_not_die(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store goes with it while another still works: nothing is said of that, unless it then
+    stands still.
+    """
     monkeypatch.setattr(watch_module, "SLACK_S", 0.2)
-    command, pipes = [sys.executable, "-c", LEAVES, engine], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command, pipes = (
+        [sys.executable, "-c", LEAVES, engine],
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+    )
     works, said = moving(), list[str]()
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as first:  # type: ignore[call-overload]
         assert first.stdin and first.stdout
@@ -195,11 +230,17 @@ def test_a_rank_0_that_leaves_in_good_order_did_not_die(engine: str, monkeypatch
     time.sleep(2 * SHORT_S)
     watch.close()
     (line,) = said
-    assert line.startswith("rank 0, which holds the store") and "ended in good order" in line and "step 7" in line
+    assert (
+        line.startswith("rank 0, which holds the store")
+        and "ended in good order" in line
+        and "step 7" in line
+    )
 
 
 def test_a_main_thread_that_waits_in_the_store_does_not_blind_the_watch() -> None:
-    """A communicator made when first used waits there for its id, and torch's client serves one thread at a time."""
+    """A communicator made when first used waits there for its id, and torch's client serves one
+    thread at a time.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=6))
     said: list[str] = []
@@ -238,18 +279,25 @@ def test_a_rank_that_answered_and_is_gone_now_is_named_later() -> None:
 
 
 def test_a_store_that_is_stopped_is_told() -> None:
-    """It does not fail and does not answer: the thread that asked it hangs, and another one says so."""
+    """It does not fail and does not answer: the thread that asked it hangs, and another one says
+    so.
+    """
     with watches([moving(), moving()]) as (found, said):
         resumed = threading.Event()
         found[1]._store = Mock(check=lambda _: resumed.wait() and False)
         heard(said[1:])
         resumed.set()
-        assert "rank 0, which holds the store in which the ranks met, has not answered for" in said[1][0]
+        assert (
+            "rank 0, which holds the store in which the ranks met, has not answered for"
+            in said[1][0]
+        )
 
 
 @pytest.mark.parametrize("ends", ["alone", "with all", "by an error"])
 def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on rank 0, which may be the first to go where all end; its thread must not die with a traceback instead."""
+    """It is on rank 0, which may be the first to go where all end; its thread must not die with a
+    traceback instead.
+    """
     monkeypatch.setattr(watch_module, "SLACK_S", 0.5 if ends == "alone" else 10.0)
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
@@ -265,7 +313,9 @@ def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch
         watch.ended(RuntimeError("connection closed by peer"))
     watch.close()
     assert time.monotonic() - began < 9
-    told = ["rank 0, which holds the store in which the ranks met, does not answer: it ended or died"]
+    told = [
+        "rank 0, which holds the store in which the ranks met, does not answer: it ended or died"
+    ]
     assert said == ([] if ends == "with all" else told)
 
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weight shards: gathers bring parameters back, publish keeps replicas alike, secondaries are fresh, padding zero."""
+"""Weight shards: gathers bring parameters back, publish keeps replicas alike, secondaries are
+fresh, padding zero.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,24 @@ TREES = [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)]
 @pytest.mark.parametrize(
     ("scheme", "machine", "dtype"),
     [
-        *(pytest.param(scheme, emulated(2, 2, 2), torch.float32, id=f"{scheme} block") for scheme in SCHEMES),
-        *(pytest.param(scheme, shuffled(emulated(2, 2, 2)), torch.float32, id=f"{scheme} mixed") for scheme in SCHEMES),
+        *(
+            pytest.param(scheme, emulated(2, 2, 2), torch.float32, id=f"{scheme} block")
+            for scheme in SCHEMES
+        ),
+        *(
+            pytest.param(scheme, shuffled(emulated(2, 2, 2)), torch.float32, id=f"{scheme} mixed")
+            for scheme in SCHEMES
+        ),
         pytest.param("by GPU", shuffled(emulated(2, 2, 2)), torch.float32, id="by GPU mixed"),
-        *(pytest.param("topo", emulated(*tree), torch.bfloat16, id=f"any tree {tree}") for tree in TREES),
+        *(
+            pytest.param("topo", emulated(*tree), torch.bfloat16, id=f"any tree {tree}")
+            for tree in TREES
+        ),
     ],
 )
-def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine: Topology, dtype: torch.dtype) -> None:
+def test_unquantized_gathers_return_every_parameter_exactly(
+    scheme: str, machine: Topology, dtype: torch.dtype
+) -> None:
     w = world(BLOCKS[scheme], machine)
 
     def rank_main(rank: int) -> bool:
@@ -62,8 +75,12 @@ def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine
     assert all(run_threads(w.size, rank_main))
 
 
-def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: BlockSpec | None) -> list[torch.Tensor]:
-    """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan alone."""
+def quantized_model(
+    w: World, params: list[torch.Tensor], degree: int, spec: BlockSpec | None
+) -> list[torch.Tensor]:
+    """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan
+    alone.
+    """
     plan = w.config.plan
     assert spec is not None
     result = []
@@ -82,7 +99,12 @@ def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: Blo
 @pytest.mark.parametrize("secondary", ["gpu", "node"])
 def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, secondary: str) -> None:
     quantize = {"weights": "int8", "secondary": "int8", "resident": None, "block_size": 64}
-    block: dict[str, object] = {"scheme": scheme, "secondary": secondary, "quantize": quantize, "two_hop": "gpu"}
+    block: dict[str, object] = {
+        "scheme": scheme,
+        "secondary": secondary,
+        "quantize": quantize,
+        "two_hop": "gpu",
+    }
     w = world(block, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> bool:
@@ -104,11 +126,17 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
     assert all(run_threads(w.size, rank_main))
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [*((scheme, None) for scheme in SCHEMES), ("topo", "bf16")])
-def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str, dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [*((scheme, None) for scheme in SCHEMES), ("topo", "bf16")]
+)
+def test_publish_brings_every_optimizer_update_to_every_replica(
+    scheme: str, dtype: str | None
+) -> None:
     """Also in a type narrower than the weights'."""
     publish = {} if dtype is None else {"dtype": dtype}
-    w = world({"scheme": scheme, "publish": publish, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
+    w = world(
+        {"scheme": scheme, "publish": publish, "quantize": PLAIN}, shuffled(emulated(2, 2, 2))
+    )
 
     def rank_main(rank: int) -> tuple[bool, int]:
         engine, params = loaded(w, chunk=100)
@@ -124,7 +152,9 @@ def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str, dty
     assert_weights_alike(w, [checksum for _, checksum in results])
 
 
-@pytest.mark.parametrize(("scheme", "secondary"), [("zero++", "node"), ("topo", "node"), ("zero++", "rank")])
+@pytest.mark.parametrize(
+    ("scheme", "secondary"), [("zero++", "node"), ("topo", "node"), ("zero++", "rank")]
+)
 def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary: str) -> None:
     w = world({"scheme": scheme, "secondary": secondary, "quantize": PLAIN})
 
@@ -161,7 +191,9 @@ def unfinished(weights: Weights) -> None:
 def test_weights_of_another_version_are_an_error_not_a_stale_read(
     forget: Callable[[Weights], None], phase: str, said: str
 ) -> None:
-    """If the engine forgot to refresh a secondary or to finish a publish before a gather, the version stamp says so."""
+    """If the engine forgot to refresh a secondary or to finish a publish before a gather, the
+    version stamp says so.
+    """
     w = world({"scheme": "topo", "secondary": "node"})
 
     def rank_main(rank: int) -> str:
@@ -174,7 +206,9 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read(
     assert len(set(run_threads(w.size, rank_main))) == 1
 
 
-@pytest.mark.parametrize("quantize", [PLAIN, {"resident": "int8", "block_size": 64}], ids=["plain", "codes"])
+@pytest.mark.parametrize(
+    "quantize", [PLAIN, {"resident": "int8", "block_size": 64}], ids=["plain", "codes"]
+)
 def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, Any]) -> None:
     """By one bit of one copy, of weights as they are and of INT8 weights."""
     w = world({"scheme": "topo", "quantize": quantize, "debug_checks": True})
@@ -183,7 +217,9 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
         engine, _ = loaded(w)
         for _ in range(2):
             engine.end_step(skipped=False)
-            engine.weights.publish(masters=engine.weights.own.float() if engine.weights.needs_masters else None)
+            engine.weights.publish(
+                masters=engine.weights.own.float() if engine.weights.needs_masters else None
+            )
             engine.weights.finish()
         if rank == 5:
             store = engine.weights._store
@@ -196,8 +232,12 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
     assert len(set(run_threads(w.size, rank_main))) == 1
 
 
-def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU gathers run on another stream than publish; events keep the order (here a stand-in records them)."""
+def test_every_gather_waits_for_the_last_change_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU gathers run on another stream than publish; events keep the order (here a stand-in
+    records them).
+    """
     w = world({"scheme": "zero3", "quantize": PLAIN}, emulated(1, 1, 1))
     log: list[str] = []
 
@@ -225,7 +265,8 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pyte
         engine.weights.gather(SLOTS, "gather_exact")
 
     run_threads(1, rank_main)
-    # The first of each line waits for what was before, also where it then changes the weights itself.
+    # The first of each line waits for what was before, also where it then changes the weights
+    # itself.
     assert log == [
         *("record", "wait 1"),
         *("publish", "wait 1", "record", "wait 2", "record"),
@@ -233,9 +274,17 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pyte
     ]
 
 
-@given(data=st.data(), numels=st.lists(st.integers(1, 40), min_size=1, max_size=4), mixed_up=st.booleans())
-def test_exactly_the_padding_is_zeroed(data: st.DataObject, numels: list[int], mixed_up: bool) -> None:
-    """And nothing else: on every rank, in the whole world shard or from some slot on, in any placement."""
+@given(
+    data=st.data(),
+    numels=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    mixed_up=st.booleans(),
+)
+def test_exactly_the_padding_is_zeroed(
+    data: st.DataObject, numels: list[int], mixed_up: bool
+) -> None:
+    """And nothing else: on every rank, in the whole world shard or from some slot on, in any
+    placement.
+    """
     order = tuple(data.draw(st.permutations(range(8)))) if mixed_up else None
     plan = Plan(8, weights=1, secondary=None, gradients=1, optimizer=1, order=order)
     layout = Layout(plan, data.draw(st.integers(0, 7)), tuple(numels))

@@ -17,7 +17,8 @@ from zero_topo.sync import Moment
 
 
 class Trainer:
-    """An optimizer on masters in two sub-groups, all of one value at first, stepped as the hook steps them.
+    """An optimizer on masters in two sub-groups, all of one value at first, stepped as the hook
+    steps them.
 
     Attributes:
         scale: of the loss, and so of the gradients.
@@ -37,7 +38,9 @@ class Trainer:
         cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
         self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
         sizes = [self.height * (end - begin) for begin, end in self.columns]
-        self.masters = [torch.full((size,), start, dtype=torch.float32, requires_grad=True) for size in sizes]
+        self.masters = [
+            torch.full((size,), start, dtype=torch.float32, requires_grad=True) for size in sizes
+        ]
         self.optimizer = optimizer(self.masters)
 
     def moments(self) -> Sequence[Moment]:
@@ -47,7 +50,9 @@ class Trainer:
         return self.engine.masters.moments(self.optimizer.state, self.masters, begins, groups)
 
     def _built(self) -> Stage3:
-        return self.w.engine(moments=self.moments, loss_scale=lambda: self.scale, persistent=self.persistent)
+        return self.w.engine(
+            moments=self.moments, loss_scale=lambda: self.scale, persistent=self.persistent
+        )
 
     def resume(self) -> None:
         """Save, and load into a new engine."""
@@ -65,7 +70,9 @@ class Trainer:
 
     def update(self, rows: Tensor, rate: Callable[[int], float]) -> None:
         """Steps the sub-groups with these gradients, each at its learning rate."""
-        for group, (master, (begin, end)) in enumerate(zip(self.masters, self.columns, strict=True)):
+        for group, (master, (begin, end)) in enumerate(
+            zip(self.masters, self.columns, strict=True)
+        ):
             master.grad = rows[:, begin:end].reshape(-1)
             self.optimizer.param_groups[0] |= {"params": [master], "lr": rate(group)}
             with self.engine.watched(master, begin, rate(group)):
@@ -87,7 +94,9 @@ def computed(
     disturb: Callable[[Trainer, int], None] = lambda trainer, step: None,
     rate: Callable[[int, int], float] = usual_rate,
 ) -> list[Tensor]:
-    """All that each rank computes in some steps, each of which may be disturbed before it: rows, masters and state."""
+    """All that each rank computes in some steps, each of which may be disturbed before it: rows,
+    masters and state.
+    """
 
     def rank_main(rank: int) -> Tensor:
         trainer, rows = Trainer(w, rank), list[Tensor]()

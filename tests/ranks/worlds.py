@@ -37,7 +37,10 @@ SMALL = {"block_size": 64}
 Q4: dict[str, Any] = {"mode": "quantized", "bits": 4, **SMALL}
 OKTOPK: dict[str, Any] = {"mode": "oktopk", "tau": 2, "tau_prime": 2}
 SPARSE: dict[str, dict[str, Any]] = {
-    **{mode: {"mode": mode} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc", "ternary")},
+    **{
+        mode: {"mode": mode}
+        for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc", "ternary")
+    },
     "oktopk": OKTOPK,
     "sharded": {**OKTOPK, "sharded": True},
     "offloaded": {"mode": "topk_a", "offload_residual": True},
@@ -49,12 +52,20 @@ CODES: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8", **SM
 BLOCKS: dict[str, dict[str, Any]] = {
     **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
-    "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
+    "zero++ quantized": {
+        "scheme": "zero++",
+        "quantize": {"weights": "int8", "gradients": "int4", **SMALL},
+    },
     "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
     "two groups": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN},
     "two groups, q4": {"scheme": "topo", "gradients": "gpu", "optimizer": "node", "sync": Q4},
     "ring": {"scheme": "topo", "quantize": PLAIN, "sync": {"mode": "dense", "reduce": "ring"}},
-    "two groups, ring": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN, "sync": {"reduce": "ring"}},
+    "two groups, ring": {
+        "scheme": "topo",
+        "gradients": "gpu",
+        "quantize": PLAIN,
+        "sync": {"reduce": "ring"},
+    },
     "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
@@ -71,13 +82,23 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 """Every scheme and mode, in the tests of what they all must keep."""
 
-COMBINED = ("all-reduce", "ring", "topo-zero2", "codes, q4", "codes, oktopk", "gaussian_k", "offloaded")
+COMBINED = (
+    "all-reduce",
+    "ring",
+    "topo-zero2",
+    "codes, q4",
+    "codes, oktopk",
+    "gaussian_k",
+    "offloaded",
+)
 """Those that differ from others in what these tests do not look at."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A machine, a config on it, the parameters' elements, and those that a run may have at most."""
+    """A machine, a config on it, the parameters' elements, and those that a run may have at
+    most.
+    """
 
     config: ResolvedConfig
     numels: tuple[int, ...]
@@ -93,12 +114,21 @@ class World:
         order: tuple[int, ...] = (),
         whole: Sequence[int] = (),
     ) -> Stage3:
-        """This rank's engine, weights still zero; some slots are persistent, some are updated as whole matrices."""
+        """This rank's engine, weights still zero; some slots are persistent, some are updated as
+        whole matrices.
+        """
         parameters = [
-            replace(p, persistent=param_index in persistent, place=order[param_index] if order else param_index, whole=param_index in whole)
+            replace(
+                p,
+                persistent=param_index in persistent,
+                place=order[param_index] if order else param_index,
+                whole=param_index in whole,
+            )
             for param_index, p in enumerate(matrices(self.numels))
         ]
-        return bare_engine(self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE)
+        return bare_engine(
+            self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE
+        )
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
@@ -130,7 +160,9 @@ class World:
 def shards(plan: Plan, x: Tensor) -> Tensor:
     """A whole tensor, padded, as a row for each rank."""
     width = plan.shard_numel(x.numel())
-    return torch.cat([x, x.new_zeros(plan.world_size * width - x.numel())]).view(plan.world_size, width)
+    return torch.cat([x, x.new_zeros(plan.world_size * width - x.numel())]).view(
+        plan.world_size, width
+    )
 
 
 @lru_cache(maxsize=128)
@@ -147,16 +179,25 @@ def mean(numels: tuple[int, ...], ranks: int, step: int) -> list[Tensor]:
     return [sum(parts, torch.zeros(())) / ranks for parts in zip(*grads, strict=True)]
 
 
-def world(block: dict[str, object], machine: Topology | None = None, numels: tuple[int, ...] = NUMELS) -> World:
+def world(
+    block: dict[str, object], machine: Topology | None = None, numels: tuple[int, ...] = NUMELS
+) -> World:
     """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 dies."""
     return World(resolve_config(ZeroTopoConfig.parse(block), machine or emulated(2, 2, 2)), numels)
 
 
 def shuffled(machine: Topology, seed: int = 3) -> Topology:
     """The same machine with ranks placed at random."""
-    order = torch.randperm(machine.world_size, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(
+        machine.world_size, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     return Topology(
-        machine.name, machine.nodes, machine.gpus_per_node, machine.ranks_per_gpu, order=tuple(order), emulated=True
+        machine.name,
+        machine.nodes,
+        machine.gpus_per_node,
+        machine.ranks_per_gpu,
+        order=tuple(order),
+        emulated=True,
     )
 
 
@@ -165,8 +206,12 @@ either_placement = pytest.mark.parametrize(
 )
 
 
-def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int | None = None) -> tuple[Stage3, list[Tensor]]:
-    """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it, published; parameters."""
+def loaded(
+    w: World, dtype: torch.dtype = torch.float32, chunk: int | None = None
+) -> tuple[Stage3, list[Tensor]]:
+    """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it,
+    published; parameters.
+    """
     engine, params = w.engine(dtype, chunk), w.params(dtype)
     plan, rank = w.config.plan, engine.layout.rank
     row = engine.weights.own_row
@@ -194,7 +239,9 @@ def assert_weights_alike(w: World, sums: Sequence[int]) -> None:
 
 
 def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tensor:
-    """One last micro-batch, perhaps a look at the synced gradient, and sync; what the optimizer gets, ``[R, F]``."""
+    """One last micro-batch, perhaps a look at the synced gradient, and sync; what the optimizer
+    gets, ``[R, F]``.
+    """
     engine.gradients.scatter(range(len(grads)), grads, last=True)
     if peeks:
         engine.gradients.peek()
@@ -209,12 +256,15 @@ def owned(engine: Stage3) -> Tensor:
 
 def resumed(engine: Stage3, fresh: Stage3) -> Stage3:
     """A new engine that goes on from the saved state of another one's sync mode."""
-    fresh.gradients.mode.load_state_dict({k: v.clone() for k, v in engine.gradients.mode.state_dict().items()})
+    fresh.gradients.mode.load_state_dict(
+        {k: v.clone() for k, v in engine.gradients.mode.state_dict().items()}
+    )
     return fresh
 
 
 def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> bool:
-    """A step, skipped in the end, in which one rank's gradient is not finite; the mode's state must stay as it was.
+    """A step, skipped in the end, in which one rank's gradient is not finite; the mode's state must
+    stay as it was.
 
     Returns:
         Whether this rank's rows show it.
@@ -230,7 +280,9 @@ def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> b
 
 
 def assert_changes_nothing(w: World, rank_main: Callable[[int, bool], Tensor]) -> list[Tensor]:
-    """Ranks that are told to change something give the same bits as those that are not; returns those of each rank."""
+    """Ranks that are told to change something give the same bits as those that are not; returns
+    those of each rank.
+    """
     plain = run_threads(w.size, rank_main, False)
     for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
         assert torch.equal(found, expected)

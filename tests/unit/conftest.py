@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Unit tests see no device tools, whatever machine they run on; and one way to run a command line in them."""
+"""Unit tests see no device tools, whatever machine they run on; and one way to run a command line
+in them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def no_device_tools() -> Iterator[None]:
     which = shutil.which
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            shutil, "which", lambda name, *rest, **more: None if name in TOOLS else which(name, *rest, **more)
+            shutil,
+            "which",
+            lambda name, *rest, **more: None if name in TOOLS else which(name, *rest, **more),
         )
         patch.setitem(sys.modules, "pynvml", None)
         yield

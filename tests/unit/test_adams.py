@@ -46,13 +46,18 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
 
 
 def test_a_weight_moves_by_a_bounded_number_of_learning_rates() -> None:
-    """As docs/sparse.md says: by 0.45 if it had no momentum, whatever the size of its sum, and by at most 1.03 ever."""
+    """As docs/sparse.md says: by 0.45 if it had no momentum, whatever the size of its sum, and by
+    at most 1.03 ever.
+    """
     param = torch.zeros(1000, requires_grad=True)
     optimizer = AdamS([param], lr=1.0)
     generator, largest = torch.Generator().manual_seed(1), 0.0
     for step in range(400):
         before = param.detach().clone()
-        param.grad = torch.randn(1000, generator=generator) * torch.rand(1000, generator=generator).mul(9).exp()
+        param.grad = (
+            torch.randn(1000, generator=generator)
+            * torch.rand(1000, generator=generator).mul(9).exp()
+        )
         if step < 300:
             param.grad[:500] = 0
         optimizer.step()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""AgedAdamW by itself: AdamW where all arrives, its formula where not, its ages, and what it never does."""
+"""AgedAdamW by itself: AdamW where all arrives, its formula where not, its ages, and what it never
+does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 
 
 def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
-    """Gradients that come as error feedback brings them: sums since they came before, a fifth of the elements."""
+    """Gradients that come as error feedback brings them: sums since they came before, a fifth of
+    the elements.
+    """
     generator = torch.Generator().manual_seed(seed)
     residual = torch.zeros(numel)
     for _ in range(steps):
@@ -30,10 +34,13 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_arrives_it_is_adamw_to_the_bit(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients of any size, in any dtype of the weights, cut into chunks or not.
 
-    By the reference, which takes the square root by torch, as AdamW does. Kernels round it correctly, torch does not.
+    By the reference, which takes the square root by torch, as AdamW does. Kernels round it
+    correctly, torch does not.
     """
     monkeypatch.setattr(reference, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +51,8 @@ def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest
         "weight_decay": 0.1 * seed,
     }
     ours = [
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_(True) for shape in ((1,), (333,), (41, 29))
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_(True)
+        for shape in ((1,), (333,), (41, 29))
     ]
     theirs = [p.detach().clone().requires_grad_(True) for p in ours]
     optimizers = AgedAdamW(ours, **settings), torch.optim.AdamW(theirs, **settings)
@@ -58,13 +66,18 @@ def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest
             optimizer.step()
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
         for key in ("exp_avg", "exp_avg_sq"):
-            states = [[o.state[p][key] for p in ps] for o, ps in zip(optimizers, (ours, theirs), strict=True)]
+            states = [
+                [o.state[p][key] for p in ps]
+                for o, ps in zip(optimizers, (ours, theirs), strict=True)
+            ]
             assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize("wait", [2, 7, 30])
 def test_noisy_gradients_in_sums_move_weights_as_adamw_by_steps(wait: int) -> None:
-    """As far, on the mean over the elements, when ``wait`` steps' worth comes at once as when each step's comes."""
+    """As far, on the mean over the elements, when ``wait`` steps' worth comes at once as when each
+    step's comes.
+    """
     aged, plain = (torch.zeros(8_000, requires_grad=True) for _ in range(2))
     settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0}
     optimizers = AgedAdamW([aged], **settings), torch.optim.AdamW([plain], **settings)
@@ -107,7 +120,8 @@ def test_a_byte_says_the_longest_wait() -> None:
     moved = []
     for wait in (255, 256, 257, 300):
         w = torch.zeros(3, requires_grad=True)
-        optimizer = AgedAdamW([w], lr=1e-3, betas=(0.0, 0.0))  # without memory the wait alone decides
+        # Without memory the wait alone decides
+        optimizer = AgedAdamW([w], lr=1e-3, betas=(0.0, 0.0))
         for step in range(1, wait + 1):
             w.grad = torch.full((3,), float(step == wait))
             optimizer.step()
@@ -116,7 +130,9 @@ def test_a_byte_says_the_longest_wait() -> None:
 
 
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:
-    """Ages included, which stay bytes though torch casts state to the weights' type; AdamW's own state serves too."""
+    """Ages included, which stay bytes though torch casts state to the weights' type; AdamW's own
+    state serves too.
+    """
     w = torch.randn(200, requires_grad=True)
     optimizer = AgedAdamW([w], **SETTINGS)
     sums = list(sparse_sums(12, 200))
@@ -141,7 +157,9 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
 
 
 def test_it_never_asks_the_device() -> None:
-    """On tensors without data every look at a value would raise: nothing of the step depends on how many arrived."""
+    """On tensors without data every look at a value would raise: nothing of the step depends on how
+    many arrived.
+    """
     w = torch.zeros(10, device="meta", dtype=torch.bfloat16, requires_grad=True)
     optimizer = AgedAdamW([w], **SETTINGS)
     for _ in range(2):

@@ -12,28 +12,55 @@ import torch
 from benchmarks import quantizers, ranks, sparse, sparse_ranks
 from benchmarks.__main__ import main as benchmarks
 
-KEYS = {"backend", "op", "dtype", "bits", "block_size", "threads", "gb_per_s", "memcpy_gb_per_s", "memcpy_ratio"}
-QUICK = quantizers.Settings(nbytes=1 << 16, repeats=2, threads=(1,), dtypes=("fp32",), block_sizes=(256,), bits=(8,))
+KEYS = {
+    "backend",
+    "op",
+    "dtype",
+    "bits",
+    "block_size",
+    "threads",
+    "gb_per_s",
+    "memcpy_gb_per_s",
+    "memcpy_ratio",
+}
+QUICK = quantizers.Settings(
+    nbytes=1 << 16, repeats=2, threads=(1,), dtypes=("fp32",), block_sizes=(256,), bits=(8,)
+)
 
 
 @pytest.fixture(autouse=True)
 def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile takes a minute the first time; the other peers stay."""
     found = quantizers.peers
-    monkeypatch.setattr(quantizers, "peers", lambda *a: (p for p in found(*a) if p.name != "torch.compile"))
+    monkeypatch.setattr(
+        quantizers, "peers", lambda *a: (p for p in found(*a) if p.name != "torch.compile")
+    )
 
 
 def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
-    """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones say why."""
+    """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones
+    say why.
+    """
     ticks: list[int] = []
     *_, content = quantizers.run(QUICK, lambda words, done: ticks.append(done))
     assert sum(ticks) == QUICK.ticks()
     assert {"benchmark", "machine", "versions", "settings", "results", "skipped"} <= set(content)
     assert all(set(row) >= KEYS for row in content["results"])
     names = {row["backend"] for row in content["results"]}
-    assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {"native", "triton"}
-    assert {row["op"] for row in content["results"] if row["backend"] == "reference"} >= {"assess", "emit", "apply"}
-    (row,) = (row for row in content["results"] if (row["backend"], row["op"]) == ("reference", "quantize"))
+    assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {
+        "native",
+        "triton",
+    }
+    assert {row["op"] for row in content["results"] if row["backend"] == "reference"} >= {
+        "assess",
+        "emit",
+        "apply",
+    }
+    (row,) = (
+        row
+        for row in content["results"]
+        if (row["backend"], row["op"]) == ("reference", "quantize")
+    )
     assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
     assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]
     traffic = row["gb_per_s"] * 1e9 * row["seconds"]["median"]
@@ -45,7 +72,9 @@ def test_the_command_writes_record_and_picture_and_prints_json(
 ) -> None:
     """`--json` prints the record itself; the picture lies beside it."""
     file = tmp_path / "record.json"
-    words = "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
+    words = (
+        "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
+    )
     status = benchmarks([*words.split(), str(file)])
     assert status == 0 and json.loads(capsys.readouterr().out) == json.loads(file.read_text())
     assert (tmp_path / "quantizers.png").stat().st_size > 1000
@@ -54,20 +83,34 @@ def test_the_command_writes_record_and_picture_and_prints_json(
 def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--ranks 99999` once filled the machine; nor does a smaller size of the same run start first."""
+    """`--ranks 99999` once filled the machine; nor does a smaller size of the same run start
+    first.
+    """
 
     def started(*_: object) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(sparse, "Ranks", started)
-    status, said = benchmarks(["sparse", "--modes", "dense", "--ranks", "2,99999"]), capsys.readouterr().err
-    assert status == 2 and len(said.splitlines()) == 1 and "99,999 ranks of" in said and "take at most" in said
+    status, said = (
+        benchmarks(["sparse", "--modes", "dense", "--ranks", "2,99999"]),
+        capsys.readouterr().err,
+    )
+    assert (
+        status == 2
+        and len(said.splitlines()) == 1
+        and "99,999 ranks of" in said
+        and "take at most" in said
+    )
     with pytest.raises(ValueError, match="99,999 ranks of"):
         ranks.Ranks("a:b", {}, [ranks.Place({})] * 99_999)
 
 
 def test_xi_compares_with_the_largest_sums() -> None:
-    """The two largest of [3, -5, 0, 2] are 3 and -5; a mode that delivers 3 and 2 misses [0, -5, 0, -2]."""
+    """The two largest of [3, -5, 0, 2] are 3 and -5; a mode that delivers 3 and 2 misses [0, -5, 0,
+    -2].
+    """
     gradient, residual = torch.tensor([[3.0, -1, 0, 2], [0, -4, 0, 0]], dtype=torch.float64)
     synced = torch.tensor([3.0, 0, 0, 2])
-    assert sparse_ranks.xi(synced, gradient, gradient + residual, 2) == pytest.approx((29 / 14) ** 0.5)
+    assert sparse_ranks.xi(synced, gradient, gradient + residual, 2) == pytest.approx(
+        (29 / 14) ** 0.5
+    )

@@ -15,7 +15,15 @@ from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.counters import Traffic
 from benchmarks.emulated_cluster.spec import SPECS, LinkRates, Spec
-from benchmarks.floors import Load, all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.floors import (
+    Load,
+    all_reduce_loads,
+    floors,
+    loads,
+    phases,
+    stock_loads,
+    uplink_bytes,
+)
 from benchmarks.schemes import KNOWN, BenchScheme
 from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
@@ -28,26 +36,37 @@ SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
 
 def test_t8_is_built_by_these_commands() -> None:
-    """The whole plan, as reviewed: a change of it is a change of what all results were measured on."""
+    """The whole plan, as reviewed: a change of it is a change of what all results were
+    measured on.
+    """
     planned = [shlex.join(command) for command in commands.build(SPECS["t8"], "zt")]
     assert planned == (DATA / "t8.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_uplinks_carry_what_the_schemes_promise(spec: Spec) -> None:
-    """In units of the 16-bit model and (N-1)/N: ZeRO-3 3K; topo 2 and the paper 3 whatever K is, in 16 bits."""
+    """In units of the 16-bit model and (N-1)/N: ZeRO-3 3K; topo 2 and the paper 3 whatever K is, in
+    16 bits.
+    """
     parameters = 2048 * spec.world_size
     share = 2 * parameters * (spec.nodes - 1) / spec.nodes
     for name, fixed, per_micro_batch in (("zero3", 0, 3), ("topo", 2, 0), ("paper", 3, 0)):
         config = resolve(spec.topology(), scheme=name, quantize={"resident": None})
         for count in (1, 5):
             work = Workload.uniform([parameters], 2, count)
-            assert uplink_bytes(loads(config, work, spec)) == share * (fixed + count * per_micro_batch)
+            assert uplink_bytes(loads(config, work, spec)) == share * (
+                fixed + count * per_micro_batch
+            )
 
 
 def test_stock_moves_all_but_one_shard_over_every_link() -> None:
-    """A ring passes (d-1)/d of the model over each link, twice to gather and once to reduce; gloo's own, twice."""
-    ring, own = (sum(load.out["node"] for load in stock_loads([800], 2, SPECS["t8"], way)) for way in (True, False))
+    """A ring passes (d-1)/d of the model over each link, twice to gather and once to reduce; gloo's
+    own, twice.
+    """
+    ring, own = (
+        sum(load.out["node"] for load in stock_loads([800], 2, SPECS["t8"], way))
+        for way in (True, False)
+    )
     assert ring == 2 * 3 * 7 * 100 * 2 and own == 2 * 4 * 7 * 100 * 2
     assert uplink_bytes(all_reduce_loads([800], SPECS["t8"], 4)) == 2 * 7 * 100 * 4
 
@@ -67,11 +86,18 @@ def test_floors_add_hops_or_overlap_them() -> None:
     }
 
 
-MEASURED: dict[str, Any] = {"phases": {}, "cpu_s": 1.5, "loss": 3.0, "floor_s": {"serial": 1.5, "overlapped": 1.25}}
+MEASURED: dict[str, Any] = {
+    "phases": {},
+    "cpu_s": 1.5,
+    "loss": 3.0,
+    "floor_s": {"serial": 1.5, "overlapped": 1.25},
+}
 
 
 def test_a_result_divides_by_the_steps_counted() -> None:
-    """Bytes are per step of the window, which has one step more than are timed; times are of those timed."""
+    """Bytes are per step of the window, which has one step more than are timed; times are of those
+    timed.
+    """
     traffic = Traffic(
         out={"node": (400, 200), "gpu": (40, 20), "gcd": (4, 4, 4, 0)},
         into={"node": (200, 400), "gpu": (20, 40), "gcd": (4, 4, 0, 4)},
@@ -86,7 +112,9 @@ def test_a_result_divides_by_the_steps_counted() -> None:
     assert row["level_rate_share"]["node"] == pytest.approx(400 / 4 / 2.0 / (40e6 / 8))
     assert dropped([row]) == "packets were dropped, so these times are not valid: topo at 2 (3)"
     assert dropped([row | {"drops": 0}]) is None
-    assert cluster_report.ratio(row, [row | {"scheme": "zero3", "step_s": {"median": 6.0}}, row]) == 3
+    assert (
+        cluster_report.ratio(row, [row | {"scheme": "zero3", "step_s": {"median": 6.0}}, row]) == 3
+    )
 
 
 @pytest.mark.parametrize("scheme", KNOWN.values(), ids=KNOWN)
@@ -98,7 +126,9 @@ def test_the_known_schemes_are_accepted(scheme: BenchScheme) -> None:
     dense = scheme.name in ("radius", "radius-aged", "scape")
     for spec in SPECS.values():
         if dense:
-            with pytest.raises(ValueError, match=r"its first \d+ steps send more than the later ones"):
+            with pytest.raises(
+                ValueError, match=r"its first \d+ steps send more than the later ones"
+            ):
                 ClusterBench(spec, (scheme,), (1, 8), SETUP)
         ClusterBench(spec, (scheme,), (1, 8), SETUP, warmup=60)
 
@@ -110,7 +140,9 @@ def test_fit_takes_some_schemes_and_predicts_the_others(capsys: pytest.CaptureFi
     assert status == 0 and found["rates"]["peak_flops"] > 0
     rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
     fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
-    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8))
+    assert sorted(rows) == sorted(
+        (scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8)
+    )
     assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
     status, out = main(words), capsys.readouterr().out
     assert status == 0 and "measured" in out and "predicted" in out

@@ -25,11 +25,15 @@ def wanted(*schemes: str, seeds: tuple[int, ...] = (0, 1)) -> Convergence:
 
 
 def test_stock_and_the_chaos_floor_are_always_trained() -> None:
-    """Each seed trains stock, stock with other initial weights, and the schemes, whether stock is named or not."""
+    """Each seed trains stock, stock with other initial weights, and the schemes, whether stock is
+    named or not.
+    """
     for named in (["stock", "topo"], ["topo"]):
         jobs = wanted(*named).settings()["jobs"]
         assert [(job["seed"], job["scheme"], job["change"]) for job in jobs] == [
-            (seed, *run) for seed in (0, 1) for run in (("stock", 0.0), ("chaos", CHANGE), ("topo", 0.0))
+            (seed, *run)
+            for seed in (0, 1)
+            for run in (("stock", 0.0), ("chaos", CHANGE), ("topo", 0.0))
         ]
         assert jobs[0]["block"] is None and jobs[1]["block"] is None
         shape = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
@@ -40,7 +44,9 @@ def test_stock_and_the_chaos_floor_are_always_trained() -> None:
 def test_a_scheme_may_have_a_rate_of_its_own() -> None:
     """Which its name tells; stock and the others keep the benchmark's."""
     (scheme,) = schemes_named(["adams"])
-    jobs = replace(wanted("topo"), schemes=(scheme.at(7e-4), scheme), floors=0).settings()["jobs"][:3]
+    jobs = replace(wanted("topo"), schemes=(scheme.at(7e-4), scheme), floors=0).settings()["jobs"][
+        :3
+    ]
     assert [(job["scheme"], job.get("lr")) for job in jobs] == [
         ("stock", None),
         ("adams@0.0007", 7e-4),
@@ -52,14 +58,24 @@ def test_a_scheme_may_have_a_rate_of_its_own() -> None:
 
 
 def test_muon_trains_its_matrices_at_the_schemes_rate_and_the_others_at_the_benchmarks() -> None:
-    """Without clipping, which would be of its updates, and with stock's condition; in FP32 where asked for."""
+    """Without clipping, which would be of its updates, and with stock's condition; in FP32 where
+    asked for.
+    """
     (scheme,) = schemes_named(["muon-changed"])
-    jobs = replace(wanted("topo"), schemes=(scheme.at(0.04), scheme), floors=0).settings()["jobs"][1:3]
+    jobs = replace(wanted("topo"), schemes=(scheme.at(0.04), scheme), floors=0).settings()["jobs"][
+        1:3
+    ]
     assert [job["change"] for job in jobs] == [1e-3, 1e-3]
     for job, rate in zip(jobs, (0.04, 0.02), strict=True):
         config = replace(SETUP, bf16=False).of_job(job, 1)
-        assert (config["optimizer"]["params"]["muon_lr"], config["optimizer"]["params"]["lr"]) == (rate, SETUP.lr)
-        assert config["gradient_clipping"] == 0 and config["zero_optimization"]["reduce_scatter"] is False
+        assert (config["optimizer"]["params"]["muon_lr"], config["optimizer"]["params"]["lr"]) == (
+            rate,
+            SETUP.lr,
+        )
+        assert (
+            config["gradient_clipping"] == 0
+            and config["zero_optimization"]["reduce_scatter"] is False
+        )
         assert config["bf16"] == {"enabled": False}
 
 
@@ -71,7 +87,9 @@ def test_in_one_process_a_mode_that_sends_everything_trains_like_dense_sync() ->
         ("scape", "AdamS", {}),
     )
     schemes = tuple(
-        BenchScheme(mode, data_parallel({"mode": mode, "density": 1.0, **more}), optimizer=optimizer)
+        BenchScheme(
+            mode, data_parallel({"mode": mode, "density": 1.0, **more}), optimizer=optimizer
+        )
         for mode, optimizer, more in modes
     )
     exact = BenchScheme("adams", data_parallel({"mode": "dense"}), optimizer="AdamS")
@@ -84,22 +102,38 @@ def test_in_one_process_a_mode_that_sends_everything_trains_like_dense_sync() ->
     for mode, optimizer, _ in modes:
         dense = "stock" if optimizer == "AdamW" else "adams"
         torch.testing.assert_close(curves[mode], curves[dense], atol=1e-5, rtol=0)
-        assert rows[mode]["evaluation"]["loss"] == pytest.approx(rows[dense]["evaluation"]["loss"], abs=1e-5)
-        assert rows[mode]["crossing_bytes"] > 4 * setup.parameters // 2 and rows[dense]["crossing_bytes"] is None
+        assert rows[mode]["evaluation"]["loss"] == pytest.approx(
+            rows[dense]["evaluation"]["loss"], abs=1e-5
+        )
+        assert (
+            rows[mode]["crossing_bytes"] > 4 * setup.parameters // 2
+            and rows[dense]["crossing_bytes"] is None
+        )
     assert (curves["adams"] - curves["stock"]).abs().max() > 1e-3 and sum(ticks) == bench.ticks()
 
 
 def test_in_one_process_only_sync_and_the_optimizer_differ() -> None:
     """What it would not train is refused, with what to give instead."""
-    settings: dict[str, Any] = {"setup": replace(SETUP, bf16=False), "shape": (2, 1, 1), "one_process": True}
+    settings: dict[str, Any] = {
+        "setup": replace(SETUP, bf16=False),
+        "shape": (2, 1, 1),
+        "one_process": True,
+    }
     replace(wanted("topk_a"), **settings)
-    for other in ({"setup": SETUP}, {"shape": (2, 2, 1)}, {"micro_batches": 2}, {"schemes": wanted("topo").schemes}):
+    for other in (
+        {"setup": SETUP},
+        {"shape": (2, 2, 1)},
+        {"micro_batches": 2},
+        {"schemes": wanted("topo").schemes},
+    ):
         with pytest.raises(ValueError, match="give --fp32, a shape such as 4x1x1"):
             replace(wanted("topk_a"), **settings | other)
 
 
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:
-    """A run of twenty losses, of which some are the last, and an evaluation, at the losses' level if not given."""
+    """A run of twenty losses, of which some are the last, and an evaluation, at the losses' level
+    if not given.
+    """
     losses = [level] * (20 - len(last)) + list(last)
     return {"losses": losses, "evaluation": evaluation or level, "crossing_bytes": None}
 
@@ -117,41 +151,60 @@ def test_differences_are_paired_by_seed() -> None:
 
 def made(curves: dict[str, dict[int, dict[str, Any]]], when: str = "now") -> dict[str, Any]:
     """A record of some runs."""
-    losses = {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()}
+    losses = {
+        name: {str(seed): run["losses"] for seed, run in seeds.items()}
+        for name, seeds in curves.items()
+    }
     settings = wanted("topo", seeds=tuple(curves["stock"])).settings()
     head = {"when": when, "machine": {"cores": len(when)}, "versions": {}, "settings": settings}
     return {**head, "results": compare(curves), "curves": losses}
 
 
 def test_seeds_are_added_to_a_record() -> None:
-    """As if all had been trained at once; a scheme with fewer seeds keeps them; each part's machine is told."""
+    """As if all had been trained at once; a scheme with fewer seeds keeps them; each part's machine
+    is told.
+    """
     runs = {
         "stock": {seed: curve(1.0 + seed) for seed in range(3)},
         "chaos": {0: curve(1.001)},
         "topo": {0: curve(1.01), 1: curve(2.5, 2.0), 2: curve(3.3, evaluation=2.9)},
     }
     older, newer = (
-        {name: {seed: run for seed, run in found.items() if seed in seeds} for name, found in runs.items()}
+        {
+            name: {seed: run for seed, run in found.items() if seed in seeds}
+            for name, found in runs.items()
+        }
         for seeds in ((0, 1), (2,))
     )
     del newer["chaos"]
     content, whole = joined(made(older, "before"), made(newer)), made(runs)
-    assert content["curves"] == whole["curves"] and [run["machine"]["cores"] for run in content["before"]] == [6]
+    assert content["curves"] == whole["curves"] and [
+        run["machine"]["cores"] for run in content["before"]
+    ] == [6]
     for row, expected in zip(content["results"], whole["results"], strict=True):
         assert row["crossing_bytes"] is None and row["scheme"] == expected["scheme"]
         for name in ("last", "overall", "evaluation"):
             assert row[name]["loss"] == pytest.approx(expected[name]["loss"])
             assert row[name]["difference"]["by_seed"] == expected[name]["difference"]["by_seed"]
             assert row[name]["difference"]["worst"] == expected[name]["difference"]["worst"]
-    assert len(joined(content, made({name: {3: curve(1.0)} for name in ("stock", "topo")}))["before"]) == 2
+    assert (
+        len(joined(content, made({name: {3: curve(1.0)} for name in ("stock", "topo")}))["before"])
+        == 2
+    )
 
 
 def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
-    """The chaos run starts within a few 1e-6 of stock, by the same change on every rank; no change is no change."""
+    """The chaos run starts within a few 1e-6 of stock, by the same change on every rank; no change
+    is no change.
+    """
     models = [build_model(SETUP, 3) for _ in range(3)]
     for model, size in zip(models, (0.0, CHANGE, CHANGE), strict=True):
         change(model, size, 3)
-    plain, *changed = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
+    plain, *changed = (
+        torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models
+    )
     assert torch.equal(*changed)
     assert 0 < (changed[0] - plain).abs().max() < 10 * CHANGE
-    assert torch.equal(plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()]))
+    assert torch.equal(
+        plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()])
+    )

@@ -29,26 +29,55 @@ def test_schema_prints_the_schema(run: Run) -> None:
 
 def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) -> None:
     """20B parameters on 384 GCDs: 2psi/2, 2psi/8 and 12psi/384 bytes."""
-    status, out, _ = run("plan", "--params", "20e9", "--topology", "frontier", "--world-size", "384")
+    status, out, _ = run(
+        "plan", "--params", "20e9", "--topology", "frontier", "--world-size", "384"
+    )
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
     assert {line[0] for line in lines if line} >= set(SCHEMES)
     stored = next(line for line in lines if line[:3] == ["paper", "20.00", "GB"])
     assert stored[5:9] == ["5.00", "GB", "625.00", "MB"]
-    whole = run("plan", "--params", "1T", "--topology", "frontier", "--world-size", "75264", "--micro-batches", "16")[1]
+    whole = run(
+        "plan",
+        "--params",
+        "1T",
+        "--topology",
+        "frontier",
+        "--world-size",
+        "75264",
+        "--micro-batches",
+        "16",
+    )[1]
     assert "75264 ranks" in whole and "world int8" in whole and "rank 1 int8 stored" in whole
     for text in (out, whole):
         assert max(map(len, text.splitlines())) <= 80 and "…" not in text
 
 
 def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
-    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--set", "scheme=paper"]
+    words = [
+        "plan",
+        "--params",
+        "8192",
+        "--topology",
+        json.dumps(EMULATED),
+        "--set",
+        "scheme=paper",
+    ]
     report = printed(run, *words, "--micro-batches", "3")
     (paper,) = report["schemes"]
     assert (report["params"], report["micro_batches"], paper["scheme"]) == (8192, 3, "paper")
     assert paper["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
-    assert paper["memory"] == {"weights": 8192, "secondary": 4224, "gradients": 4096, "optimizer": 12288}
-    assert paper["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152 + 4096, "world": 3 * 2048}
+    assert paper["memory"] == {
+        "weights": 8192,
+        "secondary": 4224,
+        "gradients": 4096,
+        "optimizer": 12288,
+    }
+    assert paper["sent_by_domain"] == {
+        "gpu": 2 * 3 * 4224,
+        "node": 3 * 3 * 1152 + 4096,
+        "world": 3 * 2048,
+    }
     assert {"phase": "publish", "domain": "node", "bytes": 4096} in paper["sent"]
 
 
@@ -66,9 +95,12 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
-def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(run: Run, tmp_path: Path) -> None:
-    """One GCD of each GPU, with all its links; the batch is that of so many ranks, and a size that divides nothing is
-    refused."""
+def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(
+    run: Run, tmp_path: Path
+) -> None:
+    """One GCD of each GPU, with all its links; the batch is that of so many ranks, and a size that
+    divides nothing is refused.
+    """
     block = {"topology": EMULATED, "scheme": "zero3"}
     path = config_file(tmp_path, block, tensor_parallel={"autotp_size": 2}, train_batch_size=4)
     status, out, err = run("check", path)
@@ -82,22 +114,34 @@ def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(run: Run, tmp
     assert "3 tensor parallel ranks do not divide the 4 ranks of a node" in err
 
 
-def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(run: Run, tmp_path: Path) -> None:
+def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(
+    run: Run, tmp_path: Path
+) -> None:
     path = config_file(tmp_path, {"scheme": "topo"})
-    small, large = (run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n) for n in ("1B", "45B"))
+    small, large = (
+        run("check", path, "--machine", "frontier", "--nodes", "4", "--params", n)
+        for n in ("1B", "45B")
+    )
     assert small[0] == large[0] == 0 and small[1].endswith("\nok\n")
-    assert "- warning: scheme topo needs" in large[1] and large[1].endswith("\nok, with a warning\n")
+    assert "- warning: scheme topo needs" in large[1] and large[1].endswith(
+        "\nok, with a warning\n"
+    )
 
 
 def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
-    """Stock's ways to gather and reduce ask for less than is done; parameters are offloaded for inference alone."""
+    """Stock's ways to gather and reduce ask for less than is done; parameters are offloaded for
+    inference alone.
+    """
     zero = {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
     block = {"topology": EMULATED}
-    path = config_file(tmp_path, block, zero_optimization={**zero, "offload_param": {"device": "cpu"}})
+    path = config_file(
+        tmp_path, block, zero_optimization={**zero, "offload_param": {"device": "cpu"}}
+    )
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
     for line in (
-        "- zero_optimization.stage3_use_all_reduce_for_fetch_params = true is left out: zero_topo gathers each bucket",
+        "- zero_optimization.stage3_use_all_reduce_for_fetch_params = true is left out: zero_topo "
+        "gathers each bucket",
         "- zero_optimization.reduce_scatter = false is left out: zero_topo scatters gradients",
         '- zero_optimization.offload_param = {"device": "cpu"} is left out: in training',
     ):
@@ -109,13 +153,18 @@ def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) 
     path = config_file(tmp_path, {}, hybrid_engine={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)
     assert (status, out) == (2, "")
-    assert [line.split()[2] for line in err.splitlines()] == ["hybrid_engine.enabled", "compile.deepcompile"]
+    assert [line.split()[2] for line in err.splitlines()] == [
+        "hybrid_engine.enabled",
+        "compile.deepcompile",
+    ]
 
 
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     machine = tmp_path / "m.json"
     order = list(range(80_000))[::-1]  # more text than a pipe holds
-    machine.write_text(json.dumps({"nodes": 10_000, "gpus_per_node": 8, "ranks_per_gpu": 1, "order": order}))
+    machine.write_text(
+        json.dumps({"nodes": 10_000, "gpus_per_node": 8, "ranks_per_gpu": 1, "order": order})
+    )
     command = f"{sys.executable} -m zero_topo.cli topology --from {machine} --json | head -c 10"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
@@ -134,7 +183,9 @@ def test_a_count_is_read_as_written(number: int) -> None:
     assert read_count(f"{number}e3", "n") == number * 1000
 
 
-@pytest.mark.parametrize(("text", "value"), [("1.3b", 1_300_000_000), ("350M", 350_000_000), ("2.5e9", 2_500_000_000)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1.3b", 1_300_000_000), ("350M", 350_000_000), ("2.5e9", 2_500_000_000)]
+)
 def test_decimal_counts_are_exact(text: str, value: int) -> None:
     assert read_count(text, "n") == value
 
@@ -148,8 +199,11 @@ def test_what_is_not_a_count_is_refused(text: str) -> None:
 def test_no_command_has_more_options_than_a_user_reads() -> None:
     """Fifteen at most; what is rarely needed is given by --set, and named in its help."""
     commands = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
-    commands |= {f"launch {name}": command for name, command in commands.pop("launch").commands.items()}
+    commands |= {
+        f"launch {name}": command for name, command in commands.pop("launch").commands.items()
+    }
     many = {
-        name: len([p for p in command.params if p.param_type_name == "option"]) for name, command in commands.items()
+        name: len([p for p in command.params if p.param_type_name == "option"])
+        for name, command in commands.items()
     }
     assert max(many.values()) <= 17, many

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A command writes over nothing that it did not write: a name is easily mistyped, a config or a figure easily gone."""
+"""A command writes over nothing that it did not write: a name is easily mistyped, a config or a
+figure easily gone.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,25 @@ from pathlib import Path
 
 from tests.commands import Run
 
-PLOT = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2", "--plot")
+PLOT = (
+    "simulate",
+    "--gcds",
+    "16",
+    "--schemes",
+    "topo",
+    "--micro-batches",
+    "1",
+    "--model",
+    "gpt2",
+    "--plot",
+)
 MINE = '{"$schema": "../docs/config.schema.json", "zero_topo": {"scheme": "my file"}}'
 
 
 def test_only_new_files_and_own_results_are_written_over(run: Run, tmp_path: Path) -> None:
-    """Somebody's file stays as it is, and nothing else is written, until --force; the result itself is renewed."""
+    """Somebody's file stays as it is, and nothing else is written, until --force; the result itself
+    is renewed.
+    """
     mine = tmp_path / "x.png"
     mine.write_text(MINE)
     status, _, said = run(*PLOT, str(mine))

@@ -40,7 +40,12 @@ def test_only_json_reaches_standard_output() -> None:
     done = noisy("a", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"seen": ["a"]}
-    for words in ("Setting accelerator to CPU.", "a library says hello", "from C", "from a compiler"):
+    for words in (
+        "Setting accelerator to CPU.",
+        "a library says hello",
+        "from C",
+        "from a compiler",
+    ):
         assert words in done.stderr and words not in done.stdout
 
 
@@ -48,4 +53,6 @@ def test_without_json_and_behind_dashes_nothing_is_moved() -> None:
     """The word may belong to a program that is launched."""
     for words in (("a",), ("--", "a", "--json")):
         done = noisy(*words)
-        assert done.returncode == 0 and "the table" in done.stdout and "from a compiler" in done.stdout
+        assert (
+            done.returncode == 0 and "the table" in done.stdout and "from a compiler" in done.stdout
+        )

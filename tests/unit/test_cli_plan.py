@@ -18,12 +18,17 @@ FRONTIER = ("--machine", "frontier", "--nodes", "48")
 
 
 def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run) -> None:
-    status, out, _ = run("plan", "--model", "llama-2-7b", "--machine", "dgx-a100", "--nodes", "4", "--recommend")
+    status, out, _ = run(
+        "plan", "--model", "llama-2-7b", "--machine", "dgx-a100", "--nodes", "4", "--recommend"
+    )
     assert status == 0
     table, _, block = out.partition("\n{")
     assert set(json.loads("{" + block)["zero_topo"]) >= {"topology"}
     assert "the runner-up" in table and "it waits " in table
-    assert max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80 and "…" not in table
+    assert (
+        max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80
+        and "…" not in table
+    )
 
 
 def test_models_come_from_names_and_files(run: Run) -> None:
@@ -36,9 +41,14 @@ def test_models_come_from_names_and_files(run: Run) -> None:
 
 
 def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None:
-    """Of 7B with adapters: no optimizer state of them, and what is sent over the world is for the adapters alone."""
+    """Of 7B with adapters: no optimizer state of them, and what is sent over the world is for the
+    adapters alone.
+    """
     words = ("--params", "7B", "--set", "trainable=4.2M", *FRONTIER, "--set", "scheme=topo")
-    (row,), (whole,) = printed(run, "plan", *words)["schemes"], printed(run, "plan", *words[:2], *words[4:])["schemes"]
+    (row,), (whole,) = (
+        printed(run, "plan", *words)["schemes"],
+        printed(run, "plan", *words[:2], *words[4:])["schemes"],
+    )
     (adapters,) = printed(run, "plan", "--params", "4.2M", *words[4:])["schemes"]
     assert {**row["memory"], "frozen": None} == {**adapters["memory"], "frozen": None}
     codes = 1 + 4 / 256  # of 7B on two dies, and the exact ones over the world
@@ -50,15 +60,26 @@ def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None
     status, _, err = run("plan", *words, "--recommend")
     assert status != 0 and "--set trainable would not count" in err
     status, _, err = run("plan", "--params", "7B", "--set", "trainable=8B", *FRONTIER)
-    assert status != 0 and "trainable 8,000,000,000 is more than the 7,000,000,000 parameters" in err
+    assert (
+        status != 0 and "trainable 8,000,000,000 is more than the 7,000,000,000 parameters" in err
+    )
 
 
 def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
     report = printed(run, "plan", "--max-params", *FRONTIER)
     found = {name: row["max_params"] for name, row in report["schemes"].items()}
     assert set(found) == set(SCHEMES)
-    assert found["zero3"] > found["zero++"] > found["topo-zero2"] > found["paper"] > found["mics"] > 20e9
-    shorter = printed(run, "plan", "--max-params", *FRONTIER, "--set", "scheme=topo", "--seq", "512")
+    assert (
+        found["zero3"]
+        > found["zero++"]
+        > found["topo-zero2"]
+        > found["paper"]
+        > found["mics"]
+        > 20e9
+    )
+    shorter = printed(
+        run, "plan", "--max-params", *FRONTIER, "--set", "scheme=topo", "--seq", "512"
+    )
     assert shorter["schemes"]["topo"]["max_params"] > found["topo"]
     status, out, _ = run("plan", "--max-params", *FRONTIER)
     assert status == 0 and f"{found['topo']:,}" in out
@@ -66,15 +87,21 @@ def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
 
 def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: Path) -> None:
     """The largest model grows when the optimizer's states are in the host's memory."""
-    path = config_file(tmp_path, {}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    path = config_file(
+        tmp_path, {}, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    )
     words = ("--max-params", "--machine", "frontier", "--nodes", "2", "--set", "scheme=topo")
-    plain, offloaded = (printed(run, "plan", *words, *more) for more in ((), ("--set", f"deepspeed-config={path}")))
+    plain, offloaded = (
+        printed(run, "plan", *words, *more) for more in ((), ("--set", f"deepspeed-config={path}"))
+    )
     most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
     assert most > 1.2 * least
 
 
 def test_the_ten_best_plans_are_drawn(run: Run, tmp_path: Path) -> None:
-    """As many rows as plans up to ten, in the table's order; a picture without --recommend is refused."""
+    """As many rows as plans up to ten, in the table's order; a picture without --recommend is
+    refused.
+    """
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
@@ -114,7 +141,11 @@ def test_a_wide_terminal_shows_bars(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "160")
     assert "\N{FULL BLOCK}" not in run(*words)[1]
     monkeypatch.setenv("FORCE_COLOR", "1")
-    bars = [line.count("\N{FULL BLOCK}") for line in run(*words)[1].splitlines() if "\N{FULL BLOCK}" in line]
+    bars = [
+        line.count("\N{FULL BLOCK}")
+        for line in run(*words)[1].splitlines()
+        if "\N{FULL BLOCK}" in line
+    ]
     assert len(bars) == 2 and bars[0] == 40 and 30 <= bars[1] <= 34
     monkeypatch.setenv("COLUMNS", "75")
     assert "\N{FULL BLOCK}" not in run(*words)[1]

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Wrong input of every command that plans, simulates, reports or measures: one line on stderr and exit status 2."""
+"""Wrong input of every command that plans, simulates, reports or measures: one line on stderr and
+exit status 2.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FILES = {
     "long.json": START + f', "zero_topo": {{"topology": "{"x" * 9999}"}}}}',
     "deep.json": "[" * 100_000 + "]" * 100_000,
     "deep.yml": "a: " + "[" * 10_000 + "]" * 10_000,
-    "laughs.yml": "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '0')}]" for i in range(40)),
+    "laughs.yml": "\n".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '0')}]" for i in range(40)
+    ),
     "encoding.xml": '<?xml version="1.0" encoding="no-such"?><topology/>',
     "row.txt": "\tGPU0\nCPU Affinity\n",
 }
@@ -56,37 +60,50 @@ WRONG = {
     "plan --params 1B --machine {broken} --nodes 2": "not valid JSON",
     f"plan --params 10 {FRONTIER} --recommend": "too few",
     "plan --params 900B --machine frontier --recommend": "none of",
-    "plan --params 1e15 --machine frontier --nodes 100000 --recommend": "even 100,000 nodes would not do",
-    f'plan --params 1B --recommend {FRONTIER} --set rates={{"peak_flops":1e-300}}': "a number from 1e-30 to 1e30",
+    "plan --params 1e15 --machine frontier --nodes 100000 "
+    "--recommend": "even 100,000 nodes would not do",
+    f"plan --params 1B --recommend {FRONTIER} --set "
+    f'rates={{"peak_flops":1e-300}}': "a number from 1e-30 to 1e30",
     f"plan --model gpt-5 {FRONTIER}": "neither a file nor a known name",
     f"plan --model FOLDER/text.json {FRONTIER}": "neither JSON nor YAML",
     f"plan --model gpt2 --params 1B {FRONTIER}": "has a shape of its own",
-    f"plan --params 1B --set deepspeed-config=nope.json {FRONTIER}": 'DeepSpeed config "nope.json": no such file',
+    "plan --params 1B --set deepspeed-config=nope.json "
+    f"{FRONTIER}": 'DeepSpeed config "nope.json": no such file',
     f"plan --params 1B --set rates=nope.json {FRONTIER}": "--set rates would not count",
     f"plan --params 1B --set lossy {FRONTIER}": "--set lossy: write KEY=VALUE",
     f"plan --params 1B --set resrve=0.1 {FRONTIER}": "unknown key; did you mean 'reserve'",
-    f"plan --params 1B --set reserve=2 {FRONTIER}": '--set reserve: should be less than or equal to 0.9, got "2"',
-    f"plan --params 1B --set checkpointing=no! {FRONTIER}": "--set checkpointing: should be a valid boolean",
+    f"plan --params 1B --set reserve=2 {FRONTIER}": "--set reserve: should be less than or equal "
+    'to 0.9, got "2"',
+    f"plan --params 1B --set checkpointing=no! {FRONTIER}": "--set checkpointing: should be a "
+    "valid boolean",
     "plan --params 1B --machine frontier --ranks 8,16": "this command takes one number",
     f"plan --params 1B --recommend --max-params {FRONTIER}": "different views",
     "plan --max-params --machine single-node --world-size 8": "memory_per_rank",
-    f"plan --params 1B --recommend --set sparse=topk {FRONTIER}": "--set sparse=topk: unknown; did you mean",
+    "plan --params 1B --recommend --set sparse=topk "
+    f"{FRONTIER}": "--set sparse=topk: unknown; did you mean",
     "simulate --plot FOLDER/x.pdf": "only PNG",
-    f"plan --max-params {FRONTIER} --set deepspeed-config=FOLDER/{ABSENT}": f'/{ABSENT}": no such file',
+    f"plan --max-params {FRONTIER} --set "
+    f"deepspeed-config=FOLDER/{ABSENT}": f'/{ABSENT}": no such file',
     "topology --from frontir": "did you mean 'frontier'?",
     "topology --from no/such.json": "no/such.json",
     "topology --from {broken": "not valid JSON",
     "topology --from /dev/zero": "/dev/zero': has more than",
     f'topology --from {{"a":{"1" * 5000}': "4300 digits",
-    f'topology --from {{"nodes":{"1" * 400},"gpus_per_node":1,"ranks_per_gpu":1}}': "more than 18 digits",
-    'topology --from {"nodes":9999999,"gpus_per_node":1,"ranks_per_gpu":1}': "more than the 1,048,576 ranks",
-    "topology --from FOLDER/encoding.xml": "is not recognised: it is neither a topology's JSON nor output of amd-smi",
+    "topology --from "
+    f'{{"nodes":{"1" * 400},"gpus_per_node":1,"ranks_per_gpu":1}}': "more than 18 digits",
+    "topology --from "
+    '{"nodes":9999999,"gpus_per_node":1,"ranks_per_gpu":1}': "more than the 1,048,576 ranks",
+    "topology --from FOLDER/encoding.xml": "is not recognised: it is neither a topology's JSON nor "
+    "output of amd-smi",
     "topology --from FOLDER/row.txt": "row GPU0 has 0 cells for the 1 columns",
     "topology --world-size many": "--ranks 'many'",
     f"topology --from {DEVICES}/malformed_nvidia_smi.txt": "row GPU1, column GPU2 is 'PIXNODE'",
-    "topology --from frontier --from dgx-a100": "--from frontier states a whole machine; leave the other --from out",
-    f"topology --from {DEVICES}/frontier_rocm_smi.txt --from frontier": "--from frontier states a whole machine",
-    f"topology --from {DEVICES}/dgx_a100_nvidia_smi.txt --from {DEVICES}/old_nvidia_smi.txt": "sees 8 devices",
+    "topology --from frontier --from dgx-a100": "--from frontier states a whole machine; leave the "
+    "other --from out",
+    f"topology --from {DEVICES}/frontier_rocm_smi.txt --from "
+    "frontier": "--from frontier states a whole machine",
+    f"topology --from {DEVICES}/dgx_a100_nvidia_smi.txt --from "
+    f"{DEVICES}/old_nvidia_smi.txt": "sees 8 devices",
     "topology --measure": "no launcher's variables are here; start every rank with it",
     "topology --measure --from frontier": "give one",
     "schema --whole-fiel": "--whole-fiel",
@@ -119,7 +136,8 @@ WRONG = {
     "simulate --model gpt-neox-20": "did you mean 'gpt-neox-20b'",
     'simulate --set rates={"peak":1}': "did you mean 'peak_flops'",
     "simulate --set rates={": "not valid JSON",
-    "simulate --set rates=no/such.json": "rates 'no/such.json': cannot be read (No such file or directory)",
+    "simulate --set rates=no/such.json": "rates 'no/such.json': cannot be read (No such file or "
+    "directory)",
     "simulate --schemes no/such.json": "no/such.json",
 }
 
@@ -143,7 +161,8 @@ WRONG_BENCHMARKS = {
     "convergence --rates 1e-3,fast": "rate 'fast' is not a positive number; write it as 1e-3",
     "convergence --more": "name the record to go on with: --record FILE",
     "convergence --more --record README.md": "record README.md: Expecting value",
-    "convergence --more --record benchmarks/records/soak.json": "was not written by python -m benchmarks convergence",
+    "convergence --more --record "
+    "benchmarks/records/soak.json": "was not written by python -m benchmarks convergence",
     "sparse --modes topk": "'topk' cannot be measured",
     "sparse --sources real": "'real' cannot be measured",
     "sparse --ranks 1": "give at least 2",
@@ -165,7 +184,9 @@ def assert_refused(status: int, out: str, err: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"), WRONG.items(), ids=[words.replace(str(ROOT), "")[:60] for words in WRONG]
 )
-def test_wrong_input_is_one_line_on_stderr_and_status_2(run: Run, tmp_path: Path, words: str, message: str) -> None:
+def test_wrong_input_is_one_line_on_stderr_and_status_2(
+    run: Run, tmp_path: Path, words: str, message: str
+) -> None:
     """Nothing is printed, written, timed or started before it."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

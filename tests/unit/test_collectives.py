@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Rings fitted to measured collectives: the presets' are those of public logs, a user's files give the user's own."""
+"""Rings fitted to measured collectives: the presets' are those of public logs, a user's files give
+the user's own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def runs() -> dict[str, dict[str, dict[str, float]]]:
 
 def timed(machine: str, collective: Collective, run: str) -> list[Timed]:
     return [
-        Timed(collective, int(ranks), max(1, int(ranks) // PER_NODE[machine]), float(nbytes), ms / 1e3)
+        Timed(
+            collective, int(ranks), max(1, int(ranks) // PER_NODE[machine]), float(nbytes), ms / 1e3
+        )
         for ranks, times in runs()[run].items()
         for nbytes, ms in times.items()
     ]
@@ -51,31 +55,48 @@ def rates_of(machine: str) -> Rates:
 
 
 @pytest.mark.parametrize(("machine", "collective", "run"), FITTED)
-def test_a_presets_rings_are_fitted_to_the_logs(machine: str, collective: Collective, run: str) -> None:
+def test_a_presets_rings_are_fitted_to_the_logs(
+    machine: str, collective: Collective, run: str
+) -> None:
     """What the JSON says is what the fit finds, and its spread is the fit's mean error."""
-    preset, found = rates_of(machine).rings[collective], fit_rings(timed(machine, collective, run))[collective]
+    preset, found = (
+        rates_of(machine).rings[collective],
+        fit_rings(timed(machine, collective, run))[collective],
+    )
     for domain, ring in preset.items():
         fitted = found[domain]
-        assert (ring.bandwidth, ring.step) == pytest.approx((fitted.bandwidth, fitted.step), rel=0.01)
-        assert ring.small == fitted.small and ring.small_step == pytest.approx(fitted.small_step, rel=0.01)
+        assert (ring.bandwidth, ring.step) == pytest.approx(
+            (fitted.bandwidth, fitted.step), rel=0.01
+        )
+        assert ring.small == fitted.small and ring.small_step == pytest.approx(
+            fitted.small_step, rel=0.01
+        )
         assert ring.spread == pytest.approx(fitted.spread, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "megabytes", "ms"), [(8, 67, 0.72), (8, 268, 2.59), (64, 268, 3.72), (128, 1074, 14.7), (512, 67, 16.1)]
+    ("ranks", "megabytes", "ms"),
+    [(8, 67, 0.72), (8, 268, 2.59), (64, 268, 3.72), (128, 1074, 14.7), (512, 67, 16.1)],
 )
 def test_hops_on_frontier_take_what_was_measured(ranks: int, megabytes: int, ms: float) -> None:
     """A gather of all ranks in one ring, as published, to within a third."""
     nbytes = 2 ** round(math.log2(megabytes * 1e6))
-    assert runs()["frontier all_gather, eager off"][str(ranks)][str(nbytes)] == pytest.approx(ms, rel=0.01)
+    assert runs()["frontier all_gather, eager off"][str(ranks)][str(nbytes)] == pytest.approx(
+        ms, rel=0.01
+    )
     network = Network(load_preset("frontier", ranks), rates_of("frontier"))
     sent = nbytes * (ranks - 1) / ranks
     assert network.stage_time(1, ranks, sent, "ring").seconds == pytest.approx(ms / 1e3, rel=0.33)
 
 
 def test_rings_beside_each_other_share_what_one_ring_has() -> None:
-    """Eight rings across nodes, one for each GCD, get an eighth of the bandwidth each, and pay a step for each node."""
-    network, ring = Network(load_preset("frontier", 384), rates_of("frontier")), rates_of("frontier").rings["gather"]
+    """Eight rings across nodes, one for each GCD, get an eighth of the bandwidth each, and pay a
+    step for each node.
+    """
+    network, ring = (
+        Network(load_preset("frontier", 384), rates_of("frontier")),
+        rates_of("frontier").rings["gather"],
+    )
     found = network.stage_time(8, 384, 47e6, "ring")
     assert found.latency == pytest.approx(47 * ring["world"].step)
     assert found.busy == pytest.approx({"world": 47e6 * 8 / ring["world"].bandwidth})
@@ -86,7 +107,9 @@ def test_rings_beside_each_other_share_what_one_ring_has() -> None:
 
 
 def test_libfabrics_eager_mode_is_what_the_launcher_turns_off() -> None:
-    """With it on, some messages of 65 to 260 KB a rank take ten times as long and more, which no other size does."""
+    """With it on, some messages of 65 to 260 KB a rank take ten times as long and more, which no
+    other size does.
+    """
     on, off = runs()["frontier all_gather, eager on"], runs()["frontier all_gather, eager off"]
     slower = {int(nbytes) // 512: on["512"][nbytes] / off["512"][nbytes] for nbytes in off["512"]}
     assert {size for size, factor in slower.items() if factor > 10} == {2**17, 2**18}
@@ -95,24 +118,25 @@ def test_libfabrics_eager_mode_is_what_the_launcher_turns_off() -> None:
     assert 'export FI_CXI_RDZV_EAGER_SIZE="0"' in script and "189 ms" in script
 
 
-# -- a user's own ----------------------------------------------------------------------------------------------------
+# -- a user's own ----------------------------------------------------------------------------------
 
 HEADER = """# nThread 1 nGpus 1 minBytes 1048576 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20
 #
 rccl-tests: Version develop:ae3e635
 # Using devices
-"""
+"""  # noqa: E501
 COLUMNS = """#
 #                                                              out-of-place                       in-place
 #       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-"""
+"""  # noqa: E501
 
 
 def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int = 8) -> str:
     """What rccl-tests prints on nodes whose collectives take what the ring says."""
     lines = [
-        f"#  Rank {rank:2d} Group  0 Pid  {9000 + rank} on frontier{rank // per_node:05d} device  {rank % per_node} "
+        f"#  Rank {rank:2d} Group  0 Pid  {9000 + rank} on frontier{rank // per_node:05d} device  "
+        f"{rank % per_node} "
         "[0000:c1:00] AMD Instinct MI250X"
         for rank in range(ranks)
     ]
@@ -120,7 +144,9 @@ def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int
         us = ring.seconds(ranks, 2**power / ranks) * 1e6
         rate = 2**power / us / 1e3
         cells = f"{us:8.2f}  {rate:6.2f}  {rate * (ranks - 1) / ranks:6.2f}      0"
-        lines.append(f"{2**power:12d} {2**power // 4:13d}     float    none      -1 {cells} {cells}")
+        lines.append(
+            f"{2**power:12d} {2**power // 4:13d}     float    none      -1 {cells} {cells}"
+        )
     end = f"# Collective test concluded: {name}\n" if name else ""
     return f"{HEADER}{chr(10).join(lines[:ranks])}\n{COLUMNS}{chr(10).join(lines[ranks:])}\n{end}"
 
@@ -128,7 +154,9 @@ def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int
 def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(
     run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Any number of files, both collectives; what is printed is read back by --set rates=FILE, and changes the step."""
+    """Any number of files, both collectives; what is printed is read back by --set rates=FILE, and
+    changes the step.
+    """
     truth = Ring(70e9, 30e-6, small=2**14, small_step=10e-6)
     for ranks in (8, 16, 64):
         (tmp_path / f"gather-{ranks}.out").write_text(printed(ranks, truth))
@@ -139,18 +167,43 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(
     found = json.loads(own.read_text())["rings"]
     for domain in ("node", "world"):
         ring = found["gather"][domain]
-        assert (ring["bandwidth"], ring["step"]) == pytest.approx((70e9, 30e-6), rel=0.03) and ring["spread"] < 0.02
+        assert (ring["bandwidth"], ring["step"]) == pytest.approx((70e9, 30e-6), rel=0.03) and ring[
+            "spread"
+        ] < 0.02
     assert set(found["reduce"]) == {"world"}
-    words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
+    words = (
+        "simulate",
+        "--gcds",
+        "64",
+        "--schemes",
+        "stock",
+        "--micro-batches",
+        "1",
+        "--overlap",
+        "0",
+        "--json",
+    )
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["results"][0]["seconds"] > usual["results"][0]["seconds"]
-    plan = ("plan", "--params", "1B", "--machine", "frontier", "--nodes", "2", "--recommend", "--json")
+    plan = (
+        "plan",
+        "--params",
+        "1B",
+        "--machine",
+        "frontier",
+        "--nodes",
+        "2",
+        "--recommend",
+        "--json",
+    )
     slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["recommended"]["seconds"] > usual["recommended"]["seconds"]
 
 
 def test_a_ring_as_the_page_says_it_is_read(tmp_path: Path) -> None:
-    """The bus bandwidth of the largest message and the time of the smallest give the ring without a fit."""
+    """The bus bandwidth of the largest message and the time of the smallest give the ring without a
+    fit.
+    """
     truth, path = Ring(70e9, 30e-6), tmp_path / "all_gather.out"
     path.write_text(printed(64, truth))
     busbw = float(path.read_text().splitlines()[-2].split()[7]) * 1e9
@@ -167,9 +220,15 @@ GOOD = printed(8, Ring(1e11, 1e-5))
         (GOOD.replace("all_gather", "all_reduce"), "output of all_reduce, from which no ring"),
         (GOOD.replace("all_gather_perf", "it"), "without the name of its collective"),
         (GOOD.replace("#  Rank  7", "#  Rank 12"), "lists 8 of 13 ranks"),
-        ("\n".join(line for line in GOOD.splitlines() if "Rank" not in line), "without its '# Rank' lines"),
+        (
+            "\n".join(line for line in GOOD.splitlines() if "Rank" not in line),
+            "without its '# Rank' lines",
+        ),
         ("all_gather: nothing here", "without rows of times"),
-        ("\n".join(GOOD.splitlines()[:-9]), "3 measurements of a collective cannot separate latency from bandwidth"),
+        (
+            "\n".join(GOOD.splitlines()[:-9]),
+            "3 measurements of a collective cannot separate latency from bandwidth",
+        ),
     ],
 )
 def test_what_tells_no_ring_is_refused(
@@ -187,8 +246,12 @@ def test_what_tells_no_ring_is_refused(
 
 @pytest.mark.parametrize("name", ["all_gather_old_columns.log", "all_gather_srun_labels.log"])
 @pytest.mark.parametrize("change", [str, lambda text: text.replace("\n", "\r\n")])
-def test_older_and_labelled_outputs_are_read(name: str, change: Callable[[str], str], tmp_path: Path) -> None:
-    """Without the columns of operation and root, as before 2.11, and with the rank that ``srun --label`` writes."""
+def test_older_and_labelled_outputs_are_read(
+    name: str, change: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Without the columns of operation and root, as before 2.11, and with the rank that
+    ``srun --label`` writes.
+    """
     path = tmp_path / name
     path.write_text(change((ROOT / "tests/data/nccl" / name).read_text()))
     rows: list[Any] = read_tests(path)

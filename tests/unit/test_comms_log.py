@@ -23,7 +23,9 @@ SCATTER: tuple[Any, int, bool] = ("all_to_all", 300, True)
 
 def group(phase: str, meter: Meter | None = None, members: int = 4) -> Group:
     """A metered group of a node."""
-    return Group(1, members, 0, tuple(range(members)), "node", None, meter or Meter()).metered(phase)
+    return Group(1, members, 0, tuple(range(members)), "node", None, meter or Meter()).metered(
+        phase
+    )
 
 
 @pytest.fixture
@@ -48,13 +50,15 @@ def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
 ) -> None:
     """DeepSpeed's own function, told that the group is the world.
 
-    Where messages differ between ranks, the size is one for all: DeepSpeed compares stragglers size by size in
-    collectives, and other sizes on each rank would end in a hang.
+    Where messages differ between ranks, the size is one for all: DeepSpeed compares stragglers size
+    by size in collectives, and other sizes on each rank would end in a hang.
     """
     import deepspeed.comm
     from deepspeed.utils.comms_logging import calc_bw_log
 
-    _, size, ours = record(group("sync", members=members), op, (members - 1) * part, even, milliseconds / 1e3)
+    _, size, ours = record(
+        group("sync", members=members), op, (members - 1) * part, even, milliseconds / 1e3
+    )
     passed = part if op == "all_gather" else members * part
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed.comm, "get_world_size", lambda: members)
@@ -76,7 +80,11 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
         peers.scatter(table)
         peers.gather(table[0])
         peers.scatter_known(table, [1, 1], [1, 1])
-    assert exchanges == [("all_to_all", True, 12), ("all_gather", True, 12), ("all_to_all", False, 12)]
+    assert exchanges == [
+        ("all_to_all", True, 12),
+        ("all_gather", True, 12),
+        ("all_to_all", False, 12),
+    ]
 
 
 def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
@@ -86,7 +94,10 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     meter, lines = Meter(enabled=False), []
     meter.listener = partial(comms_timing, logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
-        assert group("gather_forward", meter)._begin(*GATHER, lambda: Handle(wait, (), came)).wait() is came()
+        assert (
+            group("gather_forward", meter)._begin(*GATHER, lambda: Handle(wait, (), came)).wait()
+            is came()
+        )
     logger.verbose = True
     group("scatter", meter)._begin(*SCATTER, lambda: Handle(None, (), MagicMock()))
     told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")
@@ -107,12 +118,17 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
         ({"enabled": True, "prof_all": False, "prof_ops": ["all_to_all_single"]}, (False, True)),
     ],
 )
-def test_deepspeeds_switches_decide(logger: Any, switches: dict[str, Any], listens: tuple[bool, bool]) -> None:
+def test_deepspeeds_switches_decide(
+    logger: Any, switches: dict[str, Any], listens: tuple[bool, bool]
+) -> None:
     """They may be turned while training."""
     timing = partial(comms_timing, logger, lambda line, ranks: None)
     for name, value in switches.items():
         setattr(logger, name, value)
-    assert tuple(timing(group("scatter"), *exchange) is not None for exchange in (GATHER, SCATTER)) == listens
+    assert (
+        tuple(timing(group("scatter"), *exchange) is not None for exchange in (GATHER, SCATTER))
+        == listens
+    )
 
 
 def test_what_nobody_listens_to_is_not_waited_for() -> None:

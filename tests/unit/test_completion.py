@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Completion in a shell, and ``--version``: what a shell completes, and which versions a report of a bug names."""
+"""Completion in a shell, and ``--version``: what a shell completes, and which versions a report of
+a bug names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from zero_topo.cli import main
 def test_bash_completes_options(tmp_path: Path) -> None:
     """As a user's shell does, whose Python this is not, with the script that we print."""
     command = tmp_path / "zero-topo"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from zero_topo.cli import main; main()" "$@"\n')
+    command.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "from zero_topo.cli import main; main()" "$@"\n'
+    )
     command.chmod(0o755)
     program = """
         eval "$(zero-topo --show-completion)"
@@ -28,7 +32,9 @@ def test_bash_completes_options(tmp_path: Path) -> None:
         echo "${COMPREPLY[@]}"
     """
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout, done.stderr) == ("--partition\n", "")
 
 
@@ -45,7 +51,10 @@ def test_bash_completes_options(tmp_path: Path) -> None:
     ],
 )
 def test_commands_and_values_complete(
-    line: str, offered: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    offered: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Machines, models, schemes, modes and settings, also after a comma."""
     asked = {"_ZERO_TOPO_COMPLETE": "complete_bash", "COMP_WORDS": f"zero-topo {line}"}
@@ -59,4 +68,6 @@ def test_commands_and_values_complete(
 def test_version_names_what_it_runs_on(run: Run) -> None:
     status, out, _ = run("--version")
     versions = (__version__, metadata.version("deepspeed"), metadata.version("torch"))
-    assert status == 0 and all(version in out for version in versions) and len(out.splitlines()) == 1
+    assert (
+        status == 0 and all(version in out for version in versions) and len(out.splitlines()) == 1
+    )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The block's grammar: what is accepted, and that every mistake is one line that names key, reason and way out."""
+"""The block's grammar: what is accepted, and that every mistake is one line that names key, reason
+and way out.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,47 @@ from zero_topo.quant.spec import BLOCK_SIZES
 from zero_topo.topology.model import DOMAINS
 
 MISTAKES: list[tuple[Any, list[str]]] = [
-    ({"shceme": "topo"}, ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"]),
-    ({"quantize": {"weigths": "int8"}}, ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"]),
-    ({"sync": {"mode": "dense", "reducee": "x"}}, ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"]),
+    (
+        {"shceme": "topo"},
+        ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"],
+    ),
+    (
+        {"quantize": {"weigths": "int8"}},
+        ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"],
+    ),
+    (
+        {"sync": {"mode": "dense", "reducee": "x"}},
+        ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"],
+    ),
     ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
     ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
-    ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter', 'ring' or 'all_reduce'"]),
-    ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null; leave it out, or write {}, for its defaults"]),
-    ({"quantize": None}, ["zero_topo.quantize: must be a JSON object, got null; leave it out", '"resident": null}']),
+    (
+        {"sync": {"reduce": "all"}},
+        ["zero_topo.sync.reduce", "'reduce_scatter', 'ring' or 'all_reduce'"],
+    ),
+    (
+        {"sync": None},
+        [
+            "zero_topo.sync: must be a JSON object, got null; leave it out, or write {}, for its "
+            "defaults"
+        ],
+    ),
+    (
+        {"quantize": None},
+        ["zero_topo.quantize: must be a JSON object, got null; leave it out", '"resident": null}'],
+    ),
     ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),
     ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
     ({"quantize": {"weights": "nf4"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
-    ({"quantize": {"gradients": "nf8"}}, ["zero_topo.quantize.gradients", "'int8', 'int4' or 'nf4'"]),
+    (
+        {"quantize": {"gradients": "nf8"}},
+        ["zero_topo.quantize.gradients", "'int8', 'int4' or 'nf4'"],
+    ),
     ({"sync": {"mode": "quantized", "bits": "nf8"}}, ["zero_topo.sync.bits", "8, 4 or 'nf4'"]),
-    ({"quantize": {"block_size": 100}}, ["zero_topo.quantize.block_size: 100", "64, 128, 256, 512, 1024 or 2048"]),
+    (
+        {"quantize": {"block_size": 100}},
+        ["zero_topo.quantize.block_size: 100", "64, 128, 256, 512, 1024 or 2048"],
+    ),
     ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "did you mean 'gpu'?", "integer >= 1"]),
     ({"weights": True}, ["zero_topo.weights: true"]),
     ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
@@ -46,13 +75,20 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"accumulation_dtype": "float32"}, ["zero_topo.accumulation_dtype", "'fp32'"]),
     ([1], ["zero_topo: must be a JSON object, got [1]"]),
     (True, ["zero_topo: must be a JSON object, got true"]),
-    ({"weights": "gpu", "gradients": "node"}, ["zero_topo: ", "without a scheme", "optimizer missing"]),
+    (
+        {"weights": "gpu", "gradients": "node"},
+        ["zero_topo: ", "without a scheme", "optimizer missing"],
+    ),
     ({"secondary": "gpu"}, ["weights, gradients, optimizer missing", '"topo"']),
 ]
 
 
-@pytest.mark.parametrize(("block", "parts"), MISTAKES, ids=[json.dumps(block) for block, _ in MISTAKES])
-def test_a_mistake_is_one_line_that_names_key_value_and_way_out(block: Any, parts: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("block", "parts"), MISTAKES, ids=[json.dumps(block) for block, _ in MISTAKES]
+)
+def test_a_mistake_is_one_line_that_names_key_value_and_way_out(
+    block: Any, parts: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         ZeroTopoConfig.parse(block)
     line = str(caught.value)
@@ -61,7 +97,10 @@ def test_a_mistake_is_one_line_that_names_key_value_and_way_out(block: Any, part
 
 
 def test_two_mistakes_are_both_named() -> None:
-    with pytest.raises(ValueError, match=r"zero_topo\.seed.*; also zero_topo\.meter|zero_topo\.meter.*zero_topo\.seed"):
+    with pytest.raises(
+        ValueError,
+        match=r"zero_topo\.seed.*; also zero_topo\.meter|zero_topo\.meter.*zero_topo\.seed",
+    ):
         ZeroTopoConfig.parse({"seed": -1, "meter": 2})
 
 
@@ -74,7 +113,9 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 @given(level=st.sampled_from(sorted(MODELS)), data=st.data())
-def test_a_misspelt_key_is_answered_with_the_nearest_known_key(level: str, data: st.DataObject) -> None:
+def test_a_misspelt_key_is_answered_with_the_nearest_known_key(
+    level: str, data: st.DataObject
+) -> None:
     known = list(MODELS[level].model_fields)
     right = data.draw(st.sampled_from([key for key in known if len(key) > 4]))
     at = data.draw(st.integers(0, len(right) - 1))
@@ -95,7 +136,12 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
 
 def test_an_empty_block_is_valid_and_has_the_documented_defaults_for_good() -> None:
     config = ZeroTopoConfig.parse({})
-    assert (config.topology, config.scheme, config.meter, config.debug_checks) == ("auto", None, True, False)
+    assert (config.topology, config.scheme, config.meter, config.debug_checks) == (
+        "auto",
+        None,
+        True,
+        False,
+    )
     assert config.quantize.block_size == 256
     with pytest.raises(ValidationError, match="frozen"):
         config.meter = False  # type: ignore[misc]
@@ -140,7 +186,9 @@ def test_names_agree_with_the_rooms_they_come_from() -> None:
 
 
 def test_each_mode_of_sync_is_selected_by_its_name_and_offered_by_the_schema() -> None:
-    choices = [choice["$ref"].rsplit("/", 1)[1] for choice in json_schema()["properties"]["sync"]["oneOf"]]
+    choices = [
+        choice["$ref"].rsplit("/", 1)[1] for choice in json_schema()["properties"]["sync"]["oneOf"]
+    ]
     assert choices == [cls.__name__ for cls in SYNC_MODES]
     for cls in SYNC_MODES:
         assert type(ZeroTopoConfig.parse({"sync": {"mode": cls.MODE}}).sync) is cls
@@ -163,10 +211,14 @@ def test_the_schema_describes_every_key_and_closes_every_object() -> None:
     assert schema["title"] == "zero_topo"
     for found in _objects(schema):
         assert found["additionalProperties"] is False, found["title"]
-        assert [key for key, value in found["properties"].items() if not value.get("description")] == []
+        assert [
+            key for key, value in found["properties"].items() if not value.get("description")
+        ] == []
 
 
-def test_the_schema_of_the_whole_file_leaves_deepspeeds_keys_open_and_resolves_its_references() -> None:
+def test_the_schema_of_the_whole_file_leaves_deepspeeds_keys_open_and_resolves_its_references() -> (
+    None
+):
     schema = json_schema(whole_file=True)
     assert "additionalProperties" not in schema
     keys = schema["properties"]["zero_topo"]["properties"]

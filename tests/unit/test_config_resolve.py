@@ -60,8 +60,12 @@ def test_the_free_form_quantizes_nothing_by_itself_and_has_no_secondary() -> Non
     assert config.scheme is None
     assert degrees(config) == (2, None, 4, 8)
     assert specs(config) == (None, None, None)
-    assert config.notes[0].startswith("no scheme: weights over 2 ranks, gradients over node (4 ranks)")
-    quantized = resolve(weights=2, secondary=4, gradients=4, optimizer=8, quantize={"secondary": "int8"})
+    assert config.notes[0].startswith(
+        "no scheme: weights over 2 ranks, gradients over node (4 ranks)"
+    )
+    quantized = resolve(
+        weights=2, secondary=4, gradients=4, optimizer=8, quantize={"secondary": "int8"}
+    )
     assert degrees(quantized) == (2, 4, 4, 8) and quantized.secondary_spec == INT8
 
 
@@ -84,16 +88,27 @@ def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -
 
 
 def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
-    assert resolve(scheme="paper", sync={"dtype": "fp32"}).sync == DenseSync(reduce="all_reduce", dtype="fp32")
-    assert resolve(scheme="paper", sync={"reduce": "reduce_scatter"}).sync == DenseSync(reduce="reduce_scatter")
+    assert resolve(scheme="paper", sync={"dtype": "fp32"}).sync == DenseSync(
+        reduce="all_reduce", dtype="fp32"
+    )
+    assert resolve(scheme="paper", sync={"reduce": "reduce_scatter"}).sync == DenseSync(
+        reduce="reduce_scatter"
+    )
 
 
-def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> None:
+def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> (
+    None
+):
     """And not where they are sharded, or held by everyone on purpose."""
     config = resolve(FLAT, scheme="topo")
-    told = 'gpu domain has one rank on this machine: every rank stores all weights; set "weights": "node" to shard them'
+    told = (
+        'gpu domain has one rank on this machine: every rank stores all weights; set "weights": '
+        '"node" to shard them'
+    )
     assert degrees(config) == (1, None, 4, 8) and config.secondary_spec is None
-    assert told in config.notes and any(note.startswith("no secondary copy of the weights") for note in config.notes)
+    assert told in config.notes and any(
+        note.startswith("no secondary copy of the weights") for note in config.notes
+    )
     on_purpose = resolve(scheme="topo", weights="rank", secondary=None)
     assert degrees(on_purpose) == (1, None, 4, 8)
     for quiet in (on_purpose, resolve(TREE, scheme="topo")):
@@ -103,13 +118,18 @@ def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"weights": "node", "gradients": "gpu", "optimizer": "world"}, "dependency rule.*gradients degree 2"),
+        (
+            {"weights": "node", "gradients": "gpu", "optimizer": "world"},
+            "dependency rule.*gradients degree 2",
+        ),
         ({"scheme": "topo", "optimizer": "gpu"}, "dependency rule.*optimizer degree 2"),
         ({"scheme": "topo", "weights": 3}, "weights degree 3 does not divide the world of 8"),
         ({"scheme": "zero3", "secondary": 16}, "secondary degree 16 does not divide"),
     ],
 )
-def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(block: dict[str, Any], message: str) -> None:
+def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(
+    block: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(**block)
 
@@ -119,9 +139,13 @@ def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
         return any(note.startswith(word) for note in config.notes)
 
     topo, zero3, hsdp = (resolve(scheme=scheme) for scheme in ("topo", "zero3", "hsdp"))
-    assert has(topo, "gradient reduction between 2 groups of 4 ranks (sync): dense, reduce reduce_scatter")
+    assert has(
+        topo, "gradient reduction between 2 groups of 4 ranks (sync): dense, reduce reduce_scatter"
+    )
     assert not has(zero3, "gradient reduction")
-    assert has(topo, "all-gather of updated weights") and not has(hsdp, "all-gather of updated weights")
+    assert has(topo, "all-gather of updated weights") and not has(
+        hsdp, "all-gather of updated weights"
+    )
     two_steps = "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes"
     assert has(resolve(scheme="zero++"), two_steps)
     assert not has(topo, "reduce-scatter")
@@ -132,34 +156,64 @@ def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
 def test_the_resolved_config_is_json_for_reports() -> None:
     report = resolve(scheme="topo", quantize={"resident": "int8"}, seed=3).to_json()
     assert report["degrees"] == {"weights": 2, "secondary": None, "gradients": 4, "optimizer": 8}
-    formats = {"weights": "int8/256", "secondary": None, "gradients": "int4/256", "resident": "int8/256"}
+    formats = {
+        "weights": "int8/256",
+        "secondary": None,
+        "gradients": "int4/256",
+        "resident": "int8/256",
+    }
     assert report["quantize"] == formats
     assert report["sync"] == {"mode": "dense", "reduce": "reduce_scatter", "dtype": None}
     assert report["seed"] == 3
 
 
 RESIDENT: dict[str, Any] = {"weights": "int8", "resident": "int8"}
-CODED: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "world", "quantize": RESIDENT}
+CODED: dict[str, Any] = {
+    "weights": "gpu",
+    "gradients": "node",
+    "optimizer": "world",
+    "quantize": RESIDENT,
+}
 OBSTACLES: list[tuple[dict[str, Any], str]] = [
-    ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the INT8 weights; set it to "int8"'),
+    (
+        {"quantize": {"weights": None}},
+        'quantize.weights = null: all gathers send the INT8 weights; set it to "int8"',
+    ),
     ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
-    ({"secondary": "node"}, "secondary = 4: all gathers send the INT8 weights, which 2 ranks share"),
+    (
+        {"secondary": "node"},
+        "secondary = 4: all gathers send the INT8 weights, which 2 ranks share",
+    ),
     ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
-    ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the changes of the INT8 weights are sent exactly; drop'),
+    (
+        {"publish": {"delta": "int4"}},
+        'publish.delta = "int4": the changes of the INT8 weights are sent exactly; drop',
+    ),
     ({"publish": {"dtype": "fp32"}}, 'publish.dtype = "fp32"'),
-    ({"gradients": "gpu", "optimizer": "gpu"}, "weights = 2: each rank stores exactly the weights that it updates"),
+    (
+        {"gradients": "gpu", "optimizer": "gpu"},
+        "weights = 2: each rank stores exactly the weights that it updates",
+    ),
 ]
 
 
 def test_resident_codes_are_what_both_passes_gather() -> None:
-    """No secondary copy beside them, also where the user asked for one over the same ranks; and the run says so."""
+    """No secondary copy beside them, also where the user asked for one over the same ranks; and the
+    run says so.
+    """
     same: dict[str, Any] = {"secondary": "gpu", "quantize": {**RESIDENT, "secondary": "int8"}}
     for secondary in ({}, same):
         config = resolve(**CODED | secondary)
         assert config.resident_spec == config.weights_spec == BlockSpec("int8")
         assert degrees(config) == (2, None, 4, 8) and config.secondary_spec is None
-    assert any(note.startswith("weights are stored as INT8 only, one scale per 256") for note in config.notes)
-    changes = "all-gather of updated weights after each step (publish): as the INT8 values that changed, lossless"
+    assert any(
+        note.startswith("weights are stored as INT8 only, one scale per 256")
+        for note in config.notes
+    )
+    changes = (
+        "all-gather of updated weights after each step (publish): as the INT8 values that "
+        "changed, lossless"
+    )
     assert f"{changes}, over world" in config.notes
     assert resolve(scheme="zero++").resident_spec is None
 
@@ -170,7 +224,9 @@ def test_codes_that_the_user_asked_for_are_refused_beside_what_they_cannot_do(
 ) -> None:
     """With the value, the reason and the way out, never without codes in silence."""
     block = {**CODED, **change, "quantize": {**RESIDENT, **change.get("quantize", {})}}
-    with pytest.raises(ValueError, match='quantize.resident = "int8" does not go with ' + re.escape(message)):
+    with pytest.raises(
+        ValueError, match='quantize.resident = "int8" does not go with ' + re.escape(message)
+    ):
         resolve(**block)
     resolve(**block | {"quantize": {**block["quantize"], "resident": None}})
 
@@ -191,8 +247,13 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
 
 def test_nf4_has_blocks_of_its_own() -> None:
     """Of 64 values, whatever the block size of the weights; another one for sync is refused."""
-    config = resolve(scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized", "bits": "nf4"})
-    assert [str(spec) for spec in (config.weights_spec, config.gradients_spec)] == ["int8/256", "nf4/64"]
+    config = resolve(
+        scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized", "bits": "nf4"}
+    )
+    assert [str(spec) for spec in (config.weights_spec, config.gradients_spec)] == [
+        "int8/256",
+        "nf4/64",
+    ]
     assert isinstance(config.sync, QuantizedSync) and str(config.sync.spec) == "nf4/64"
     assert any("quantized, bits nf4, block_size 64" in note for note in config.notes)
     with pytest.raises(ValueError, match='"nf4" has blocks of 64; remove'):
@@ -200,7 +261,9 @@ def test_nf4_has_blocks_of_its_own() -> None:
 
 
 def test_a_config_names_all_its_kinds_of_blocks() -> None:
-    """For the choice of kernels: of weights, gradients, what crosses nodes and what is published."""
+    """For the choice of kernels: of weights, gradients, what crosses nodes and what is
+    published.
+    """
     block: dict[str, Any] = {
         "scheme": "topo",
         "quantize": {"gradients": "nf4"},

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Every config that ships loads as it stands, in zero_topo and in DeepSpeed; GPT-NeoX's twins say the same."""
+"""Every config that ships loads as it stands, in zero_topo and in DeepSpeed; GPT-NeoX's twins say
+the same.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier
 PAPERS_RUN = {"paper-10b": "frontier-10b", "paper-20b": "frontier-20b"}  # the model of each
 # The others have their JSON's name.
 JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(PAPERS_RUN, "paper-run")
-SCHEME_OF: dict[str, str | None] = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo"}
+SCHEME_OF: dict[str, str | None] = {
+    "zeropp": "zero++",
+    "demo": "topo",
+    "demo-zero3": "zero3",
+    "frontier": "topo",
+}
 SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
 SCHEME_OF |= {
     **dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo"),
@@ -41,7 +48,13 @@ SCHEME_OF |= {
     **dict.fromkeys(["default", "dgx-h100"]),
 }
 MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE
-TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+TWO_NODES_OF_8 = {
+    "RANK": "0",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "0",
+    "LOCAL_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "8",
+}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 
 
@@ -62,7 +75,8 @@ def resolved(path: Path) -> ResolvedConfig:
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
     return before_a_model(
-        block, resolve_topology(block.topology, environment(path), int(environment(path)["WORLD_SIZE"]))
+        block,
+        resolve_topology(block.topology, environment(path), int(environment(path)["WORLD_SIZE"])),
     )
 
 
@@ -74,30 +88,42 @@ def neox_config(path: Path) -> dict[str, Any]:
 
 def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
     """A reader finds the scheme or machine they look for, and the tests below run on something."""
-    names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if not path.stem.startswith("demo")}
+    names = {
+        SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if not path.stem.startswith("demo")
+    }
     assert names >= set(SCHEMES)
     assert {"demo", "frontier", "dgx-h100", "laptop", *MODES} <= {path.stem for path in CONFIGS}
-    assert {*FRONTIER, *PAPERS_RUN, *MODES, "zero3", "zeropp", "paper"} == {path.stem for path in TWINS}
+    assert {*FRONTIER, *PAPERS_RUN, *MODES, "zero3", "zeropp", "paper"} == {
+        path.stem for path in TWINS
+    }
 
 
 @by_stem(CONFIGS)
 def test_configs_resolve_on_their_machine(path: Path) -> None:
-    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not refused beside it.
+    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not
+    refused beside it.
 
-    All are for 16-bit training with clipping, and overlap what they can; the demo must not build DeepSpeed's own Adam.
+    All are for 16-bit training with clipping, and overlap what they can; the demo must not build
+    DeepSpeed's own Adam.
     """
     config, given = resolved(path), load_deepspeed_config(path)
-    assert SCHEME_OF.get(path.stem, path.stem) in (None, config.scheme)  # None: the fastest for the machine
+    # None: the fastest for the machine
+    assert SCHEME_OF.get(path.stem, path.stem) in (None, config.scheme)
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
     assert deepspeed_hints(given) == []
-    assert given.get("bf16") == {"enabled": True} or path.stem == "paper-run"  # the paper trains in FP16
+    # The paper trains in FP16
+    assert given.get("bf16") == {"enabled": True} or path.stem == "paper-run"
     assert given["gradient_clipping"] == 1.0
-    assert environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
+    assert (
+        environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
+    )
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES.items())
 def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
-    """A file named after a mode of sync runs it, and with the one optimizer it works with, or loses least with."""
+    """A file named after a mode of sync runs it, and with the one optimizer it works with, or loses
+    least with.
+    """
     path = ROOT / "configs" / f"{name}.json"
     sync = resolved(path).sync
     assert mode == sync.MODE
@@ -115,7 +141,9 @@ def test_sparse_configs_fit_20b_on_48_nodes_of_frontier(run: Run, name: str) -> 
 
 @pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())
 def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int) -> None:
-    """Each resolves on its nodes: weights over a package, gradients over a node, optimizer states over the world."""
+    """Each resolves on its nodes: weights over a package, gradients over a node, optimizer states
+    over the world.
+    """
     path = ROOT / "neox_configs" / f"{name}.yml"
     assert f"for {nodes} nodes ({8 * nodes} GCDs)" in path.read_text().splitlines()[0]
     block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
@@ -127,8 +155,13 @@ def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int)
 
 @pytest.mark.parametrize(("name", "model"), PAPERS_RUN.items())
 def test_the_papers_run_differs_in_layout_precision_and_attention(name: str, model: str) -> None:
-    """The model is that of Frontier's config of the same size; nothing but what the paper states is different."""
-    ours, theirs = neox_config(ROOT / f"neox_configs/{name}.yml"), neox_config(ROOT / f"neox_configs/{model}.yml")
+    """The model is that of Frontier's config of the same size; nothing but what the paper states is
+    different.
+    """
+    ours, theirs = (
+        neox_config(ROOT / f"neox_configs/{name}.yml"),
+        neox_config(ROOT / f"neox_configs/{model}.yml"),
+    )
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == {
         "attention_config",
         "precision",
@@ -144,7 +177,8 @@ def test_the_papers_run_differs_in_layout_precision_and_attention(name: str, mod
 def test_neox_would_train_the_twins(path: Path) -> None:
     """`python -m zero_topo.neox check` is content, beside a model where the file names none.
 
-    YAML 1.1 takes `1e-8` for a text and `yes` for true, and refuses tabs and repeated keys: YAML and JSON read alike.
+    YAML 1.1 takes `1e-8` for a text and `yes` for true, and refuses tabs and repeated keys: YAML
+    and JSON read alike.
     """
     pytest.importorskip("yaml")
     assert load_configs([str(path)]) == neox_config(path)
@@ -176,14 +210,18 @@ def test_deepspeed_reads_the_configs(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_two_demos_differ_in_the_scheme_only() -> None:
     """What the README sets side by side is one run with two plans."""
-    demo, zero3 = (load_deepspeed_config(ROOT / "configs" / f"{name}.json") for name in ("demo", "demo-zero3"))
+    demo, zero3 = (
+        load_deepspeed_config(ROOT / "configs" / f"{name}.json") for name in ("demo", "demo-zero3")
+    )
     assert demo["zero_topo"].pop("scheme") == "topo" and zero3["zero_topo"].pop("scheme") == "zero3"
     assert demo == zero3
 
 
 @by_stem(TWINS)
 def test_neox_twins_equal_their_json(path: Path) -> None:
-    """GPT-NeoX hands DeepSpeed the same block, sharding, batch sizes, precision and clipping as the JSON."""
+    """GPT-NeoX hands DeepSpeed the same block, sharding, batch sizes, precision and clipping as the
+    JSON.
+    """
     neox = neox_config(path)
     ours = load_deepspeed_config(ROOT / "configs" / f"{JSON_TWIN.get(path.stem, path.stem)}.json")
     extra = neox["deepspeed_extra_args"]
@@ -191,7 +229,8 @@ def test_neox_twins_equal_their_json(path: Path) -> None:
     merged = neox | extra
     same = set(ours) - {"optimizer", "$schema"}
     assert {key: merged.get(key) for key in same} == {key: ours[key] for key in same}
-    # GPT-NeoX's Adam is AdamW, and takes the decay from a key of its own; learning rates go by size of model.
+    # GPT-NeoX's Adam is AdamW, and takes the decay from a key of its own; learning rates go by size
+    # of model.
     types = ours["optimizer"]["type"], neox["optimizer"]["type"]
     assert types[0] == types[1] or types == ("AdamW", "Adam")
     settings = neox["optimizer"]["params"] | {"weight_decay": neox["weight_decay"]}

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/containers copy all that the package is built of, and shells and linters read them."""
+"""The recipes of docs/containers copy all that the package is built of, and shells and linters read
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from tests.launching import ROOT
 
 FOLDER = ROOT / "docs" / "containers"
 DOCKERFILE, FRONTIER = FOLDER / "Dockerfile", FOLDER / "frontier.def"
-NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "zero_topo", "op_builder", "csrc", "configs"}
+NEEDED = {
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "zero_topo",
+    "op_builder",
+    "csrc",
+    "configs",
+}
 
 
 def copied() -> dict[Path, set[str]]:
@@ -36,5 +47,7 @@ def test_the_recipes_scripts_are_shell() -> None:
     for section in ("post", "environment", "test", "runscript"):
         body = re.search(rf"^%{section}\n((?:.*\n)*?)(?=^%|\Z)", FRONTIER.read_text(), re.MULTILINE)
         assert body is not None and body[1].strip(), section
-        done = subprocess.run(["sh", "-n"], input=body[1], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sh", "-n"], input=body[1], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")

@@ -31,7 +31,9 @@ JOB = Job(TINY, micro_batch=3, micro_batches=2, itemsize=2)
 
 
 def test_a_model_is_split_into_dense_parameters_and_a_ranks_experts() -> None:
-    """A router, as wide as there are experts, is dense; each part has the FLOPs of its own matrices."""
+    """A router, as wide as there are experts, is dense; each part has the FLOPs of its own
+    matrices.
+    """
     dense, experts = split(TINY, 2)
     assert (experts_of(TINY), chosen(LAYER), len(stacks(LAYER))) == (E, K, 2)
     assert experts.params == 2 * (E // 2) * EXPERT
@@ -41,7 +43,9 @@ def test_a_model_is_split_into_dense_parameters_and_a_ranks_experts() -> None:
     assert flops[0] + flops[1] == pytest.approx(flops[2])
 
 
-@pytest.mark.parametrize(("name", "count", "own"), [("mixtral-8x7b", 8, 2), ("qwen-3-30b-a3b", 128, 8)])
+@pytest.mark.parametrize(
+    ("name", "count", "own"), [("mixtral-8x7b", 8, 2), ("qwen-3-30b-a3b", 128, 8)]
+)
 def test_experts_of_published_models(name: str, count: int, own: int) -> None:
     model = load_model(name)
     assert expert_sizes(load_preset("frontier", 128), load_model("llama-2-7b")) == []
@@ -51,7 +55,9 @@ def test_experts_of_published_models(name: str, count: int, own: int) -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_tokens_are_sent_to_their_experts_and_back(recomputed: bool) -> None:
-    """By hand: two all-to-alls forward, two backward, two of recomputation, in each of two layers."""
+    """By hand: two all-to-alls forward, two backward, two of recomputation, in each of two
+    layers.
+    """
     job = replace(JOB, expert=4, checkpointing=recomputed)
     price = Request(MACHINE, job).price(resolve(MACHINE, scheme="zero3"))
     once = 3 * 16 * K * H * 2 * 3 // 4
@@ -62,7 +68,9 @@ def test_tokens_are_sent_to_their_experts_and_back(recomputed: bool) -> None:
 
 
 def test_experts_are_gathered_and_reduced_over_the_ranks_that_have_them() -> None:
-    """ZeRO-3 over 8 ranks, of experts over 4: bytes by hand; memory of shards is that without expert parallelism."""
+    """ZeRO-3 over 8 ranks, of experts over 4: bytes by hand; memory of shards is that without
+    expert parallelism.
+    """
     usual = Request(MACHINE, JOB).price(resolve(MACHINE, scheme="zero3"))
     price = Request(MACHINE, replace(JOB, expert=2)).price(resolve(MACHINE, scheme="zero3"))
     own = 2 * (E // 2) * EXPERT  # parameters of this rank's experts
@@ -102,7 +110,10 @@ def test_every_number_of_ranks_that_divides_experts_and_node_is_ranked() -> None
 
 
 def test_both_kinds_together_are_not_priced() -> None:
-    with pytest.raises(ValueError, match="2 tensor parallel and 4 expert parallel ranks: both together are not priced"):
+    with pytest.raises(
+        ValueError,
+        match="2 tensor parallel and 4 expert parallel ranks: both together are not priced",
+    ):
         replace(JOB, tensor=2, expert=4)
 
 
@@ -123,12 +134,22 @@ def test_commands_agree_on_a_price(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--model", "mixtral-8x7b", "--set", "expert-parallel=3"), r"layers of 8 stacked experts; choose one of \[2"),
-        (("--model", "llama-2-7b", "--set", "expert-parallel=2"), "choose one of the models with experts"),
+        (
+            ("--model", "mixtral-8x7b", "--set", "expert-parallel=3"),
+            r"layers of 8 stacked experts; choose one of \[2",
+        ),
+        (
+            ("--model", "llama-2-7b", "--set", "expert-parallel=2"),
+            "choose one of the models with experts",
+        ),
         (("--model", "mixtral-8x7b", "--set", "expert-parallel=0"), "expert_parallel"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_in_a_line(run: Run, words: tuple[str, ...], line: str) -> None:
-    status, _, err = run("simulate", "--machine", "frontier", "--ranks", "128", "--schemes", "zero3", *words)
+def test_sizes_that_do_not_fit_are_refused_in_a_line(
+    run: Run, words: tuple[str, ...], line: str
+) -> None:
+    status, _, err = run(
+        "simulate", "--machine", "frontier", "--ranks", "128", "--schemes", "zero3", *words
+    )
     assert status == 2 and len(err.splitlines()) == 1
     assert re.search(line, err), err

@@ -25,11 +25,17 @@ FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
 
 def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
-    """Without padding and scales: what a model holds that every degree and block divides, in proportion."""
+    """Without padding and scales: what a model holds that every degree and block divides, in
+    proportion.
+    """
     block, spec = 2**15, config.secondary_spec
     whole = config.plan.world_size * block
-    stored = {role: Fraction(n) for role, n in memory_bytes(config, Workload.uniform([whole]), 2).items()}
-    stored["secondary"] *= 1 if spec is None else Fraction(block * spec.bits, 8 * spec.nbytes(block))
+    stored = {
+        role: Fraction(n) for role, n in memory_bytes(config, Workload.uniform([whole]), 2).items()
+    }
+    stored["secondary"] *= (
+        1 if spec is None else Fraction(block * spec.bits, 8 * spec.nbytes(block))
+    )
     return {role: nbytes * parameters / whole for role, nbytes in stored.items()}
 
 
@@ -43,14 +49,18 @@ def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
     ],
 )
 def test_our_plans_are_the_rows_of_the_papers_table(row: str, block: dict[str, Any]) -> None:
-    assert ideal_bytes(resolve(FRONTIER, **block), 10**9) == paper_memory_table(10**9, nodes=48)[row]
+    assert (
+        ideal_bytes(resolve(FRONTIER, **block), 10**9) == paper_memory_table(10**9, nodes=48)[row]
+    )
 
 
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
 
 
 def test_what_a_rank_holds_of_codes_by_hand() -> None:
-    """N = 8, W = 2, O = 8: codes and scales of the matrix, a vector twice over, and the own rows of both in 16 bits."""
+    """N = 8, W = 2, O = 8: codes and scales of the matrix, a vector twice over, and the own rows of
+    both in 16 bits.
+    """
     config = resolve(weights="gpu", gradients="node", optimizer="world", quantize=CODES)
     work = Workload.uniform([8 * 250, 80], dims=(2, 1))
     codes, own, vector = 4 * 256 + 128, (250 + 10) * 2, 4 * 10 * 2
@@ -64,7 +74,9 @@ def test_what_a_rank_holds_of_codes_by_hand() -> None:
     numels=st.lists(st.integers(1, 5000), min_size=1, max_size=5),
     nodes=st.integers(1, 3),
 )
-def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, numels: list[int], nodes: int) -> None:
+def test_memory_is_the_ideal_plus_the_padding_that_is_reported(
+    scheme: str, numels: list[int], nodes: int
+) -> None:
     config = resolve(Topology("t", nodes, 2, 2), scheme=scheme, quantize={"resident": None})
     work = Workload.uniform(numels)
     stored = memory_bytes(config, work, accumulation_itemsize=2)
@@ -75,11 +87,15 @@ def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, nume
 
 
 def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
-    """FP16 may skip steps, so the residual cannot be stored among the gradients: 4 bytes for each other node's row."""
+    """FP16 may skip steps, so the residual cannot be stored among the gradients: 4 bytes for each
+    other node's row.
+    """
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
     job = Job(load_model("gpt2"), 1, 1, **deepspeed_settings({"fp16": {"enabled": True}}))
     request = Request(FRONTIER, job)
     stored = request.price(config).memory
-    assert stored["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
+    assert stored["residual"] == 4 * 47 * sum(
+        config.plan.shard_numel(n) for n in request.work.numels
+    )
     plain = replace(request, job=replace(job, **deepspeed_settings({"bf16": {"enabled": True}})))
     assert plain.price(config).memory == {k: v for k, v in stored.items() if k != "residual"}

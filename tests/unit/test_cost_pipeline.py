@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tensor and pipeline parallelism with ZeRO-1: by hand on small machines, and beside what was measured on Aurora."""
+"""Tensor and pipeline parallelism with ZeRO-1: by hand on small machines, and beside what was
+measured on Aurora.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tables_of_gain import HPZ_TFLOPS, PIPELINE_TFLOPS, aurora_rates, hpz_tflops, pipeline_tflops
+from tests.tables_of_gain import (
+    HPZ_TFLOPS,
+    PIPELINE_TFLOPS,
+    aurora_rates,
+    hpz_tflops,
+    pipeline_tflops,
+)
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, PipelinePrice, best_pipeline, pipeline_step, pipelines
 from zero_topo.cost.planner import Request
@@ -45,14 +53,23 @@ def test_two_tensor_parallel_ranks_reduce_four_times_a_layer(recomputed: bool) -
 
 
 def test_replicas_reduce_and_gather_once_a_step_and_share_the_optimizer() -> None:
-    """ZeRO-1: half of each replica's weights, and the optimizer's states of all ranks together are one copy."""
+    """ZeRO-1: half of each replica's weights, and the optimizer's states of all ranks together are
+    one copy.
+    """
     request = Request(load_preset("frontier", 384), Job(NEOX, 1, 4))
     price = PipelinePrice(Pipeline(request.topology, 4, 2), request)
     each = NEOX.params // 8
     assert price.memory["weights"] == price.memory["gradients"] == 2 * each
     assert price.memory["optimizer"] == 12 * each // 48
-    assert price.sent["sync", "world"] == price.sent["publish", "world"] == pytest.approx(2 * each * 47 / 48, rel=1e-6)
-    assert price.config.name == "pipeline-4x2" and price.range.low_s < price.step.seconds < price.range.high_s
+    assert (
+        price.sent["sync", "world"]
+        == price.sent["publish", "world"]
+        == pytest.approx(2 * each * 47 / 48, rel=1e-6)
+    )
+    assert (
+        price.config.name == "pipeline-4x2"
+        and price.range.low_s < price.step.seconds < price.range.high_s
+    )
 
 
 def test_the_best_pipeline_fits_and_none_that_fits_is_faster() -> None:
@@ -67,7 +84,9 @@ def test_the_best_pipeline_fits_and_none_that_fits_is_faster() -> None:
 
 
 def test_aurora_agrees_where_the_page_says_so() -> None:
-    """Fitted to the pipeline at 192 sequences: its other points within 9%, ZeRO-3 with hpZ there within 11%."""
+    """Fitted to the pipeline at 192 sequences: its other points within 9%, ZeRO-3 with hpZ there
+    within 11%.
+    """
     for count, measured in PIPELINE_TFLOPS.items():
         assert pipeline_tflops(count, aurora_rates()) == pytest.approx(measured, rel=0.09)
     measured = HPZ_TFLOPS[96, 2]

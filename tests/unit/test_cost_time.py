@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Times of hops: by hand on small machines, never slower on faster links, refused where nothing is known."""
+"""Times of hops: by hand on small machines, never slower on faster links, refused where nothing is
+known.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,29 @@ def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -
     return Network(TREE, rates).stage_time(lo, hi, sent, pattern).seconds
 
 
-# What of a rank's message keeps which links busy for how long, and the latency. A ring of twelve ranks leaves a node
-# once; of its steps 6 stay in a GPU, 3 go between GPUs and 3 between nodes, and a message makes eleven of them.
+# What of a rank's message keeps which links busy for how long, and the latency. A ring of twelve
+# ranks leaves a node once; of its steps 6 stay in a GPU, 3 go between GPUs and 3 between nodes, and
+# a message makes eleven of them.
 ROUND = (6 * 0.5 + 3 * 1.0 + 3 * 2.0) * 11 / 12
 HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
     "two dies take the latency and one message": ((1, 2, 3000, "ring"), {"gpu": 3}, 0.5),
     "and no other time for a direct one": ((1, 2, 3000, "direct"), {"gpu": 3}, 0.5),
-    "1 of 3 direct messages goes to the other die": ((1, 4, 300, "direct"), {"gpu": 0.1, "node": 200 / 100}, 1.0),
-    "a ring's rank has the whole uplink": ((1, 12, 1200, "ring"), {"gpu": 1.2, "node": 12, "world": 1200 / 40}, ROUND),
+    "1 of 3 direct messages goes to the other die": (
+        (1, 4, 300, "direct"),
+        {"gpu": 0.1, "node": 200 / 100},
+        1.0,
+    ),
+    "a ring's rank has the whole uplink": (
+        (1, 12, 1200, "ring"),
+        {"gpu": 1.2, "node": 12, "world": 1200 / 40},
+        ROUND,
+    ),
     "a ring's latencies add up": ((1, 12, 0, "ring"), {"gpu": 0, "node": 0, "world": 0}, ROUND),
-    "rings beside each other share the uplink": ((4, 12, 200, "ring"), {"world": 200 / 10}, 2 * 2.0),
+    "rings beside each other share the uplink": (
+        (4, 12, 200, "ring"),
+        {"world": 200 / 10},
+        2 * 2.0,
+    ),
 }
 
 
@@ -49,17 +64,24 @@ def test_hops_take_the_links_of_their_domains(
 
 
 def test_links_between_gpus_belong_to_each_rank_unless_they_are_pooled() -> None:
-    pooled = Network(TREE, replace(RATES, shared=("node", "world"))).stage_time(1, 12, 1200.0, "ring")
+    pooled = Network(TREE, replace(RATES, shared=("node", "world"))).stage_time(
+        1, 12, 1200.0, "ring"
+    )
     assert pooled.busy == pytest.approx({"gpu": 1.2, "node": 1200 / (2 * 100), "world": 1200 / 40})
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "single-node"])
 def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     machine = load_machine(name)
-    assert machine.rates is not None and read(Rates, "rates", to_json(machine.rates)) == machine.rates
+    assert (
+        machine.rates is not None and read(Rates, "rates", to_json(machine.rates)) == machine.rates
+    )
     named = {key.removeprefix("rates.") for key in machine.sources if key.startswith("rates.")}
     assert {"peak_flops", "memory_bandwidth", "link_efficiency", "shared"} <= named
-    assert machine.ranks_per_node and rates_on(load_preset(name, machine.ranks_per_node)) == machine.rates
+    assert (
+        machine.ranks_per_node
+        and rates_on(load_preset(name, machine.ranks_per_node)) == machine.rates
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,12 +102,17 @@ def test_wrong_rates_are_refused(change: dict[str, object], complaint: str) -> N
 
 
 def test_measured_rings_count_only_over_the_links_they_were_measured_on() -> None:
-    """Who states a link of their own, on a known machine or an unknown one, gets its rate and not Frontier's ring."""
+    """Who states a link of their own, on a known machine or an unknown one, gets its rate and not
+    Frontier's ring.
+    """
     frontier = load_preset("frontier", 16)
     faster = replace(frontier, links={**frontier.links, "world": Link(50e9, 1e-6)})
     assert set(rates_on(frontier).rings["gather"]) == {"node", "world"}
     assert set(rates_on(faster).rings["gather"]) == {"node"}
-    times = [Network(machine, rates_on(machine)).stage_time(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
+    times = [
+        Network(machine, rates_on(machine)).stage_time(8, 16, 1e9, "ring").seconds
+        for machine in (frontier, faster)
+    ]
     assert times[1] == pytest.approx(1e9 / (50e9 * 0.8) + 1e-6) and times[1] < times[0]
     own = replace(faster, name="mine")
     job = Job(load_model("gpt2"), 1, 1)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The volume formulas: against the paper's printed numbers, and against a walk over every rank's every message."""
+"""The volume formulas: against the paper's printed numbers, and against a walk over every rank's
+every message.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from zero_topo.topology.model import Topology
 FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
 
-# -- the brute force ---------------------------------------------------------------------------------------------------
+# -- the brute force -------------------------------------------------------------------------------
 
 
 def widest(topology: Topology, ranks: list[int]) -> str:
@@ -59,29 +61,41 @@ class Walk:
                 sent[phase, widest(self.config.topology, group)] += message if peer != rank else 0
 
     def groups(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes two hops of it."""
+        """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes
+        two hops of it.
+        """
         node, gpu = map(self.config.topology.degree, ("node", "gpu"))
-        by_gpu = self.plan.gpu and lo == 1 < self.plan.gradients  # what begins at rank level inside a node, but sync
+        # What begins at rank level inside a node, but sync
+        by_gpu = self.plan.gpu and lo == 1 < self.plan.gradients
         through = (node if hi > node else gpu if by_gpu else 0) if self.plan.inner else 0
         nests = lo < through < hi and through % lo == 0 and hi % through == 0
         return [(lo, through), (through, hi)] if nests else [(lo, hi)]
 
     def to_all(self, phase: str, lo: int, hi: int, message: int) -> None:
-        """Every member of (lo, hi) gets every member's message; across nodes one rank of each takes it in."""
+        """Every member of (lo, hi) gets every member's message; across nodes one rank of each takes
+        it in.
+        """
         for low, high in reversed(self.groups(lo, hi)):
             self.exchange(phase, low, high, hi // high * message)
 
     def to_each(self, phase: str, lo: int, hi: int, message: int) -> None:
-        """Every member sends a message to each; those for ranks elsewhere are summed inside the node first."""
+        """Every member sends a message to each; those for ranks elsewhere are summed inside the
+        node first.
+        """
         for low, high in self.groups(lo, hi):
             self.exchange(phase, low, high, hi // high * message)
 
     def coded(self, index: int) -> bool:
-        """Whether a parameter is held as codes: a matrix that whole blocks in each world shard grow by an eighth."""
+        """Whether a parameter is held as codes: a matrix that whole blocks in each world shard grow
+        by an eighth.
+        """
         spec, work = self.config.resident_spec, self.work
         if spec is None or work.dims[index] < 2 or work.persistent[index] or not work.numels[index]:
             return False
-        filled = sum(spec.block_size for _ in range(0, self.plan.shard_numel(work.numels[index]), spec.block_size))
+        filled = sum(
+            spec.block_size
+            for _ in range(0, self.plan.shard_numel(work.numels[index]), spec.block_size)
+        )
         return Fraction(self.plan.world_size * filled, work.numels[index]) <= Fraction(9, 8)
 
     def gather(self, phase: str, degree: int, spec: Any, kept: bool) -> None:
@@ -111,11 +125,19 @@ class Walk:
             self.to_all("publish", lo, hi, nbytes)
 
     def scatter(self) -> None:
-        """One message for each rank of a domain, in which each parameter begins a block if blocks have scales."""
-        spec, rows, message = self.config.gradients_spec, len(self.plan.rows(0, self.plan.gradients)), 0
+        """One message for each rank of a domain, in which each parameter begins a block if blocks
+        have scales.
+        """
+        spec, rows, message = (
+            self.config.gradients_spec,
+            len(self.plan.rows(0, self.plan.gradients)),
+            0,
+        )
         widths = [self.plan.shard_numel(m) for m in self.work.numels]
         if spec:
-            message = spec.nbytes(sum(-(-rows * width // spec.block_size) * spec.block_size for width in widths))
+            message = spec.nbytes(
+                sum(-(-rows * width // spec.block_size) * spec.block_size for width in widths)
+            )
         else:
             message = rows * sum(widths) * self.work.scatter_itemsize
         self.to_each("scatter", 1, self.plan.gradients, message)
@@ -125,7 +147,11 @@ class Walk:
         runs: list[list[int]] = [[]]
         for numel in numels:
             width, limit = self.plan.shard_numel(numel), self.work.run_numel
-            if runs[-1] and limit is not None and self.plan.world_size * (sum(runs[-1]) + width) > limit:
+            if (
+                runs[-1]
+                and limit is not None
+                and self.plan.world_size * (sum(runs[-1]) + width) > limit
+            ):
                 runs.append([])
             runs[-1].append(width)
         return runs
@@ -150,14 +176,20 @@ class Walk:
         else:
             assert isinstance(mode, DenseSync)
             self.to_each("sync", plan.gradients, world, row)
-            self.to_all("sync", plan.gradients if mode.reduce == "all_reduce" else plan.optimizer, world, row)
+            self.to_all(
+                "sync",
+                plan.gradients if mode.reduce == "all_reduce" else plan.optimizer,
+                world,
+                row,
+            )
 
     def gathers(self, frozen: bool = False) -> None:
         config, plan = self.config, self.plan
         forth = back = plan.weights, config.weights_spec
         if plan.secondary is not None:
             back = plan.secondary, config.secondary_spec
-            if frozen and plan.secondary % plan.weights:  # a copy that is filled once, for both passes
+            # A copy that is filled once, for both passes
+            if frozen and plan.secondary % plan.weights:
                 forth = back
         for _ in range(self.work.micro_batches):
             self.gather("gather_forward", *forth, kept=False)
@@ -190,17 +222,24 @@ def machines(draw: st.DrawFn) -> Topology:
 def configs(draw: st.DrawFn) -> ResolvedConfig:
     topology = draw(machines())
     units = [topology.degree("gpu"), topology.degree("node")]
-    aligned = [d for d in divisors(topology.world_size) if all(d % u == 0 or u % d == 0 for u in units)]
+    aligned = [
+        d for d in divisors(topology.world_size) if all(d % u == 0 or u % d == 0 for u in units)
+    ]
     optimizer = draw(st.sampled_from(aligned))
     gradients = draw(st.sampled_from([d for d in aligned if optimizer % d == 0]))
     weights = draw(st.sampled_from([d for d in aligned if gradients % d == 0]))
-    secondary = draw(st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0]))
+    secondary = draw(
+        st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0])
+    )
     bits = st.sampled_from([None, "int8", "int4"])
     quantize = {role: draw(bits) for role in ("weights", "secondary")}
     quantize["gradients"] = draw(bits | st.just("nf4"))
     publish = {"delta": draw(bits), "block_size": 128}
     if weights < optimizer and secondary in (None, weights) and draw(st.booleans()):
-        quantize = {**dict.fromkeys(("weights", "secondary", "resident"), "int8"), "gradients": quantize["gradients"]}
+        quantize = {
+            **dict.fromkeys(("weights", "secondary", "resident"), "int8"),
+            "gradients": quantize["gradients"],
+        }
         publish = {}
     return resolve(
         topology,
@@ -245,23 +284,29 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(config=configs(), work=workloads())
-def test_the_formula_is_what_every_rank_sends_message_by_message(config: ResolvedConfig, work: Workload) -> None:
+def test_the_formula_is_what_every_rank_sends_message_by_message(
+    config: ResolvedConfig, work: Workload
+) -> None:
     expected = step_bytes(config, work)
     for sent in Walk(config, work).step():
         assert sent == expected
 
 
 @given(topology=machines(), scheme=st.sampled_from(list(SCHEMES)), work=workloads())
-def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, scheme: str, work: Workload) -> None:
+def test_the_formula_holds_for_every_scheme_on_any_machine(
+    topology: Topology, scheme: str, work: Workload
+) -> None:
     config = resolve(topology, scheme=scheme)
     assert Walk(config, work).step()[-1] == step_bytes(config, work)
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_the_expected_bytes_of_changes() -> None:
-    """0.7 bits a weight at a learning rate of 1e-4 and weights of .01; 8.2 if all blocks are sent whole."""
+    """0.7 bits a weight at a learning rate of 1e-4 and weights of .01; 8.2 if all blocks are sent
+    whole.
+    """
     spec, numel = BlockSpec("int8"), 256 * 10**6
     assert 0.63 < 8 * change_bytes(1, [numel], spec) / numel < 0.7
     assert 8 * largest_change_bytes(1, [numel], spec) <= 8.2 * numel
@@ -278,20 +323,28 @@ def test_a_mode_without_a_formula_is_an_error_not_a_zero(base: type[SyncSettings
         Odd.model_validate({"mode": "odd"})
 
 
-# -- the paper ---------------------------------------------------------------------------------------------------------
+# -- the paper -------------------------------------------------------------------------------------
 
 
 def table_units(config: ResolvedConfig) -> dict[tuple[str, str], Fraction]:
-    """Volumes of a large model in messages of 2 psi bytes: with no padding, and scales taken off."""
+    """Volumes of a large model in messages of 2 psi bytes: with no padding, and scales taken
+    off.
+    """
     block, n = 2**15, config.plan.world_size
     specs = {
         "gather_forward": config.weights_spec,
         "gather_backward": gather_spec(config, "gather_backward"),
         "scatter": config.gradients_spec,
     }
-    bits = {phase: Fraction(block * spec.bits, 8 * spec.nbytes(block)) for phase, spec in specs.items() if spec}
+    bits = {
+        phase: Fraction(block * spec.bits, 8 * spec.nbytes(block))
+        for phase, spec in specs.items()
+        if spec
+    }
     sent = step_bytes(config, Workload.uniform([n * block]))
-    return {key: Fraction(nbytes, 2 * n * block) * bits.get(key[0], 1) for key, nbytes in sent.items()}
+    return {
+        key: Fraction(nbytes, 2 * n * block) * bits.get(key[0], 1) for key, nbytes in sent.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -313,11 +366,17 @@ def test_our_plans_are_the_rows_of_table_vii(row: str, block: dict[str, Any]) ->
 
 
 def test_stock_hpz_moves_16_bits_where_the_papers_table_counts_8() -> None:
-    assert table_units(resolve(FRONTIER, scheme="zero++"))["gather_backward", "node"] == Fraction(7, 8)
+    assert table_units(resolve(FRONTIER, scheme="zero++"))["gather_backward", "node"] == Fraction(
+        7, 8
+    )
 
 
-def test_what_crosses_nodes_per_step_is_2_for_the_papers_sync_and_1_for_ours_plus_1_publish() -> None:
-    """Per node, in units of M, for many nodes: the design's reason for reducing straight to the optimizer shard."""
+def test_what_crosses_nodes_per_step_is_2_for_the_papers_sync_and_1_for_ours_plus_1_publish() -> (
+    None
+):
+    """Per node, in units of M, for many nodes: the design's reason for reducing straight to the
+    optimizer shard.
+    """
     wide = Topology("wide", nodes=1000, gpus_per_node=4, ranks_per_gpu=2)
 
     def crossing(scheme: str, phase: str) -> float:

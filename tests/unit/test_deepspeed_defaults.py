@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the package and its pages say of DeepSpeed's defaults is what the installed DeepSpeed has."""
+"""What the package and its pages say of DeepSpeed's defaults is what the installed DeepSpeed
+has.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_clipping_by_default() -> None:
     constants = pytest.importorskip("deepspeed.runtime.constants")
     version = installed("deepspeed")
     assert version is not None and default_clipping(version) == constants.GRADIENT_CLIPPING_DEFAULT
-    assert [default_clipping(release) for release in ("0.18.0", "0.19.2", CLIPPING_SINCE, "0.19.8")] == [0, 0, 1, 1]
+    assert [
+        default_clipping(release) for release in ("0.18.0", "0.19.2", CLIPPING_SINCE, "0.19.8")
+    ] == [0, 0, 1, 1]
     for page in ("optimizers.md", "neox.md"):
         assert CLIPPING_SINCE in (ROOT / "docs" / page).read_text()
     assert f"from {CLIPPING_SINCE} on" in str(import_module("zero_topo.neox.config").__doc__)
@@ -46,14 +50,18 @@ def test_sizes_that_the_planner_assumes() -> None:
     """Where a config names none."""
     zero = ("runtime.zero.config", "DeepSpeedZeroConfig")
     for name, keys in COUNTS.items():
-        assert inspect.signature(Job).parameters[name].default == default_of(*zero, keys[-1].removeprefix("stage3_"))
+        assert inspect.signature(Job).parameters[name].default == default_of(
+            *zero, keys[-1].removeprefix("stage3_")
+        )
     assert default_of(*zero, "param_persistence_threshold") == PERSISTENT
     memory = str(import_module("zero_topo.cost.memory").__doc__)
     assert "10^9 elements by default" in memory and "5 * 10^8 by default" in memory
 
 
 def test_other_defaults_that_lines_and_pages_name() -> None:
-    """The throughput timer synchronizes, gradients have the model's type, Newton-Schulz is Gram's."""
+    """The throughput timer synchronizes, gradients have the model's type, Newton-Schulz is
+    Gram's.
+    """
     assert default_of("utils.config", "DeepSpeedThroughputTimerConfig", "synchronized") is True
     assert pytest.importorskip("deepspeed.runtime.constants").GRAD_ACCUM_DTYPE_DEFAULT is None
     assert default_of("runtime.zero.config", "DeepSpeedZeroConfig", "zero_hpz_partition_size") == 1
@@ -61,21 +69,27 @@ def test_other_defaults_that_lines_and_pages_name() -> None:
     assert inspect.signature(muon).parameters["ns_method"].default == "gram"
 
 
-# -- clipping where it matters -----------------------------------------------------------------------------------------
+# -- clipping where it matters ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "refused"), [("0.18.0", True), ("0.19.2", True), ("0.19.3", False), (None, False)])
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.18.0", True), ("0.19.2", True), ("0.19.3", False), (None, False)]
+)
 def test_neox_check_asks_for_clipping_twice_only_where_deepspeed_would_not_clip(
     version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the installed release; without one the rank that has it decides."""
     monkeypatch.setattr(check, "installed", lambda package: version)
     lines = check.problems(GOOD | DROPPED)
-    assert [line for line in lines if line.startswith("gradient_clipping")] == lines and bool(lines) == refused
+    assert [line for line in lines if line.startswith("gradient_clipping")] == lines and bool(
+        lines
+    ) == refused
     assert all(f"DeepSpeed {version} would not clip" in line for line in lines)
 
 
-@pytest.mark.skipif(default_clipping(installed("deepspeed") or "0.19.8") == 0, reason="this release does not clip")
+@pytest.mark.skipif(
+    default_clipping(installed("deepspeed") or "0.19.8") == 0, reason="this release does not clip"
+)
 def test_a_neox_config_that_clips_to_1_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """NeoX drops the key, and DeepSpeed clips to 1.0 without it."""
     pytest.importorskip("yaml")
@@ -83,11 +97,22 @@ def test_a_neox_config_that_clips_to_1_is_not_refused(capsys: pytest.CaptureFixt
 
 
 def test_clipping_of_muons_updates_is_reported(run: Run, tmp_path: Path) -> None:
-    """Whether the config or DeepSpeed's default asks for it; not with 0, nor for another optimizer."""
+    """Whether the config or DeepSpeed's default asks for it; not with 0, nor for another
+    optimizer.
+    """
     (line,) = muon_clipping(changed(**MUON), 1.0)
-    assert line.startswith("gradient_clipping = 1.0, DeepSpeed's default: ") and '"gradient_clipping": 0' in line
-    assert muon_clipping(changed(gradient_clipping=0.5, **MUON), 0.0)[0].startswith("gradient_clipping = 0.5: ")
-    assert muon_clipping(changed(**MUON), 0.0) == muon_clipping(changed(gradient_clipping=0, **MUON), 1.0) == []
+    assert (
+        line.startswith("gradient_clipping = 1.0, DeepSpeed's default: ")
+        and '"gradient_clipping": 0' in line
+    )
+    assert muon_clipping(changed(gradient_clipping=0.5, **MUON), 0.0)[0].startswith(
+        "gradient_clipping = 0.5: "
+    )
+    assert (
+        muon_clipping(changed(**MUON), 0.0)
+        == muon_clipping(changed(gradient_clipping=0, **MUON), 1.0)
+        == []
+    )
     assert muon_clipping(changed(optimizer={"type": "AdamW"}), 1.0) == []
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(changed(gradient_clipping=1.0, **MUON)))

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Values of DeepSpeed's keys are read as DeepSpeed reads them: what is off there is off here, in every command."""
+"""Values of DeepSpeed's keys are read as DeepSpeed reads them: what is off there is off here, in
+every command.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ CONFIGS = ROOT / "tests/data/configs"
 WORDS = {
     "check_block_is_auto.json": 'bf16 = "auto": DeepSpeed reads a JSON object there',
     "hint_two_names.json": "bf16.loss_scale: unknown key; remove it",
-    "plan_zero_optimization_is_true.json": "zero_optimization = true: DeepSpeed reads a JSON object there",
-    "quantized_gradients_switched_off.json": 'zero_quantized_gradients = {"enabled": false}: must be true or false',
+    "plan_zero_optimization_is_true.json": "zero_optimization = true: DeepSpeed reads a JSON "
+    "object there",
+    "quantized_gradients_switched_off.json": 'zero_quantized_gradients = {"enabled": false}: must '
+    "be true or false",
     "sync_numbers_of_wrong_type.json": 'zero_topo.sync.start: should be a valid integer, got "2"',
 }
 COMMANDS = {
@@ -40,15 +44,59 @@ COMMANDS = {
     "migrate": "migrate FILE --machine frontier --world-size 16",
     "plan": "plan --params 1B --machine frontier --nodes 2 --set deepspeed-config=FILE",
     "largest": "plan --max-params --machine frontier --nodes 2 --set deepspeed-config=FILE",
-    "simulate": "simulate --model gpt2 --machine frontier --gcds 16 --micro-batches 1 --schemes FILE",
+    "simulate": "simulate --model gpt2 --machine frontier --gcds 16 --micro-batches 1 --schemes "
+    "FILE",
 }
-TYPES: dict[str, Any] = {"auto": "auto", "word": "x", "null": None, "true": True, "number": 3, "list": [], "object": {}}
+TYPES: dict[str, Any] = {
+    "auto": "auto",
+    "word": "x",
+    "null": None,
+    "true": True,
+    "number": 3,
+    "list": [],
+    "object": {},
+}
 PINNED = pytest.mark.skipif(
-    installed("deepspeed") != SUPPORTED["deepspeed"].pinned, reason="read from the source of one release"
+    installed("deepspeed") != SUPPORTED["deepspeed"].pinned,
+    reason="read from the source of one release",
 )
 SWITCHED: list[Any] = [
-    *(True, False, 0, 1, 2, -1, 0.0, 1.0, 0.5, None, [], [1], {}, {"enabled": False}, {"enabled": True}),
-    *("true", "False", "on", "off", "OFF", "yes", "no", "y", "n", "t", "f", "0", "1", "2", "", "none", "disabled"),
+    *(
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        0.0,
+        1.0,
+        0.5,
+        None,
+        [],
+        [1],
+        {},
+        {"enabled": False},
+        {"enabled": True},
+    ),
+    *(
+        "true",
+        "False",
+        "on",
+        "off",
+        "OFF",
+        "yes",
+        "no",
+        "y",
+        "n",
+        "t",
+        "f",
+        "0",
+        "1",
+        "2",
+        "",
+        "none",
+        "disabled",
+    ),
     *(8, 8.0, 8.5, "8", "8.0"),
 ]
 
@@ -72,7 +120,7 @@ def refused_by_deepspeed(config: dict[str, Any]) -> bool:
     return False
 
 
-# -- configs that were taken for another, or ended in a traceback ------------------------------------------------------
+# -- configs that were taken for another, or ended in a traceback ----------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(WORDS))
@@ -91,11 +139,16 @@ def test_the_block_of_a_part_with_four_wrong_numbers_names_all_four() -> None:
     block = json.loads((CONFIGS / "sync_numbers_of_wrong_type.json").read_text())["zero_topo"]
     with pytest.raises(ValueError, match=r"also zero_topo\.sync") as caught:
         ZeroTopoConfig.parse(block)
-    assert all(f"zero_topo.sync.{key}: " in str(caught.value) for key in ("start", "interval", "density", "warmup"))
+    assert all(
+        f"zero_topo.sync.{key}: " in str(caught.value)
+        for key in ("start", "interval", "density", "warmup")
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_part_of_a_wrong_type_ends_in_a_traceback(command: str, run: Run, tmp_path: Path) -> None:
+def test_no_part_of_a_wrong_type_ends_in_a_traceback(
+    command: str, run: Run, tmp_path: Path
+) -> None:
     """In any command that reads a config: it works, or ends with status 2 and short lines."""
     path = tmp_path / "ds.json"
     kinds = [kind for kind in TYPES if kind != "object"]
@@ -105,10 +158,14 @@ def test_no_part_of_a_wrong_type_ends_in_a_traceback(command: str, run: Run, tmp
         path.write_text(json.dumps(changed(**{part.replace(".", "__"): TYPES[kind]})))
         status, _, err = run(*COMMANDS[command].replace("FILE", str(path)).split())
         assert status == 0 or (status == 2 and err and "Traceback" not in err), (part, kind, err)
-        assert all(line.startswith("zero-topo: ") and len(line) < 520 for line in err.splitlines()), err
+        assert all(
+            line.startswith("zero-topo: ") and len(line) < 520 for line in err.splitlines()
+        ), err
 
 
-def test_neox_names_its_files_in_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neox_names_its_files_in_a_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Where two were merged, both."""
     pytest.importorskip("yaml")
     one, two = tmp_path / "one.yml", tmp_path / "two.yml"
@@ -119,11 +176,13 @@ def test_neox_names_its_files_in_a_refusal(tmp_path: Path, capsys: pytest.Captur
     assert lines and all(line.startswith(f"zero_topo.neox: {one}, {two}: ") for line in lines)
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 UNREAD = ("timers", "expert_parallel", "scheduler.params", ZERO)
-"""Parts of which DeepSpeed reads some wrong types as nothing or as stage 1, or which it reads when it builds."""
+"""Parts of which DeepSpeed reads some wrong types as nothing or as stage 1, or which it reads when
+it builds.
+"""
 
 
 @PINNED
@@ -176,12 +235,14 @@ def test_a_number_of_the_optimizer_is_no_text_and_no_switch(name: str) -> None:
         assert deepspeed_problems(config) == []
 
 
-# -- on and off --------------------------------------------------------------------------------------------------------
+# -- on and off ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_a_stock_key_is_taken_and_refused_as_deepspeeds_field_does(key: str) -> None:
-    """Each of many values, also those of the releases that no longer have the key, whose fields are of these types."""
+    """Each of many values, also those of the releases that no longer have the key, whose fields are
+    of these types.
+    """
     zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
     for value in SWITCHED:
         values, lines = read_stock({key: value})
@@ -202,10 +263,14 @@ def test_a_switch_that_deepspeed_refuses_is_refused_by_initialize_and_check() ->
     (line,) = deepspeed_problems(config)
     assert line == f'{ZERO}.zero_quantized_weights = {{"enabled": false}}: must be true or false'
     assert setting_refusals(config) == [line]
-    assert translate(changed(zero_optimization__zero_quantized_weights="off")).config["zero_topo"] == {"scheme": "topo"}
+    assert translate(changed(zero_optimization__zero_quantized_weights="off")).config[
+        "zero_topo"
+    ] == {"scheme": "topo"}
 
 
-@pytest.mark.parametrize("value", [value for value in SWITCHED if not isinstance(value, dict | list)])
+@pytest.mark.parametrize(
+    "value", [value for value in SWITCHED if not isinstance(value, dict | list)]
+)
 def test_refused_switches_are_on_where_deepspeed_takes_them_as_on(value: Any) -> None:
     """ "t" and "y" were taken as off, and the setting went on to DeepSpeed."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
@@ -242,7 +307,7 @@ def test_the_switches_of_the_table_are_read_unconverted() -> None:
         assert getattr(ds_config({**GOOD, name: "false"}), attribute) == "false"
 
 
-# -- numbers of the block ----------------------------------------------------------------------------------------------
+# -- numbers of the block --------------------------------------------------------------------------
 
 
 def numbers(
@@ -257,14 +322,20 @@ def numbers(
             yield from numbers(choice, defs, (*path, mode))
     for key, part in schema.get("properties", {}).items():
         kinds = {choice.get("type") for choice in part.get("anyOf", (part,))}
-        if kinds & {"integer", "number", "boolean"} and not kinds & {"string"} and "enum" not in part:
+        if (
+            kinds & {"integer", "number", "boolean"}
+            and not kinds & {"string"}
+            and "enum" not in part
+        ):
             yield (*path, key), next(iter(kinds - {"null"}))
         else:
             yield from numbers(part, defs, (*path, key))
 
 
 def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> None:
-    """As `docs/config.schema.json` says: text, true and false are no numbers, and numbers are no switches."""
+    """As `docs/config.schema.json` says: text, true and false are no numbers, and numbers are no
+    switches.
+    """
     schema = json_schema()
     found = sorted(set(numbers(schema, schema["$defs"], ())))
     assert len(found) > 60
@@ -286,28 +357,76 @@ def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> No
             assert "\n" not in str(caught.value)
 
 
-# -- a search by machine -----------------------------------------------------------------------------------------------
+# -- a search by machine ---------------------------------------------------------------------------
 
 OF_PYTHON = re.compile(
-    r"NoneType|positional|keyword|attribute|\bhas no |<class|Traceback|not supported between|unpack|\*\*"
+    r"NoneType|positional|keyword|attribute|\bhas no |<class|Traceback|not supported "
+    r"between|unpack|\*\*"
 )
 """Words of errors that Python wrote."""
 VALUES = st.sampled_from(
-    [None, True, False, 0, 1, -1, 0.5, 10**17, "", "x", "auto", "false", [], [1], [0.9, 0.95], ["a"], {}, {"a": 1}]
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        0.5,
+        10**17,
+        "",
+        "x",
+        "auto",
+        "false",
+        [],
+        [1],
+        [0.9, 0.95],
+        ["a"],
+        {},
+        {"a": 1},
+    ]
 )
-KINDS = st.sampled_from(["AdamW", "Adam", "Muon", "Lion", "Adagrad", "AdamS", "AgedAdamW", "SGD", "Lamb", "x", ""])
-SCHEDULES = st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR", "x"])
+KINDS = st.sampled_from(
+    ["AdamW", "Adam", "Muon", "Lion", "Adagrad", "AdamS", "AgedAdamW", "SGD", "Lamb", "x", ""]
+)
+SCHEDULES = st.sampled_from(
+    ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR", "x"]
+)
 OPTIONS = st.sampled_from(
-    ["lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "amsgrad", "ns_method", "muon_lr", "foreach"]
+    [
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "torch_adam",
+        "amsgrad",
+        "ns_method",
+        "muon_lr",
+        "foreach",
+    ]
 )
 STEPS = st.sampled_from(
-    ["total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type", "cycle_min_lr"]
+    [
+        "total_num_steps",
+        "warmup_num_steps",
+        "warmup_min_lr",
+        "warmup_max_lr",
+        "warmup_type",
+        "cycle_min_lr",
+    ]
 )
 BUILT = {
-    "optimizer": st.fixed_dictionaries({"type": KINDS, "params": st.dictionaries(OPTIONS, VALUES, max_size=4)}),
-    "scheduler": st.fixed_dictionaries({"type": SCHEDULES, "params": st.dictionaries(STEPS, VALUES, max_size=4)}),
+    "optimizer": st.fixed_dictionaries(
+        {"type": KINDS, "params": st.dictionaries(OPTIONS, VALUES, max_size=4)}
+    ),
+    "scheduler": st.fixed_dictionaries(
+        {"type": SCHEDULES, "params": st.dictionaries(STEPS, VALUES, max_size=4)}
+    ),
 }
-KEYS = st.sampled_from(["enabled", "stage", "device", "throughput", "prof_ops", "tp", "dtype", "loss_scale", "foo"])
+KEYS = st.sampled_from(
+    ["enabled", "stage", "device", "throughput", "prof_ops", "tp", "dtype", "loss_scale", "foo"]
+)
 ANYTHING = VALUES | st.dictionaries(KEYS, VALUES, max_size=3)
 PART_NAMES = [part for part in PARTS if "." not in part]
 
@@ -317,7 +436,9 @@ PART_NAMES = [part for part in PARTS if "." not in part]
     built=st.fixed_dictionaries({}, optional=BUILT),
 )
 def test_whatever_deepspeed_and_torch_refuse_is_said_in_our_words(config: Any, built: Any) -> None:
-    """A line each, with the key, and without an exception of Python's; the installed libraries decide."""
+    """A line each, with the key, and without an exception of Python's; the installed libraries
+    decide.
+    """
     lines = setting_refusals({**GOOD, **config, **built})
     for line in lines:
         assert "\n" not in line and len(line) < 520 and not OF_PYTHON.search(line), line

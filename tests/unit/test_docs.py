@@ -21,10 +21,14 @@ from zero_topo.topology.presets import load_preset
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'(?:src|srcset)="([^"]+)"')
-PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder|benchmarks|docs)/[\w./-]*\w)")
+PATH = re.compile(
+    r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder|benchmarks|docs)/[\w./-]*\w)"
+)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 WIDEST_TABLE, WIDEST_CODE = 120, 100
-"""Letters that fit a page in a window of 1,400 pixels, as ``tests/e2e/test_pages.py`` measured them in a browser."""
+"""Letters that fit a page in a window of 1,400 pixels, as ``tests/e2e/test_pages.py`` measured them
+in a browser.
+"""
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
 
 
@@ -44,13 +48,25 @@ def test_links_lead_somewhere(document: Path) -> None:
     """Every relative link and picture is a file of the checkout."""
     text = document.read_text()
     targets = {target.split("#")[0] for target in [*LINK.findall(text), *IMAGE.findall(text)]}
-    relative = {target for target in targets if target and "://" not in target and not target.startswith("mailto:")}
+    relative = {
+        target
+        for target in targets
+        if target and "://" not in target and not target.startswith("mailto:")
+    }
     assert not [target for target in sorted(relative) if not (document.parent / target).exists()]
 
 
 def test_blocks_are_of_a_language_that_is_tested(document: Path) -> None:
-    """`bash` or `console` would be past the test that runs every line of `sh`; what cannot run here is `text`."""
-    assert {language for language, _ in FENCE.findall(document.read_text())} <= {"", "sh", "json", "python", "text"}
+    """`bash` or `console` would be past the test that runs every line of `sh`; what cannot run here
+    is `text`.
+    """
+    assert {language for language, _ in FENCE.findall(document.read_text())} <= {
+        "",
+        "sh",
+        "json",
+        "python",
+        "text",
+    }
 
 
 def test_make_targets_exist(document: Path) -> None:
@@ -66,7 +82,9 @@ def test_named_paths_exist(document: Path) -> None:
 
 
 def test_json_blocks_are_valid_configs(document: Path) -> None:
-    """Every JSON block is a DeepSpeed config, or a fragment of one, that starts on 16 and on 384 dies of Frontier."""
+    """Every JSON block is a DeepSpeed config, or a fragment of one, that starts on 16 and on 384
+    dies of Frontier.
+    """
     for language, body in FENCE.findall(document.read_text()):
         if language != "json":
             continue
@@ -81,7 +99,9 @@ def test_json_blocks_are_valid_configs(document: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_and_code_fit_a_page(page: Path) -> None:
-    """Without a browser: a column is as wide as its longest word; lines of JSON and Python do not wrap."""
+    """Without a browser: a column is as wide as its longest word; lines of JSON and Python do not
+    wrap.
+    """
     text = page.read_text()
     wide = {table.splitlines()[0]: table_width(table) for table in TABLE.findall(text)}
     assert not {head: width for head, width in wide.items() if width > WIDEST_TABLE}
@@ -91,7 +111,9 @@ def test_tables_and_code_fit_a_page(page: Path) -> None:
 
 def table_width(table: str) -> int:
     """Letters of the longest word of each column, and four for its edges."""
-    cells = [re.sub(r"\]\([^)]*\)|[`*]", "", line).strip("| ").split("|") for line in table.splitlines()]
+    cells = [
+        re.sub(r"\]\([^)]*\)|[`*]", "", line).strip("| ").split("|") for line in table.splitlines()
+    ]
     return sum(
         4 + max(len(word) for cell in column for word in re.split(r"[\s-]", cell))
         for column in zip(*cells, strict=False)
@@ -99,15 +121,22 @@ def table_width(table: str) -> int:
 
 
 def test_ci_runs_the_readmes_command() -> None:
-    """CI runs what the README tells a stranger to run, the docs and the check of what is released."""
+    """CI runs what the README tells a stranger to run, the docs and the check of what is
+    released.
+    """
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().splitlines()[-1] == "make test docs release-check ${ZT_LONG:+test-long}"
+    assert (
+        script.read_text().rstrip().splitlines()[-1]
+        == "make test docs release-check ${ZT_LONG:+test-long}"
+    )
     assert "make test" in commands((ROOT / "README.md").read_text())
 
 
 def test_hazards_can_be_put_back() -> None:
-    """Each text of `tests/hazards.md` stands once in the package, and its test is there: else it proves nothing."""
+    """Each text of `tests/hazards.md` stands once in the package, and its test is there: else it
+    proves nothing.
+    """
     package = "\n".join(path.read_text() for path in (ROOT / "zero_topo").rglob("*.py"))
     launcher = "\n".join(path.read_text() for path in (ROOT / "tests/launcher").glob("*.py"))
     for hazard in listed():
@@ -119,4 +148,6 @@ def test_hazards_can_be_put_back() -> None:
 
 def test_changelog_knows_this_version() -> None:
     """The version of the package has its section in the changelog."""
-    assert re.search(rf"^## \[{re.escape(__version__)}\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^## \[{re.escape(__version__)}\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Each check of the doctor in front of something broken: it says what and how to mend it, and leaves the rest alone."""
+"""Each check of the doctor in front of something broken: it says what and how to mend it, and
+leaves the rest alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
-from zero_topo.doctor import FAIL, OK, WARN, Finding, Surroundings, examine, files, network, software
+from zero_topo.doctor import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    Surroundings,
+    examine,
+    files,
+    network,
+    software,
+)
 from zero_topo.doctor.variables import Rule, load_rules, variables
 from zero_topo.strict import read
 from zero_topo.topology import preset_names
@@ -43,7 +55,11 @@ def surroundings(tmp_path: Path, **changes: Any) -> Surroundings:
     """A machine on which all is well, but for the changes."""
     (tmp_path / "dev" / "shm").mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache").mkdir(exist_ok=True)
-    env = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **changes.pop("env", {})}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"),
+        **changes.pop("env", {}),
+    }
     well: dict[str, Any] = {
         "env": env,
         "root": tmp_path,
@@ -75,16 +91,51 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
     [
         ({"python": "3.10.14"}, "python", FAIL, "too old; install Python 3.11"),
         ({"version": lambda name: None}, "deepspeed", FAIL, "not installed"),
-        ({"torch": lambda: {"error": "Segmentation fault"}}, "torch", FAIL, "do not start: Segmentation fault"),
-        ({"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}}, "deepspeed", FAIL, "built for 0.19.8"),
-        ({"version": {"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}.get}, "torch", FAIL, "works with 2.6 to 2.15: "),
-        ({"version": {"torch": "2.13.0", "deepspeed": "0.17.6"}.get}, "deepspeed", FAIL, "works with 0.18.0 to 0.19.8"),
+        (
+            {"torch": lambda: {"error": "Segmentation fault"}},
+            "torch",
+            FAIL,
+            "do not start: Segmentation fault",
+        ),
+        (
+            {"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}},
+            "deepspeed",
+            FAIL,
+            "built for 0.19.8",
+        ),
+        (
+            {"version": {"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}.get},
+            "torch",
+            FAIL,
+            "works with 2.6 to 2.15: ",
+        ),
+        (
+            {"version": {"torch": "2.13.0", "deepspeed": "0.17.6"}.get},
+            "deepspeed",
+            FAIL,
+            "works with 0.18.0 to 0.19.8",
+        ),
         ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
-        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}}, "kernels zt_cpu", WARN, "zero-topo build"),
-        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "no ninja"}}}, "kernels zt_cpu", WARN, "no ninja; runs use"),
-        ({"torch": lambda: {**GPU, "kernels": {"zt_gpu": "no hipcc"}}}, "kernels zt_gpu", WARN, "Triton's"),
+        (
+            {"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}},
+            "kernels zt_cpu",
+            WARN,
+            "zero-topo build",
+        ),
+        (
+            {"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "no ninja"}}},
+            "kernels zt_cpu",
+            WARN,
+            "no ninja; runs use",
+        ),
+        (
+            {"torch": lambda: {**GPU, "kernels": {"zt_gpu": "no hipcc"}}},
+            "kernels zt_gpu",
+            WARN,
+            "Triton's",
+        ),
         ({"which": lambda name: None}, "c++", WARN, "g++ and c++ not found"),
         ({"which": lambda name: None, "env": {"CXX": "clang"}}, "c++", WARN, "clang not found"),
         ({"which": lambda name: None}, "ninja", WARN, "pip install ninja"),
@@ -96,8 +147,14 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
         ({"root": Path("/no/such/root")}, "/dev/shm", WARN, "is not there"),
     ],
 )
-def test_what_is_broken_is_found(tmp_path: Path, changes: dict[str, Any], subject: str, state: str, words: str) -> None:
-    found = worst(finding for finding in examine(surroundings(tmp_path, **changes)) if finding.subject == subject)
+def test_what_is_broken_is_found(
+    tmp_path: Path, changes: dict[str, Any], subject: str, state: str, words: str
+) -> None:
+    found = worst(
+        finding
+        for finding in examine(surroundings(tmp_path, **changes))
+        if finding.subject == subject
+    )
     assert found.state == state and words in found.line()
     assert "\n" not in found.line()
 
@@ -119,7 +176,9 @@ def test_what_is_broken_is_found(tmp_path: Path, changes: dict[str, Any], subjec
         ("NCCL_SOCKET_IFNAME", "^lo,hsn", OK),
     ],
 )
-def test_interfaces_are_read_as_the_backends_read_them(tmp_path: Path, variable: str, value: str, state: str) -> None:
+def test_interfaces_are_read_as_the_backends_read_them(
+    tmp_path: Path, variable: str, value: str, state: str
+) -> None:
     """Gloo wants full names, NCCL beginnings; absent is worse than down."""
     found = worst(network.interfaces(surroundings(tmp_path, env={variable: value})))
     assert found.state == state and (state == OK or variable in found.line())
@@ -134,14 +193,20 @@ def test_loopback_does_not_reach_other_nodes(tmp_path: Path) -> None:
     assert worst(network.launcher(several)).text.endswith("4 ranks on 2 nodes")
 
 
-@pytest.mark.parametrize("cluster", [{"SLURM_CLUSTER_NAME": "frontier"}, {"LMOD_SYSTEM_NAME": "frontier"}])
+@pytest.mark.parametrize(
+    "cluster", [{"SLURM_CLUSTER_NAME": "frontier"}, {"LMOD_SYSTEM_NAME": "frontier"}]
+)
 def test_frontiers_variables_are_known(tmp_path: Path, cluster: dict[str, str]) -> None:
-    """Recommended values are well, none at all is a warning each, memhooks fails; elsewhere nobody cares."""
+    """Recommended values are well, none at all is a warning each, memhooks fails; elsewhere nobody
+    cares.
+    """
     rules = [rule for rule in load_rules() if not rule.machines or "frontier" in rule.machines]
     good = cluster | {rule.variable: rule.wanted for rule in rules}
     assert worst(variables(surroundings(tmp_path, env=good))).state == OK
     bare = list(variables(surroundings(tmp_path, env=cluster)))
-    assert {"NCCL_CROSS_NIC", "FI_CXI_RDZV_PROTO", "MIOPEN_USER_DB_PATH"} <= {finding.subject for finding in bare}
+    assert {"NCCL_CROSS_NIC", "FI_CXI_RDZV_PROTO", "MIOPEN_USER_DB_PATH"} <= {
+        finding.subject for finding in bare
+    }
     assert {finding.state for finding in bare} == {WARN, OK}
     bad = worst(variables(surroundings(tmp_path, env={**good, "FI_MR_CACHE_MONITOR": "memhooks"})))
     assert bad.state == FAIL and "export FI_MR_CACHE_MONITOR=kdreg2 (OLCF" in bad.fix
@@ -150,7 +215,9 @@ def test_frontiers_variables_are_known(tmp_path: Path, cluster: dict[str, str]) 
 
 
 def test_the_table_is_sound() -> None:
-    """Machines are presets, recommended values are not bad ones, and each row has a reason and a source."""
+    """Machines are presets, recommended values are not bad ones, and each row has a reason and a
+    source.
+    """
     rules = load_rules()
     assert rules
     for rule in rules:
@@ -176,7 +243,9 @@ def test_locks_of_dead_compilers_are_found(tmp_path: Path, age_s: int, state: st
 
 
 def test_buffers_of_jobs_are_one_line_to_paste(tmp_path: Path) -> None:
-    """A pattern for each job whose ranks left some, and how many bytes they hold; a living run's are left alone."""
+    """A pattern for each job whose ranks left some, and how many bytes they hold; a living run's
+    are left alone.
+    """
     shm = tmp_path / "dev" / "shm"
     seen = surroundings(tmp_path)
     for job, ranks in (("127.0.0.1_2950", 8), ("127.0.0.1_29501", 4), ("a b_1", 2)):
@@ -189,7 +258,9 @@ def test_buffers_of_jobs_are_one_line_to_paste(tmp_path: Path) -> None:
     maps.parent.mkdir(parents=True)
     maps.write_text(f"7f00-7f01 rw-s 00000000 00:19 7 /dev/shm/{used}\n")
     found = worst(files.shared_memory(seen))
-    assert found.state == WARN and "15 buffers of ended runs are left there, 7.00 MB" in found.line()
+    assert (
+        found.state == WARN and "15 buffers of ended runs are left there, 7.00 MB" in found.line()
+    )
     subprocess.run(["bash", "-c", str(found.fix).replace("/dev/shm/", f"{shm}/")], check=True)
     assert [path.name for path in shm.iterdir()] == [used]
 
@@ -214,19 +285,34 @@ UNSYNCHRONIZED = {"timers": {"throughput": {"synchronized": False}}}
     [
         ({"zero_topo": {"scheme": "topo"}, **UNSYNCHRONIZED}, OK, "would start"),
         ({"zero_topo": {"topology": "measured"}, **UNSYNCHRONIZED}, OK, "would start"),
-        ({"zero_topo": {"scheme": "topo"}}, WARN, 'set "timers": {"throughput": {"synchronized": false}}'),
+        (
+            {"zero_topo": {"scheme": "topo"}},
+            WARN,
+            'set "timers": {"throughput": {"synchronized": false}}',
+        ),
         ({}, WARN, 'add one, such as "zero_topo"'),
         ({"zero_topo": {"schem": "topo"}}, FAIL, "schem"),
         ({"zero_topo": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage"),
-        ({"zero_topo": {}, "gradient_accumulation_steps": -1}, FAIL, "gradient_accumulation_steps = -1"),
+        (
+            {"zero_topo": {}, "gradient_accumulation_steps": -1},
+            FAIL,
+            "gradient_accumulation_steps = -1",
+        ),
     ],
 )
-def test_a_config_is_checked_as_check_does(tmp_path: Path, content: dict[str, Any], state: str, words: str) -> None:
+def test_a_config_is_checked_as_check_does(
+    tmp_path: Path, content: dict[str, Any], state: str, words: str
+) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}, **content}))
+    path.write_text(
+        json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}, **content})
+    )
     found = worst(files.config(surroundings(tmp_path, config=str(path))))
     assert found.state == state and words in found.line()
-    assert worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state == FAIL
+    assert (
+        worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state
+        == FAIL
+    )
 
 
 def test_intel_tiles_need_no_kernels_of_ours_and_xccl(tmp_path: Path) -> None:
@@ -257,7 +343,10 @@ def test_variables_that_deepspeeds_launcher_forgets_are_named(
     found = list(network.forgotten(seen))
     assert [finding.state for finding in found] == ([state] if "ZERO_TOPO_BLOCK" in env else [])
     if state == WARN:
-        assert "'ZERO_TOPO_BLOCK={}' >> ~/.deepspeed_env" in found[0].fix and "other nodes" in found[0].text
+        assert (
+            "'ZERO_TOPO_BLOCK={}' >> ~/.deepspeed_env" in found[0].fix
+            and "other nodes" in found[0].text
+        )
     enabled = surroundings(tmp_path, env=home | env, enabled=lambda: True)
     assert all(finding.state == OK for finding in network.forgotten(enabled))
 
@@ -269,13 +358,22 @@ def test_gpu_checks_are_quiet_without_a_gpu(tmp_path: Path) -> None:
     assert worst(software.backends(told)).state == OK
 
 
-def test_the_command_says_it_in_lines_and_in_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Exit status 1 if something would fail; here an interface that is not there, in this very installation."""
+def test_the_command_says_it_in_lines_and_in_json(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit status 1 if something would fail; here an interface that is not there, in this very
+    installation.
+    """
     start = subprocess.run
-    once = cache(lambda *command: start(command, capture_output=True, text=True))  # importing DeepSpeed takes seconds
+    # Importing DeepSpeed takes seconds
+    once = cache(lambda *command: start(command, capture_output=True, text=True))
     monkeypatch.setattr(subprocess, "run", lambda command, **how: once(*command))
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_EXTENSIONS_DIR", str(tmp_path)), (GLOO, "nowhere9")):
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("TORCH_EXTENSIONS_DIR", str(tmp_path)),
+        (GLOO, "nowhere9"),
+    ):
         monkeypatch.setenv(name, value)
     status, out, _ = run("doctor", "--json")
     told = json.loads(out)

@@ -27,12 +27,18 @@ COMMANDS = [
     ("migrate", str(ROOT / "configs/topo.json")),
     ("migrate", str(ROOT / "configs/zero3.json"), *FRONTIER),
     ("doctor",),
-    *(("check", str(path), "--world-size", "8") for path in CONFIGS if path.stem not in ("frontier", "dgx-h100")),
+    *(
+        ("check", str(path), "--world-size", "8")
+        for path in CONFIGS
+        if path.stem not in ("frontier", "dgx-h100")
+    ),
 ]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:4])[-50:])
-def test_what_a_command_prints_is_what_its_schema_describes(words: tuple[str, ...], run: Run) -> None:
+def test_what_a_command_prints_is_what_its_schema_describes(
+    words: tuple[str, ...], run: Run
+) -> None:
     status, out, err = run(*words, "--json")
     assert status in (0, 1) if words[0] == "doctor" else status == 0, err
     document(words[0]).validate_json(out)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo enable`` and ``disable``: where the .pth file goes, and what stays; for what it does see tests/e2e."""
+"""``zero-topo enable`` and ``disable``: where the .pth file goes, and what stays; for what it does
+see tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return own, user
 
 
-def test_enable_and_disable_say_where_and_may_be_repeated(folders: tuple[Path, Path], run: Run) -> None:
+def test_enable_and_disable_say_where_and_may_be_repeated(
+    folders: tuple[Path, Path], run: Run
+) -> None:
     """The file is a single line that begins with import: ``site`` executes no other."""
     own, user = folders
     for words in ("enabled: wrote", "already enabled by"):
@@ -51,9 +55,15 @@ def test_a_users_folder_is_made_where_the_interpreters_is_not_writable_and_goes_
     assert list(tmp_path.iterdir()) == [own]
 
 
-def test_nowhere_to_write_is_wrong_input(folders: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+def test_nowhere_to_write_is_wrong_input(
+    folders: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
     folders[0].rmdir()
     folders[0].touch()
     (tmp_path / "user").touch()
     status, _, error = run("enable")
-    assert status == 2 and all(str(folder) in error for folder in folders) and "virtual environment" in error
+    assert (
+        status == 2
+        and all(str(folder) in error for folder in folders)
+        and "virtual environment" in error
+    )

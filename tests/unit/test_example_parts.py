@@ -25,12 +25,19 @@ def write(folder: Path, names: list[str], text: str = "x = 1\n" * 20) -> None:
 def test_standard_library_leaves_out_tests_and_packages(tmp_path: Path) -> None:
     """Only the library's own sources count, in an order that does not depend on the file system."""
     kept = ["abc.py", "json/decoder.py", "os.py"]
-    write(tmp_path, [*reversed(kept), "site-packages/a.py", "test/b.py", "json/tests/c.py", "notes.txt"])
-    assert [path.relative_to(tmp_path).as_posix() for path in standard_library_files(tmp_path)] == kept
+    write(
+        tmp_path,
+        [*reversed(kept), "site-packages/a.py", "test/b.py", "json/tests/c.py", "notes.txt"],
+    )
+    assert [
+        path.relative_to(tmp_path).as_posix() for path in standard_library_files(tmp_path)
+    ] == kept
 
 
 def test_this_pythons_library_is_enough_to_train_on() -> None:
-    """The default data exists where Python does: some ten megabytes, mostly text, parts that differ."""
+    """The default data exists where Python does: some ten megabytes, mostly text, parts that
+    differ.
+    """
     corpus = Corpus.load(None, 128)
     assert len(corpus.train) > 5_000_000 and len(corpus.evaluation) > 200_000
     assert corpus.train.dtype == torch.uint8
@@ -43,7 +50,9 @@ def test_data_takes_a_file_or_a_folder(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(200)) * 20)
     corpus = Corpus.load(path, 8)
     assert len(corpus.evaluation) == 4000 // EVAL_EVERY
-    assert sorted(torch.cat([corpus.train, corpus.evaluation]).tolist()) == sorted(path.read_bytes())
+    assert sorted(torch.cat([corpus.train, corpus.evaluation]).tolist()) == sorted(
+        path.read_bytes()
+    )
     write(tmp_path / "folder", [f"{i}.txt" for i in range(20)], "word " * 10)
     assert len(Corpus.load(tmp_path / "folder", 8).evaluation) == 50
 
@@ -57,9 +66,18 @@ def test_data_that_cannot_serve_is_refused_by_name(tmp_path: Path) -> None:
         Corpus.load(tmp_path / "short", 8)
 
 
-@given(seed=st.integers(0, 1000), step=st.integers(0, 1000), rank=st.integers(0, 64), context=st.integers(1, 30))
-def test_batches_depend_on_seed_step_and_rank_only(seed: int, step: int, rank: int, context: int) -> None:
-    """A resumed run sees the batches it would have seen; targets are the tokens one byte later, inside the text."""
+@given(
+    seed=st.integers(0, 1000),
+    step=st.integers(0, 1000),
+    rank=st.integers(0, 64),
+    context=st.integers(1, 30),
+)
+def test_batches_depend_on_seed_step_and_rank_only(
+    seed: int, step: int, rank: int, context: int
+) -> None:
+    """A resumed run sees the batches it would have seen; targets are the tokens one byte later,
+    inside the text.
+    """
     text = torch.arange(31, dtype=torch.uint8)
     tokens, targets = batch(text, (3, context), seed, step, rank)
     again, _ = batch(text, (3, context), seed, step, rank)
@@ -71,7 +89,11 @@ def test_batches_depend_on_seed_step_and_rank_only(seed: int, step: int, rank: i
 def test_ranks_and_steps_draw_different_batches() -> None:
     """Data parallelism is no use if the ranks train on the same bytes."""
     text = torch.arange(250, dtype=torch.uint8)
-    drawn = {tuple(batch(text, (4, 1), 0, step, rank)[0].flatten().tolist()) for step in range(5) for rank in range(8)}
+    drawn = {
+        tuple(batch(text, (4, 1), 0, step, rank)[0].flatten().tolist())
+        for step in range(5)
+        for rank in range(8)
+    }
     assert len(drawn) == 40
 
 
@@ -93,8 +115,12 @@ def test_a_width_that_heads_do_not_divide_is_refused() -> None:
 
 
 def test_arguments_are_deepspeeds_own() -> None:
-    """The launcher's --local_rank and DeepSpeed's --deepspeed_config are taken as any DeepSpeed script takes them."""
-    args = train_gpt.parse_arguments(["--local_rank=3", "--deepspeed", "--deepspeed_config", "a.json", "--steps", "7"])
+    """The launcher's --local_rank and DeepSpeed's --deepspeed_config are taken as any DeepSpeed
+    script takes them.
+    """
+    args = train_gpt.parse_arguments(
+        ["--local_rank=3", "--deepspeed", "--deepspeed_config", "a.json", "--steps", "7"]
+    )
     assert (args.local_rank, args.deepspeed_config, args.steps) == (3, "a.json", 7)
 
 
@@ -102,7 +128,9 @@ def test_arguments_are_deepspeeds_own() -> None:
 def test_arguments_that_cannot_work_end_before_anything_starts(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a config, or with evaluations that would blur every step's bytes, the usage is printed; status 2."""
+    """Without a config, or with evaluations that would blur every step's bytes, the usage is
+    printed; status 2.
+    """
     with pytest.raises(SystemExit) as stopped:
         train_gpt.parse_arguments(words)
     assert stopped.value.code == 2

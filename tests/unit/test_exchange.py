@@ -21,7 +21,9 @@ class Done:
 
 
 def alive_after(group: Gloo, nbytes: int) -> int:
-    """How many works are left of an exchange whose messages have so many bytes in all, once it has been waited for."""
+    """How many works are left of an exchange whose messages have so many bytes in all, once it has
+    been waited for.
+    """
     made: WeakSet[Done] = WeakSet()
 
     def message(*_: Any, **__: Any) -> Done:
@@ -39,7 +41,9 @@ def test_short_works_are_kept_until_a_later_exchange() -> None:
     group = Gloo(1, 3, 0, (0, 1, 2), "world", None, Meter())
     assert alive_after(group, 400) == 4
     kept = list(group.done)
-    assert alive_after(group, 400) == 4 and not set(kept) & set(group.done), "those of the last one take their place"
+    assert alive_after(group, 400) == 4 and not set(kept) & set(group.done), (
+        "those of the last one take their place"
+    )
 
 
 def test_works_with_long_messages_are_let_go() -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One block gives the plan of experts, which are sharded over smaller groups, beside that of all other parameters."""
+"""One block gives the plan of experts, which are sharded over smaller groups, beside that of all
+other parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ def dense(block: dict[str, Any]) -> ResolvedConfig:
 
 
 def experts(block: dict[str, Any], of_dense: ResolvedConfig, rank: int = 3) -> ResolvedConfig:
-    return resolve_experts({"zero_optimization": {"stage": 3}, "zero_topo": block}, of_dense, ONE_OF_A_GPU, rank)
+    return resolve_experts(
+        {"zero_optimization": {"stage": 3}, "zero_topo": block}, of_dense, ONE_OF_A_GPU, rank
+    )
 
 
 @pytest.mark.parametrize("block", [{}, {"scheme": "topo"}])
 def test_a_named_domain_is_one_of_the_experts_tree(block: dict[str, Any]) -> None:
-    """Of a GPU one GCD has these experts, so it stores them whole; also if the scheme is the default of all ranks."""
+    """Of a GPU one GCD has these experts, so it stores them whole; also if the scheme is the
+    default of all ranks.
+    """
     of_dense = dense(block)
     found = experts(block, of_dense)
     assert (of_dense.plan.weights, of_dense.plan.gradients, of_dense.plan.world_size) == (2, 8, 16)
@@ -38,13 +44,22 @@ def test_a_named_domain_is_one_of_the_experts_tree(block: dict[str, Any]) -> Non
 
 
 def test_a_plan_that_was_chosen_gives_its_domains_to_the_experts() -> None:
-    """Degrees of an automatic plan are not searched a second time; INT8 weights need ranks that update others."""
+    """Degrees of an automatic plan are not searched a second time; INT8 weights need ranks that
+    update others.
+    """
     chosen = dense({"scheme": "topo-zero2"})
     found = experts({"scheme": "auto"}, chosen)
-    names = [chosen.topology.domain(degree) for degree in (chosen.plan.weights, chosen.plan.gradients)]
-    assert [found.plan.weights, found.plan.gradients] == [found.topology.degree(name) for name in names]
+    names = [
+        chosen.topology.domain(degree) for degree in (chosen.plan.weights, chosen.plan.gradients)
+    ]
+    assert [found.plan.weights, found.plan.gradients] == [
+        found.topology.degree(name) for name in names
+    ]
     alone = resolve_experts(
-        {"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}}, chosen, [(rank,) for rank in range(16)], 5
+        {"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}},
+        chosen,
+        [(rank,) for rank in range(16)],
+        5,
     )
     assert alone.plan.degrees() == {"weights": 1, "secondary": None, "gradients": 1, "optimizer": 1}
     assert alone.resident_spec is None
@@ -52,17 +67,26 @@ def test_a_plan_that_was_chosen_gives_its_domains_to_the_experts() -> None:
 
 def test_a_degree_that_does_not_divide_the_experts_groups_is_refused_in_a_line() -> None:
     block = {"weights": 16, "gradients": 16, "optimizer": 16}
-    with pytest.raises(ValueError, match=r"expert_parallel: weights degree 16 .* \(experts are sharded over 8 of 16"):
+    with pytest.raises(
+        ValueError,
+        match=r"expert_parallel: weights degree 16 .* \(experts are sharded over 8 of 16",
+    ):
         experts(block, dense(block))
 
 
 def test_experts_of_tensor_parallel_ranks_have_a_tree_of_the_whole_machine() -> None:
     """Their groups are not parts of a data-parallel group."""
     groups = Groups(FRONTIER, ONE_OF_A_GPU)
-    of_dense = replace(resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), groups.trees[0]), groups=groups)
+    of_dense = replace(
+        resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), groups.trees[0]), groups=groups
+    )
     spread = [(rank, rank + 4, rank + 8, rank + 12) for rank in range(4)]
     config = {"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "zero3"}}
     found = resolve_experts(config, of_dense, spread, 6)
     assert found.groups is not None
     assert found.groups.machine is FRONTIER
-    assert (found.topology.nodes, found.topology.gpus_per_node, found.topology.ranks_per_gpu) == (2, 2, 1)
+    assert (found.topology.nodes, found.topology.gpus_per_node, found.topology.ranks_per_gpu) == (
+        2,
+        2,
+        1,
+    )

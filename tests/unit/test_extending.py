@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The page on extending tells the truth: its examples, applied to a copy of the package, pass its checks."""
+"""The page on extending tells the truth: its examples, applied to a copy of the package, pass its
+checks.
+"""
 
 from __future__ import annotations
 
@@ -34,5 +36,7 @@ def test_the_examples_pass_their_checks(tmp_path: Path) -> None:
             (package / file).write_text(body)
     assert len(checks) == 4
     command = [sys.executable, "-c", "\n".join(checks)]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True
+    )
     assert not done.returncode, done.stderr.decode()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A machine is recovered from noisy times of its pairs: links, levels and placement; what is irregular is named."""
+"""A machine is recovered from noisy times of its pairs: links, levels and placement; what is
+irregular is named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from hypothesis import strategies as st
 from tests.steps import shape
 from zero_topo.topology.fitting import Pair, cluster, fit, meeting, with_links
 from zero_topo.topology.model import Link, Topology
-from zero_topo.topology.schedule import ALL_PAIRS, neighbours, pair_rounds, shared_domains, tournament, turns
+from zero_topo.topology.schedule import (
+    ALL_PAIRS,
+    neighbours,
+    pair_rounds,
+    shared_domains,
+    tournament,
+    turns,
+)
 from zero_topo.units import GB, MB
 
 NOISE = 0.1
@@ -24,7 +33,9 @@ MICROSECOND = 1e-6
 
 @dataclass(frozen=True)
 class Tree:
-    """A machine as it truly is: units at each level, bytes/s of a pair that meets there, and the place of each rank."""
+    """A machine as it truly is: units at each level, bytes/s of a pair that meets there, and the
+    place of each rank.
+    """
 
     sizes: tuple[int, ...]
     rates: tuple[float, ...]
@@ -62,7 +73,9 @@ def trees(draw: st.DrawFn) -> Tree:
     for _ in sizes:
         rates.append(rate)
         rate /= draw(st.floats(1.8, 20))
-    latencies = tuple(draw(st.floats(MICROSECOND, 100 * MICROSECOND)) for _ in sizes[:1]) * len(sizes)
+    latencies = tuple(draw(st.floats(MICROSECOND, 100 * MICROSECOND)) for _ in sizes[:1]) * len(
+        sizes
+    )
     return Tree(sizes, tuple(rates), latencies, tuple(draw(st.permutations(range(world)))))
 
 
@@ -70,7 +83,8 @@ def same_units(topology: Topology, tree: Tree, domain: str, level: int) -> bool:
     """Whether the domain's units are those of the tree's level."""
     degree = topology.degree(domain)
     return all(
-        (topology.position(a) // degree == topology.position(b) // degree) == (tree.level(a, b) <= level)
+        (topology.position(a) // degree == topology.position(b) // degree)
+        == (tree.level(a, b) <= level)
         for a, b in combinations(range(topology.world_size), 2)
     )
 
@@ -92,7 +106,9 @@ def test_random_trees_are_recovered_on_one_host(tree: Tree, seed: int) -> None:
 
 @given(trees(), st.integers(0, 1 << 30))
 def test_hosts_are_the_nodes_where_there_are_several(tree: Tree, seed: int) -> None:
-    """The outermost units are hosts: they are the nodes, and the widest gap inside them gives the GPUs."""
+    """The outermost units are hosts: they are the nodes, and the widest gap inside them gives the
+    GPUs.
+    """
     if len(tree.sizes) < 2:
         return
     degree = len(tree.places) // tree.sizes[-1]
@@ -116,7 +132,9 @@ def test_hosts_of_one_rank_are_nodes() -> None:
 
 
 def test_latency_tells_levels_that_bandwidth_does_not() -> None:
-    """Equal rates, but a quarter of the latency inside pairs; and not if one pair across is as prompt."""
+    """Equal rates, but a quarter of the latency inside pairs; and not if one pair across is as
+    prompt.
+    """
     tree = Tree((2, 2), (1e9, 1e9), (5e-6, 20e-6), (0, 2, 1, 3))
     pairs = tree.pairs(NOISE, 0)
     found = cluster(pairs, ["here"] * 4)
@@ -127,7 +145,9 @@ def test_latency_tells_levels_that_bandwidth_does_not() -> None:
 
 
 def test_four_levels_keep_the_widest_gaps() -> None:
-    """Packages joined at 200, quads at 100, eights at 20, world at 10: gpu is what is below the gap of 5."""
+    """Packages joined at 200, quads at 100, eights at 20, world at 10: gpu is what is below the gap
+    of 5.
+    """
     tree = Tree((2, 2, 2, 2), (200e9, 100e9, 20e9, 4e9), (1e-6,) * 4, tuple(range(16)))
     found = cluster(tree.pairs(0, 0), ["here"] * 16)
     assert shape(found) == (2, 2, 4)
@@ -137,10 +157,16 @@ def test_four_levels_keep_the_widest_gaps() -> None:
     ("hosts", "slow", "complaint"),
     [
         ("aaab", (), "the hosts put most ranks into units of 3, but not ranks 3 on b"),
-        ("aaaa", ((0, 3), (1, 3), (2, 3)), "the bandwidths put most ranks into units of 3, but not ranks 3 on a"),
+        (
+            "aaaa",
+            ((0, 3), (1, 3), (2, 3)),
+            "the bandwidths put most ranks into units of 3, but not ranks 3 on a",
+        ),
     ],
 )
-def test_irregular_machines_are_refused_by_name(hosts: str, slow: Sequence[Pair], complaint: str) -> None:
+def test_irregular_machines_are_refused_by_name(
+    hosts: str, slow: Sequence[Pair], complaint: str
+) -> None:
     pairs = {pair: Link(1e9 if pair in slow else 9e9, 1e-5) for pair in combinations(range(4), 2)}
     with pytest.raises(ValueError, match=complaint):
         cluster(pairs, list(hosts))
@@ -148,10 +174,16 @@ def test_irregular_machines_are_refused_by_name(hosts: str, slow: Sequence[Pair]
 
 @given(st.floats(MICROSECOND, 1e-3), st.floats(10 * MB, 500 * GB), st.integers(0, 1 << 30))
 def test_links_are_fitted_through_noise(latency: float, bandwidth: float, seed: int) -> None:
-    """Times up to 10% too long, three of each size: bandwidth and the shortest message's time come back within 15%."""
+    """Times up to 10% too long, three of each size: bandwidth and the shortest message's time come
+    back within 15%.
+    """
     source = random.Random(seed)
     sizes = [8, *(int(bandwidth * latency * factor) for factor in (16, 64, 256))]
-    times = [(n, (latency + n / bandwidth) * source.uniform(1, 1 + NOISE)) for n in sizes for _ in range(3)]
+    times = [
+        (n, (latency + n / bandwidth) * source.uniform(1, 1 + NOISE))
+        for n in sizes
+        for _ in range(3)
+    ]
     link = fit(times)
     assert link.bandwidth == pytest.approx(bandwidth, rel=0.15)
     assert link.latency == pytest.approx(latency, abs=0.15 * (latency + sizes[0] / bandwidth))
@@ -165,7 +197,9 @@ def test_links_are_fitted_through_noise(latency: float, bandwidth: float, seed: 
         ([(8, 1.0), (16, 0.5)], "no bandwidth follows"),
     ],
 )
-def test_times_without_sense_are_refused(samples: list[tuple[float, float]], complaint: str) -> None:
+def test_times_without_sense_are_refused(
+    samples: list[tuple[float, float]], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         fit(samples)
 
@@ -182,7 +216,9 @@ def test_a_tournament_lets_everyone_meet_once(size: int) -> None:
 
 @given(st.integers(1, 9), st.integers(1, 5))
 def test_pairs_of_large_worlds_are_sampled_without_sharing_links(hosts: int, per_host: int) -> None:
-    """All pairs inside hosts, all hosts joined, at most one pair of each host at a time, few rounds."""
+    """All pairs inside hosts, all hosts joined, at most one pair of each host at a time, few
+    rounds.
+    """
     names = [f"host{rank % hosts}" for rank in range(hosts * per_host)]
     rounds = pair_rounds(names)
     pairs = {pair for each in rounds for pair in each}
@@ -190,7 +226,9 @@ def test_pairs_of_large_worlds_are_sampled_without_sharing_links(hosts: int, per
         assert pairs == set(combinations(range(len(names)), 2))
         assert all(len(each) == 1 for each in rounds)
         return
-    assert {pair for pair in combinations(range(len(names)), 2) if names[pair[0]] == names[pair[1]]} <= pairs
+    assert {
+        pair for pair in combinations(range(len(names)), 2) if names[pair[0]] == names[pair[1]]
+    } <= pairs
     for each in rounds:
         used = [host for pair in each for host in {names[rank] for rank in pair}]
         assert len(set(used)) == len(used)
@@ -206,7 +244,10 @@ def test_domains_talk_over_their_own_links() -> None:
         degree = topology.degree(domain)
         for rank in range(12):
             to, source = neighbours(topology, domain, rank)
-            assert neighbours(topology, domain, to)[1] == rank and neighbours(topology, domain, source)[0] == rank
+            assert (
+                neighbours(topology, domain, to)[1] == rank
+                and neighbours(topology, domain, source)[0] == rank
+            )
             here, there = topology.position(rank), topology.position(to)
             assert here // degree == there // degree and here // inner != there // inner
     assert turns(topology, "node", ["a"] * 12) == [[0], [1]]
@@ -221,4 +262,6 @@ def test_links_carry_shared_rates_and_the_latency_of_pairs() -> None:
     met = {domain: len(links) for domain, links in meeting(topology, pairs).items()}
     assert met == {"gpu": 4, "node": 8, "world": 16}
     linked = with_links(topology, pairs, {"gpu": 4e9, "node": 1e9, "world": 0.25e9})
-    assert linked.links["world"] == Link(0.25e9, 4e-6) and linked.sources["links"].startswith("measured")
+    assert linked.links["world"] == Link(0.25e9, 4e-6) and linked.sources["links"].startswith(
+        "measured"
+    )

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`check` says of every block that ships, that a page shows or that was migrated what will happen on 8 to 384 ranks.
+"""`check` says of every block that ships, that a page shows or that was migrated what will happen
+on 8 to 384 ranks.
 
 They are dies of Frontier, whose GPUs have two, or GPUs of DGX nodes, each of which is one rank.
 """
@@ -25,10 +26,24 @@ PLAIN: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
     "timers": {"throughput": {"synchronized": False}},
 }
-ZEROPP = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
-STOCK = {"zero++": ZEROPP, "hpz": {"zero_hpz_partition_size": 8}, "mics": {"mics_shard_size": 8}, "zero3": {}}
-SHOWN = {name: {**PLAIN, "bf16": {"enabled": "fp16" not in shown}, **shown} for name, shown in blocks().items()}
-SHIPPED = {path.name: load_deepspeed_config(path) for path in sorted((ROOT / "configs").glob("*.json"))}
+ZEROPP = {
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": 8,
+    "zero_quantized_gradients": True,
+}
+STOCK = {
+    "zero++": ZEROPP,
+    "hpz": {"zero_hpz_partition_size": 8},
+    "mics": {"mics_shard_size": 8},
+    "zero3": {},
+}
+SHOWN = {
+    name: {**PLAIN, "bf16": {"enabled": "fp16" not in shown}, **shown}
+    for name, shown in blocks().items()
+}
+SHIPPED = {
+    path.name: load_deepspeed_config(path) for path in sorted((ROOT / "configs").glob("*.json"))
+}
 MIGRATED = {
     f"migrated {name}": migrated({**PLAIN, "zero_optimization": {"stage": 3, **keys}}).config
     for name, keys in STOCK.items()
@@ -45,11 +60,21 @@ CANNOT = {
 
 @pytest.mark.parametrize(
     ("machine", "ranks"),
-    [("frontier", 8), ("dgx-h100", 64), late("frontier", 384), late("dgx-h100", 8), late("dgx-h100", 384)],
+    [
+        ("frontier", 8),
+        ("dgx-h100", 64),
+        late("frontier", 384),
+        late("dgx-h100", 8),
+        late("dgx-h100", 384),
+    ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_check_says_what_will_happen(name: str, ranks: int, machine: str, run: Run, tmp_path: Path) -> None:
-    """The plan, or what is chosen for models of three sizes, and how large a model fits; or the reason why not."""
+def test_check_says_what_will_happen(
+    name: str, ranks: int, machine: str, run: Run, tmp_path: Path
+) -> None:
+    """The plan, or what is chosen for models of three sizes, and how large a model fits; or the
+    reason why not.
+    """
     config = CONFIGS[name]
     block = config["zero_topo"]
     path = tmp_path / "config.json"
@@ -61,7 +86,12 @@ def test_check_says_what_will_happen(name: str, ranks: int, machine: str, run: R
     status, out, err = run("check", str(path), "--world-size", str(ranks), *where)
     cannot = [words for words, wrong in CANNOT.items() if wrong(block, ranks)]
     if cannot:
-        assert status == 2 and out == "" and len(err.splitlines()) == 1 and all(words in err for words in cannot)
+        assert (
+            status == 2
+            and out == ""
+            and len(err.splitlines()) == 1
+            and all(words in err for words in cannot)
+        )
         return
     assert (status, err) == (0, "") and out.endswith("ok\n")
     here = machine if finds_out else block["topology"]

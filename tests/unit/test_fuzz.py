@@ -14,8 +14,12 @@ from tests.launching import ROOT, output
 
 
 def test_no_input_ends_in_a_traceback(tmp_path: Path) -> None:
-    """Nor takes 10 s or 1 GB; in a process of its own that can write, start and reach nothing else."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    """Nor takes 10 s or 1 GB; in a process of its own that can write, start and reach nothing
+    else.
+    """
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)
+    }
     command = [sys.executable, "-m", "tests.fuzz", str(settings().max_examples // 3)]
     env["PYTHONPATH"] = str(ROOT)
     output(command, cwd=tmp_path, env=env, timeout=300)

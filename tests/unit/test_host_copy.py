@@ -25,10 +25,22 @@ NODE: dict[str, Any] = {"scheme": "zero3", "secondary": "node", "secondary_on": 
 @pytest.mark.parametrize(
     ("block", "why"),
     [
-        ({"scheme": "zero3", "secondary_on": "host"}, 'secondary_on = "host": the plan has no secondary copy; set'),
-        ({"scheme": "topo", "secondary_on": "host"}, 'secondary_on = "host": weights stored as INT8 have no secondary'),
-        ({"scheme": "topo", "frozen": {"secondary_on": "host"}}, "frozen.secondary_on = .*: weights stored as INT8"),
-        ({"scheme": "zero3", "weights": "rank", "secondary_on": "host"}, "every rank stores all weights"),
+        (
+            {"scheme": "zero3", "secondary_on": "host"},
+            'secondary_on = "host": the plan has no secondary copy; set',
+        ),
+        (
+            {"scheme": "topo", "secondary_on": "host"},
+            'secondary_on = "host": weights stored as INT8 have no secondary',
+        ),
+        (
+            {"scheme": "topo", "frozen": {"secondary_on": "host"}},
+            "frozen.secondary_on = .*: weights stored as INT8",
+        ),
+        (
+            {"scheme": "zero3", "weights": "rank", "secondary_on": "host"},
+            "every rank stores all weights",
+        ),
         (
             {"scheme": "zero3", "frozen": {"secondary_on": "host", "secondary": None}},
             "frozen.secondary_on.*no secondary",
@@ -59,12 +71,19 @@ def test_frozen_weights_have_the_copy_of_the_block_unless_they_have_keys() -> No
     assert "the secondary copy of frozen weights is in host memory" in alone.notes
     small = resolve(**NODE, frozen={"secondary": 2, "secondary_on": "device"}).of_frozen()
     assert (small.plan.secondary, small.secondary_on) == (2, "device")
-    own = resolve(scheme="hsdp", secondary="node", secondary_on="host", quantize={"secondary": "int8"})
-    assert "the secondary copy is not stored: the backward pass sends this rank's own weights" in own.notes
+    own = resolve(
+        scheme="hsdp", secondary="node", secondary_on="host", quantize={"secondary": "int8"}
+    )
+    assert (
+        "the secondary copy is not stored: the backward pass sends this rank's own weights"
+        in own.notes
+    )
 
 
 def test_175_billion_parameters_on_384_gcds_take_a_copy_in_host_memory() -> None:
-    """It is the fastest lossless plan: 2% less time than ZeRO-3, whose copy on the device does not fit."""
+    """It is the fastest lossless plan: 2% less time than ZeRO-3, whose copy on the device does not
+    fit.
+    """
     ranking = rank_plans(ZeroTopoConfig.parse({"scheme": "auto"}), LARGE)
     best = ranking.best
     assert best.candidate.settings == {
@@ -86,12 +105,16 @@ def test_175_billion_parameters_on_384_gcds_take_a_copy_in_host_memory() -> None
 
 
 def test_without_room_on_the_host_no_plan_has_a_copy_there() -> None:
-    """Nor where it is not known how much the host has; a block that asks for one is refused in a line."""
+    """Nor where it is not known how much the host has; a block that asks for one is refused in a
+    line.
+    """
     for memory in (40 * 10**9, None):
         less = replace(LARGE, topology=replace(LARGE.topology, host_memory_per_rank=memory))
         assert not rank_plans(ZeroTopoConfig.parse({"scheme": "auto"}), less).best.on_host
     little = replace(LARGE, topology=replace(LARGE.topology, host_memory_per_rank=40 * 10**9))
-    with pytest.raises(ValueError, match=r"secondary copies take 43.75 GB of each rank's 36.00 GB of host memory"):
+    with pytest.raises(
+        ValueError, match=r"secondary copies take 43.75 GB of each rank's 36.00 GB of host memory"
+    ):
         planned(ZeroTopoConfig.parse(NODE), little)
     assert planned(ZeroTopoConfig.parse(NODE), LARGE).secondary_on == "host"
 
@@ -99,5 +122,7 @@ def test_without_room_on_the_host_no_plan_has_a_copy_there() -> None:
 def test_an_offloaded_optimizer_counts_on_the_host() -> None:
     """Twelve bytes for each parameter that a rank updates, in addition to the copy."""
     offloaded = replace(LARGE, job=replace(LARGE.job, offload=True))
-    plain, more = (request.price(resolve(request.topology, **NODE)) for request in (LARGE, offloaded))
+    plain, more = (
+        request.price(resolve(request.topology, **NODE)) for request in (LARGE, offloaded)
+    )
     assert more.on_host - plain.on_host == pytest.approx(12 * PARAMS / 384, rel=1e-3)

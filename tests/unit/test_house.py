@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The limits that keep this a house: sizes, annotations, licence lines, and one seam to DeepSpeed."""
+"""The limits that keep this a house: sizes, annotations, licence lines, and one seam to
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,39 @@ MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 9
 
-SEAM = tuple(f"zero_topo/hook/{name}.py" for name in ("seam", "install", "optimizer", "inference", "start"))
-"""The one place that may name DeepSpeed's privates: the first lists and checks them, the next three override them, with
-the signatures that DeepSpeed chose, the last reads its settings before an engine is built."""
+SEAM = tuple(
+    f"zero_topo/hook/{name}.py" for name in ("seam", "install", "optimizer", "inference", "start")
+)
+"""The one place that may name DeepSpeed's privates: the first lists and checks them, the next three
+override them, with the signatures that DeepSpeed chose, the last reads its settings before an
+engine is built.
+"""
 
-MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}
+MUTATORS = {
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "remove",
+    "discard",
+}
 
 PACKAGE = sources("zero_topo", "op_builder", "benchmarks")
 EVERYTHING = [*PACKAGE, *sources("tests")]
 
 
 def is_kernel(function: Function) -> bool:
-    """Whether a function is a Triton kernel, which may be longer: it cannot call what is not inlined."""
-    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+    """Whether a function is a Triton kernel, which may be longer: it cannot call what is not
+    inlined.
+    """
+    return any(
+        ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list
+    )
 
 
 def test_files_start_with_the_licence_line() -> None:
@@ -41,12 +63,18 @@ def test_files_start_with_the_licence_line() -> None:
 
 def test_files_say_what_they_are_for() -> None:
     """Every module with anything in it begins with a docstring."""
-    assert not [source.name for source in EVERYTHING if source.tree.body and not ast.get_docstring(source.tree)]
+    assert not [
+        source.name
+        for source in EVERYTHING
+        if source.tree.body and not ast.get_docstring(source.tree)
+    ]
 
 
 def test_no_file_is_long() -> None:
     """No file has over 600 lines, and the median file of the package at most 200."""
-    assert not [f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES]
+    assert not [
+        f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES
+    ]
     assert statistics.median(source.lines for source in PACKAGE) <= MEDIAN_FILE_LINES
 
 
@@ -60,7 +88,9 @@ def test_no_function_is_long() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    """More than nine parameters want to be a frozen dataclass. The seam's overrides keep DeepSpeed's signatures."""
+    """More than nine parameters want to be a frozen dataclass. The seam's overrides keep
+    DeepSpeed's signatures.
+    """
     mine = [source for source in PACKAGE if source.name not in SEAM]
     many = {where: parameters(function) for where, function in functions(mine)}
     assert not {where: names for where, names in many.items() if len(names) > MAX_PARAMETERS}
@@ -72,23 +102,39 @@ def test_no_module_level_state() -> None:
         lines = [node.lineno for node in source.nodes if isinstance(node, ast.Global)]
         assert not lines, f"{source.name}: `global` on lines {lines}"
         names = set(module_level_containers(source.tree))
-        changed = {name for function in source.functions() for name in mutated_names(function)} & names
+        changed = {
+            name for function in source.functions() for name in mutated_names(function)
+        } & names
         assert not changed, f"{source.name}: functions change the module-level {sorted(changed)}"
 
 
 def functions(files: list[Source]) -> Iterator[tuple[str, Function]]:
     """Every function of the files, with its place for messages."""
     for source in files:
-        yield from ((f"{source.name}:{function.lineno} {function.name}", function) for function in source.functions())
+        yield from (
+            (f"{source.name}:{function.lineno} {function.name}", function)
+            for function in source.functions()
+        )
 
 
 def module_level_containers(tree: ast.Module) -> Iterator[str]:
     """Names bound at module level to a list, dict or set."""
-    makers = {"list", "dict", "set", "defaultdict", "OrderedDict", "Counter", "deque", "WeakKeyDictionary"}
+    makers = {
+        "list",
+        "dict",
+        "set",
+        "defaultdict",
+        "OrderedDict",
+        "Counter",
+        "deque",
+        "WeakKeyDictionary",
+    }
     for node in tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         call = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
-        display = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+        display = isinstance(
+            value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+        )
         if display or call in makers:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
             yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -96,13 +142,19 @@ def module_level_containers(tree: ast.Module) -> Iterator[str]:
 
 def mutated_names(function: Function) -> Iterator[str]:
     """Names whose object a function changes in place and does not bind itself."""
-    bound = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    bound = {
+        n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     bound |= set(parameters(function))
     for node in ast.walk(function):
         target: ast.expr | None = None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             target = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in MUTATORS
+        ):
             target = node.func.value
         if isinstance(target, ast.Name) and target.id not in bound:
             yield target.id
@@ -115,14 +167,22 @@ def test_only_the_seam_names_deepspeed_privates() -> None:
     assert required, "the check is empty if the seam declares nothing"
     privates = set(re.findall(r'["}](_\w+)"', required[0]))
     assert privates
-    found = {file.name: sorted(named_privates(file.tree, privates)) for file in PACKAGE if file.name not in SEAM}
+    found = {
+        file.name: sorted(named_privates(file.tree, privates))
+        for file in PACKAGE
+        if file.name not in SEAM
+    }
     assert not {name: named for name, named in found.items() if named}
 
 
 def named_privates(tree: ast.Module, privates: set[str]) -> Iterator[str]:
-    """Ways to name a private: attribute, method, string (getattr, patching), mangled name, import."""
+    """Ways to name a private: attribute, method, string (getattr, patching), mangled name,
+    import.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (node.attr in privates or node.attr.startswith("_DeepSpeed")):
+        if isinstance(node, ast.Attribute) and (
+            node.attr in privates or node.attr.startswith("_DeepSpeed")
+        ):
             yield f"line {node.lineno}: .{node.attr}"
         elif isinstance(node, Function) and node.name in privates:
             yield f"line {node.lineno}: def {node.name}"
@@ -131,22 +191,40 @@ def named_privates(tree: ast.Module, privates: set[str]) -> Iterator[str]:
                 yield f"line {node.lineno}: {node.value!r}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from (f"line {node.lineno}: import of {part}" for part in parts if part.startswith("_"))
+            yield from (
+                f"line {node.lineno}: import of {part}" for part in parts if part.startswith("_")
+            )
 
 
 def test_the_engine_uses_no_foreign_private() -> None:
-    """In the room that sees DeepSpeed's objects, every private attribute used is one that we define ourselves."""
+    """In the room that sees DeepSpeed's objects, every private attribute used is one that we define
+    ourselves.
+    """
     ours = {name for source in PACKAGE for name in defined_names(source.tree)}
-    room = [source for source in PACKAGE if source.name.startswith("zero_topo/hook/") and source.name not in SEAM]
+    room = [
+        source
+        for source in PACKAGE
+        if source.name.startswith("zero_topo/hook/") and source.name not in SEAM
+    ]
     found = {source.name: sorted(set(private_attributes(source.tree)) - ours) for source in room}
     assert not {name: used for name, used in found.items() if used}
 
 
 def private_attributes(tree: ast.Module) -> Iterator[str]:
-    """Names of the private attributes a module reads or writes, on any object but the modules of Python and torch."""
+    """Names of the private attributes a module reads or writes, on any object but the modules of
+    Python and torch.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            yield from () if ast.unparse(node).startswith(("torch.", "sys.", "os.", "atexit.")) else (node.attr,)
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
+            yield from (
+                ()
+                if ast.unparse(node).startswith(("torch.", "sys.", "os.", "atexit."))
+                else (node.attr,)
+            )
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
@@ -156,5 +234,9 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             yield node.attr

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's "auto": absent to our checks of the DeepSpeed config, and a value of our own inside the block."""
+"""Hugging Face's "auto": absent to our checks of the DeepSpeed config, and a value of our own
+inside the block.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from zero_topo.hook.initialize import resolve_block
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-FILLED = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "bf16.enabled": False, "fp16.enabled": False}
+FILLED = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+}
 BLOCK = {"topology": "auto", "scheme": "auto"}
 
 
@@ -27,7 +34,11 @@ def config(block: dict[str, Any] = BLOCK) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "auto"}},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "auto"},
+        },
         "zero_topo": dict(block),
     }
 
@@ -42,7 +53,10 @@ def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
 def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:
     """Without our hook it refuses ``zero_topo.scheme`` as an "auto" that it does not know."""
     given = config()
-    given["zero_optimization"] |= {"reduce_bucket_size": 1000, "offload_optimizer": {"device": "none"}}
+    given["zero_optimization"] |= {
+        "reduce_bucket_size": 1000,
+        "offload_optimizer": {"device": "none"},
+    }
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=given)
     plugin.deepspeed_config_process(must_match=False, **FILLED)
     assert plugin.deepspeed_config["train_batch_size"] == 32
@@ -63,7 +77,9 @@ def test_the_trainers_config_leaves_the_block_alone() -> None:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     whole = {"fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False}
-    arguments = Mock(world_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=1, **whole)
+    arguments = Mock(
+        world_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=1, **whole
+    )
     stored = HfTrainerDeepSpeedConfig(config())
     stored.trainer_config_process(arguments)
     assert stored.config["train_batch_size"] == 32 and stored.config["bf16"]["enabled"] is True

@@ -31,13 +31,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mesh": (*_PLANNING, "quant", "collectives"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
     "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
-    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe", "measure"),
+    "hook": (
+        "",
+        *_PLANNING,
+        "mesh",
+        "quant",
+        "collectives",
+        "sync",
+        "engine",
+        "observe",
+        "measure",
+    ),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
     "fsdp": (*_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
     "measure": ("units", "topology"),
 }
-"""What each room may import besides itself. Rooms not named here are the top and may import any other room but each
-other's privates; a room is a module or a package below `zero_topo`, the longest name that fits."""
+"""What each room may import besides itself. Rooms not named here are the top and may import any
+other room but each other's privates; a room is a module or a package below `zero_topo`, the longest
+name that fits.
+"""
 
 DEEPSPEED = ("hook", "doctor", "neox", "examples")
 """The rooms that may import DeepSpeed."""
@@ -51,7 +63,11 @@ TORCH_FREE = _PLANNING
 def room(module: str) -> str:
     """The room a module of zero_topo belongs to: "" for the package itself."""
     inner = module.removeprefix("zero_topo").removeprefix(".")
-    fitting = [name for name in (*MAY_IMPORT, *TOP) if name and (inner == name or inner.startswith(f"{name}."))]
+    fitting = [
+        name
+        for name in (*MAY_IMPORT, *TOP)
+        if name and (inner == name or inner.startswith(f"{name}."))
+    ]
     return max(fitting, key=len, default="" if not inner else inner.partition(".")[0])
 
 
@@ -60,9 +76,14 @@ def resolved(names: Iterable[str], known: dict[str, Source]) -> set[str]:
     ours = {name for name in names if name.split(".")[0] == "zero_topo"}
     found = {name for name in ours if name in known}
     attributes = {name.rpartition(".")[0] for name in ours if name not in known}
-    # `from package import submodule` names the package as well: keep it only if something else is taken from it.
+    # `from package import submodule` names the package as well: keep it only if something else is
+    # taken from it.
     packages = {name for name in found if known[name].is_package and name not in attributes}
-    return {name for name in found | (attributes & set(known)) if name not in packages or name in attributes}
+    return {
+        name
+        for name in found | (attributes & set(known))
+        if name not in packages or name in attributes
+    }
 
 
 MODULES = {source.module: source for source in sources("zero_topo")}
@@ -75,20 +96,30 @@ def test_imports_run_one_way() -> None:
         here = room(module)
         assert here in MAY_IMPORT or here in TOP, f"{module} is in a room the house does not know"
         allowed = {here, *MAY_IMPORT.get(here, ())}
-        wrong = {name for name in resolved(source.imports_for_types(), MODULES) if room(name) not in allowed}
-        assert here in TOP or not wrong, f"{module} may import {sorted(allowed)}, but imports {sorted(wrong)}"
+        wrong = {
+            name
+            for name in resolved(source.imports_for_types(), MODULES)
+            if room(name) not in allowed
+        }
+        assert here in TOP or not wrong, (
+            f"{module} may import {sorted(allowed)}, but imports {sorted(wrong)}"
+        )
 
 
 def test_the_engine_knows_no_deepspeed() -> None:
     """Only the hook and the programs import DeepSpeed, at the top or inside a function."""
     users = {
-        module for module, source in MODULES.items() if any(n.split(".")[0] == "deepspeed" for n in source.imports())
+        module
+        for module, source in MODULES.items()
+        if any(n.split(".")[0] == "deepspeed" for n in source.imports())
     }
     assert users and {room(module) for module in users} <= set(DEEPSPEED)
 
 
 def test_planning_modules_never_name_torch() -> None:
-    """The torch-free modules import none of torch, deepspeed and numpy, at the top or inside a function."""
+    """The torch-free modules import none of torch, deepspeed and numpy, at the top or inside a
+    function.
+    """
     for module in PLANNING_MODULES:
         heavy = {name for name in MODULES[module].imports() if name.split(".")[0] in HEAVY}
         assert not heavy, f"{module} must run without torch, but imports {sorted(heavy)}"
@@ -96,7 +127,10 @@ def test_planning_modules_never_name_torch() -> None:
 
 def test_the_package_needs_no_checkout() -> None:
     """Benchmarks and tests import the package, never the reverse: neither is installed with it."""
-    found = {module: {name.split(".")[0] for name in source.imports_for_types()} for module, source in MODULES.items()}
+    found = {
+        module: {name.split(".")[0] for name in source.imports_for_types()}
+        for module, source in MODULES.items()
+    }
     assert not {module for module, names in found.items() if names & {"benchmarks", "tests"}}
 
 
@@ -130,30 +164,49 @@ sys.exit(import_module("zero_topo." + sys.argv.pop(1)).main())
         ("cli topology", 4.0),
         ("cli launch slurm --machine dgx-h100 -- true", 4.0),
         ("neox.__main__ check neox_configs/frontier-20b.yml", 4.0),
-        ("cli simulate --gcds 64 --micro-batches 1 --schemes topo", 2.0),  # 0.4 s on an idle machine
+        # 0.4 s on an idle machine
+        ("cli simulate --gcds 64 --micro-batches 1 --schemes topo", 2.0),
     ],
 )
 def test_planning_runs_without_torch(words: str, seconds: float) -> None:
-    """A login node has no torch: neither importing the planning half nor a command looks for a heavy package.
+    """A login node has no torch: neither importing the planning half nor a command looks for a
+    heavy package.
 
     Not even one that it could do without. What the commands take of a processor is bounded.
     """
     if words.startswith("neox"):
         pytest.importorskip("yaml")
-    modules = [name for name in (*PLANNING_MODULES, "zero_topo.launch.worker") if words == "cli --help"]
+    modules = [
+        name for name in (*PLANNING_MODULES, "zero_topo.launch.worker") if words == "cli --help"
+    ]
     program = PROGRAM.replace("HEAVY", repr(HEAVY)).replace("MODULES", repr(modules))
     before = os.times()
     command = [sys.executable, "-c", program, *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < seconds
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < seconds
+    )
 
 
 def test_the_rooms_exist() -> None:
-    """The rule above would allow nothing if the rooms' names were wrong: the rooms of the house exist in it."""
+    """The rule above would allow nothing if the rooms' names were wrong: the rooms of the house
+    exist in it.
+    """
     rooms = {room(module) for module in MODULES}
-    assert {"units", "topology", "plan", "quant.spec", "quant", "collectives", "sync", "engine", "config"} <= rooms
+    assert {
+        "units",
+        "topology",
+        "plan",
+        "quant.spec",
+        "quant",
+        "collectives",
+        "sync",
+        "engine",
+        "config",
+    } <= rooms
     assert room("zero_topo.quant.spec") == "quant.spec"
     assert room("zero_topo.quant.ops") == "quant"
     assert room("zero_topo") == ""

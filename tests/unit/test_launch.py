@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`zero-topo launch`: the script for Frontier as a golden file, bindings against the machines, commands, refusals."""
+"""`zero-topo launch`: the script for Frontier as a golden file, bindings against the machines,
+commands, refusals.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from zero_topo.topology.presets import load_machine, preset_names
 DATA = ROOT / "tests/data/launch"
 DEVICES = ROOT / "tests/data/devices"
 TRAIN = ("python", "train.py", "--deepspeed_config", "configs/frontier.json")
-FRONTIER_L3_TO_GCD = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF Frontier User Guide: blocks of 8 cores, and the GCD next to each
+# OLCF Frontier User Guide: blocks of 8 cores, and the GCD next to each
+FRONTIER_L3_TO_GCD = (
+    4,
+    5,
+    2,
+    3,
+    6,
+    7,
+    0,
+    1,
+)
 
 
 @pytest.fixture
@@ -45,15 +57,21 @@ SCHEDULERS = {scheduler.name: scheduler for scheduler in (SLURM, FLUX, PBS)}
 
 def masks(machine: LaunchMachine) -> list[set[int]]:
     """Cores of each local rank."""
-    text = next(setting.use for setting in machine.step if setting.name == "--cpu-bind").rpartition(":")[2]
+    text = next(setting.use for setting in machine.step if setting.name == "--cpu-bind").rpartition(
+        ":"
+    )[2]
     return [{core for core in range(128) if int(word, 16) >> core & 1} for word in text.split(",")]
 
 
 def affinity(file: str) -> list[set[int]]:
-    """Cores next to each GPU, without second hardware threads, from captured `nvidia-smi topo -m`."""
+    """Cores next to each GPU, without second hardware threads, from captured
+    `nvidia-smi topo -m`.
+    """
     lines = (DEVICES / file).read_text().splitlines()
     found = [line.split("\t") for line in lines if line.startswith("GPU")]
-    first = [next(cell for cell in cells if "-" in cell and "," in cell).split(",")[0] for cells in found]
+    first = [
+        next(cell for cell in cells if "-" in cell and "," in cell).split(",")[0] for cells in found
+    ]
     return [set(range(int(text.split("-")[0]), int(text.split("-")[1]) + 1)) for text in first]
 
 
@@ -67,23 +85,38 @@ def test_the_script_for_frontier_is_this(run: Run) -> None:
 
 @pytest.mark.parametrize("name", [*machine_names(), str(DATA / "half-frontier.json")])
 def test_every_script_is_bash_and_every_setting_has_its_reason(name: str) -> None:
-    """`bash -n` accepts it; each variable, module and machine's option stands right under a comment with a source."""
+    """`bash -n` accepts it; each variable, module and machine's option stands right under a comment
+    with a source.
+    """
     machine = load_launch_machine(name)
     environment = "env.tar.gz" if machine.disk else None
     ranks = machine.ranks_per_node or 4
     scheduler = SCHEDULERS[machine.scheduler or "slurm"]
-    lines = script(BatchJob([*TRAIN], 3, name, ranks, environment=environment), scheduler).splitlines()
-    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
+    lines = script(
+        BatchJob([*TRAIN], 3, name, ranks, environment=environment), scheduler
+    ).splitlines()
+    checked = subprocess.run(
+        ["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     disk = (*machine.disk, *machine.disk_job)
-    for setting in (*machine.modules, *machine.job, *machine.step, *machine.variables, *machine.doctors, *disk):
+    for setting in (
+        *machine.modules,
+        *machine.job,
+        *machine.step,
+        *machine.variables,
+        *machine.doctors,
+        *disk,
+    ):
         name, _, value = setting.use.partition("=")
         written = setting.use if name.startswith("-") or not value else f'export {name}="{value}"'
         above = lines[max(index for index, line in enumerate(lines) if written in line) - 1].strip()
         assert above.startswith("# ") and above.rstrip(".:").endswith(")"), f"{written}: {above}"
     assert all(setting.bash in lines for setting in machine.address)
     exported = [line for line in lines if line.startswith("export ")]
-    assert len(exported) == 1 + len(machine.variables) + len(machine.doctors) + 2 * len(machine.disk)
+    assert len(exported) == 1 + len(machine.variables) + len(machine.doctors) + 2 * len(
+        machine.disk
+    )
 
 
 def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
@@ -94,12 +127,16 @@ def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
     program(tmp_path, "python", 'shift 3; exec "$@"')
     program(tmp_path, "hostname", "echo 10.0.0.1 10.0.0.2")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        ["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.stdout.splitlines() == words[2:], done.stderr
 
 
 def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> None:
-    """A conda-pack archive: ranks take their Python from the node's disk, after its paths were mended there."""
+    """A conda-pack archive: ranks take their Python from the node's disk, after its paths were
+    mended there.
+    """
     packed, disk = tmp_path / "env" / "bin", tmp_path / "disk"
     packed.mkdir(parents=True)
     disk.mkdir()
@@ -109,17 +146,32 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     machine = json.loads((DATA / "half-frontier.json").read_text())
     setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
     constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
-    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "disk_job": [constraint]}))
-    words = ["--machine", "m.json", "--nodes", "2", *WHO, "--environment", "env.tar.gz", "--", *TRAIN]
+    (tmp_path / "m.json").write_text(
+        json.dumps(machine | {"disk": [setting], "disk_job": [constraint]})
+    )
+    words = [
+        "--machine",
+        "m.json",
+        "--nodes",
+        "2",
+        *WHO,
+        "--environment",
+        "env.tar.gz",
+        "--",
+        *TRAIN,
+    ]
     status, text, _ = run("launch", "slurm", *words)
     assert status == 0 and "#SBATCH --constraint=nvme" in text
     program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
     program(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
     program(tmp_path, "module", "true")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USER": "u"}
-    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        ["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     where = disk / "zero-topo-7" / "bin"
-    assert done.stdout.splitlines() == [f"python of {where}"] * 2, done.stderr  # the build, and the ranks
+    # The build, and the ranks
+    assert done.stdout.splitlines() == [f"python of {where}"] * 2, done.stderr
     assert (where / "mended").exists() and not list(disk.glob("*.tar"))
 
 
@@ -143,13 +195,18 @@ def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
 
 
 def test_every_preset_can_be_launched_on() -> None:
-    """Same name, same ranks per node; a rack of GB200 is a node of the preset, and 18 hosts of the launcher."""
+    """Same name, same ranks per node; a rack of GB200 is a node of the preset, and 18 hosts of the
+    launcher.
+    """
     assert {*preset_names(), "generic"} == set(machine_names())
     for name in preset_names():
         machine = load_launch_machine(name)
         assert (machine.name, machine.preset) == (name, name)
         hosts = 18 if name == "gb200-nvl72" else 1
-        assert machine.ranks_per_node is None or machine.ranks_per_node * hosts == load_machine(name).ranks_per_node
+        assert (
+            machine.ranks_per_node is None
+            or machine.ranks_per_node * hosts == load_machine(name).ranks_per_node
+        )
 
 
 def test_sites_with_one_network_have_their_own_values() -> None:
@@ -168,52 +225,109 @@ def test_sites_with_one_network_have_their_own_values() -> None:
     }
     assert found["alps"]["NCCL_NET"].bash == 'NCCL_NET="AWS Libfabric"'
     assert found["lumi-g"]["NCCL_SOCKET_IFNAME"].use == "NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3"
-    for name, site in (("alps", "CSCS"), ("perlmutter", "NERSC"), ("aurora", "ALCF"), ("el-capitan", "HPC-launcher")):
-        slingshot = [setting for setting in found[name].values() if setting.name.startswith(("FI_", "NCCL_"))]
+    for name, site in (
+        ("alps", "CSCS"),
+        ("perlmutter", "NERSC"),
+        ("aurora", "ALCF"),
+        ("el-capitan", "HPC-launcher"),
+    ):
+        slingshot = [
+            setting for setting in found[name].values() if setting.name.startswith(("FI_", "NCCL_"))
+        ]
         assert slingshot and all(site in setting.source for setting in slingshot)
 
 
 def test_the_script_for_el_capitan_is_fluxs(run: Run) -> None:
     """Directives, time limit and host of rank 0 as Flux has them; every rank sees all APUs."""
-    words = ["--machine", "el-capitan", "--nodes", "2", "--account", "lab", "--partition", "pbatch", "--time", "1-2:30"]
+    words = [
+        "--machine",
+        "el-capitan",
+        "--nodes",
+        "2",
+        "--account",
+        "lab",
+        "--partition",
+        "pbatch",
+        "--time",
+        "1-2:30",
+    ]
     status, out, _ = run("launch", "flux", *words, "--", *TRAIN)
     assert status == 0
-    directives = [line.removeprefix("# flux: ") for line in out.splitlines() if line.startswith("# flux: ")]
-    assert {"--nodes=2", "--bank=lab", "--queue=pbatch", "--time-limit=95400s", "--exclusive"} < set(directives)
+    directives = [
+        line.removeprefix("# flux: ") for line in out.splitlines() if line.startswith("# flux: ")
+    ]
+    assert {
+        "--nodes=2",
+        "--bank=lab",
+        "--queue=pbatch",
+        "--time-limit=95400s",
+        "--exclusive",
+    } < set(directives)
     assert "MASTER_ADDR=$(flux hostlist --nth=0 local)" in out
     assert "  --tasks-per-node=4\n" in out and "  -ogpu-affinity=off\n" in out
     assert out.endswith(f"  {' '.join(TRAIN)}\n")
 
 
 def test_the_script_for_aurora_is_pbss(run: Run) -> None:
-    words = ["--machine", "aurora", "--nodes", "2", "--account", "lab", "--partition", "debug", "--time", "30"]
+    words = [
+        "--machine",
+        "aurora",
+        "--nodes",
+        "2",
+        "--account",
+        "lab",
+        "--partition",
+        "debug",
+        "--time",
+        "30",
+    ]
     status, out, _ = run("launch", "pbs", *words, "--", *TRAIN)
     assert status == 0
-    directives = [line.removeprefix("#PBS ") for line in out.splitlines() if line.startswith("#PBS ")]
-    assert {"-A lab", "-q debug", "-l walltime=0:30:00", "-l select=2", "-lplace=scatter"} < set(directives)
+    directives = [
+        line.removeprefix("#PBS ") for line in out.splitlines() if line.startswith("#PBS ")
+    ]
+    assert {"-A lab", "-q debug", "-l walltime=0:30:00", "-l select=2", "-lplace=scatter"} < set(
+        directives
+    )
     assert "  -n 24\n" in out and "  --ppn 12\n" in out
     assert 'MASTER_ADDR="$HOSTNAME.hsn.cm.aurora.alcf.anl.gov"' in out
 
 
 QSUB_OPTIONS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:q:r:R:S:u:v:VW:XzP:"
-"""As getopt takes them: openpbs/openpbs, ``GETOPT_ARGS`` of src/cmds/qsub_sup.c. No package of PBS installs here."""
+"""As getopt takes them: openpbs/openpbs, ``GETOPT_ARGS`` of src/cmds/qsub_sup.c. No package of PBS
+installs here.
+"""
 QSUB_VALUES = {
     "A": r"\S+",
     "N": r"[A-Za-z0-9_.+-]{1,236}",
     "j": "oe|eo|n",
     "k": "d?(o|e|oe|eo)|n",
     "q": r"\w+(@\S+)?",
-    "l": r"select=\d+(:\w+=\w+)*|walltime=\d+:\d\d:\d\d|place=(free|pack|scatter|vscatter)(:\w+)*|\w+=[\w:]+",
+    "l": r"select=\d+(:\w+=\w+)*|walltime=\d+:\d\d:\d\d"
+    r"|place=(free|pack|scatter|vscatter)(:\w+)*|\w+=[\w:]+",
 }
 """What may follow an option (PBS Professional Reference Guide, qsub)."""
 
 
 def test_qsubs_grammar_takes_the_directives_of_aurora(run: Run) -> None:
     """Each is one option with its value, as qsub splits and reads them."""
-    words = ["--machine", "aurora", "--nodes", "2", "--account", "lab", "--partition", "debug", "--time", "30"]
+    words = [
+        "--machine",
+        "aurora",
+        "--nodes",
+        "2",
+        "--account",
+        "lab",
+        "--partition",
+        "debug",
+        "--time",
+        "30",
+    ]
     _, out, _ = run("launch", "pbs", *words, "--", *TRAIN)
     lines = out.splitlines()
-    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    first_command = next(
+        number for number, line in enumerate(lines) if line and not line.startswith("#")
+    )
     directives = [number for number, line in enumerate(lines) if line.startswith("#PBS")]
     assert len(directives) >= 9 and max(directives) < first_command
     for number in directives:
@@ -225,7 +339,15 @@ def test_qsubs_grammar_takes_the_directives_of_aurora(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30", 1800), ("5:30", 330), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400), ("1-0:0", None), (None, None)],
+    [
+        ("30", 1800),
+        ("5:30", 330),
+        ("2:00:00", 7200),
+        ("1-2", 93600),
+        ("1-2:30", 95400),
+        ("1-0:0", None),
+        (None, None),
+    ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int | None) -> None:
     job = object.__new__(BatchJob)
@@ -236,7 +358,9 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int
 
 @pytest.mark.parametrize("name", ["frontier", "lumi-g"])
 def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
-    """Local rank i uses GCD i; its 7 cores are those of the GCD's L3 region without the first, which is reserved."""
+    """Local rank i uses GCD i; its 7 cores are those of the GCD's L3 region without the first,
+    which is reserved.
+    """
     machine = load_launch_machine(name)
     for rank, cores in enumerate(masks(machine)):
         block = FRONTIER_L3_TO_GCD.index(rank)
@@ -249,7 +373,10 @@ def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
     a100 = load_launch_machine("dgx-a100")
     bound = masks(a100)
     assert sum(map(len, bound)) == len(set().union(*bound)) == 8 * a100.cpus_per_rank
-    assert all(cores <= near for cores, near in zip(bound, affinity("dgx_a100_nvidia_smi.txt"), strict=True))
+    assert all(
+        cores <= near
+        for cores, near in zip(bound, affinity("dgx_a100_nvidia_smi.txt"), strict=True)
+    )
     h100 = load_launch_machine("dgx-h100")
     for rank, near in enumerate(affinity("dgx_h100_nvidia_smi.txt")):
         assert set(range(rank * h100.cpus_per_rank, (rank + 1) * h100.cpus_per_rank)) <= near
@@ -257,14 +384,27 @@ def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
 
 def test_options_after_the_program_are_the_programs(run: Run) -> None:
     """Also without the two dashes before it, as srun takes them."""
-    _, out, _ = run("launch", "slurm", "--machine", "dgx-h100", "python", "train.py", "--lr", "3", "--nodes", "2")
+    _, out, _ = run(
+        "launch",
+        "slurm",
+        "--machine",
+        "dgx-h100",
+        "python",
+        "train.py",
+        "--lr",
+        "3",
+        "--nodes",
+        "2",
+    )
     assert "#SBATCH --nodes=1" in out and out.endswith("  python train.py --lr 3 --nodes 2\n")
 
 
 def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     for words, expected in (([], "standard-g"), (["--partition", "dev-g"], "dev-g")):
         _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *WHO, *words, "--", "true")
-        assert [line for line in out.splitlines() if "--partition" in line] == [f"#SBATCH --partition={expected}"]
+        assert [line for line in out.splitlines() if "--partition" in line] == [
+            f"#SBATCH --partition={expected}"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -272,13 +412,31 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     [
         (["slurm", "--machine", "fronteir", "--", "true"], "did you mean 'frontier'"),
         (["slurm", "--", "true"], "give --ranks-per-node"),
-        (["slurm", "--machine", "el-capitan", "--", "true"], "not started by Slurm; use zero-topo launch flux"),
-        (["flux", "--machine", "frontier", "--", "true"], "not started by Flux; use zero-topo launch slurm"),
-        (["pbs", "--machine", "aurora", "--", "true"], "without --account and --time and --partition"),
-        (["slurm", "--machine", "frontier", "--", "true"], "frontier refuses a job without --account and --time"),
-        (["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"], "lumi-g refuses a job without --time;"),
+        (
+            ["slurm", "--machine", "el-capitan", "--", "true"],
+            "not started by Slurm; use zero-topo launch flux",
+        ),
+        (
+            ["flux", "--machine", "frontier", "--", "true"],
+            "not started by Flux; use zero-topo launch slurm",
+        ),
+        (
+            ["pbs", "--machine", "aurora", "--", "true"],
+            "without --account and --time and --partition",
+        ),
+        (
+            ["slurm", "--machine", "frontier", "--", "true"],
+            "frontier refuses a job without --account and --time",
+        ),
+        (
+            ["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"],
+            "lumi-g refuses a job without --time;",
+        ),
         (["slurm", "--machine", "frontier"], "no command to start"),
-        (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
+        (
+            ["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"],
+            "frontier has 8 on each node",
+        ),
         (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
         (["slurm", "--machine", "dgx-h100", "--time", "1h", "--", "true"], "--time '1h'"),
@@ -298,8 +456,14 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
         ({"nmae": 1}, "nmae: unknown key; did you mean 'name'"),
         ({"cpus_per_rank": 0}, "cpus_per_rank: must be a whole number of at least 1, got 0"),
         ({"step": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
-        ({"step": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
-        ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
+        (
+            {"step": [{"use": "--x; rm", "reason": "y", "source": "z"}]},
+            "one word that needs no quotes",
+        ),
+        (
+            {"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]},
+            "one word that needs no quotes",
+        ),
         ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
         *(
             ({key: "x\ntouch PWNED"}, f'{key}: must be one line of text, got "x\\ntouch PWNED"')
@@ -309,7 +473,10 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
         ({"name": " "}, "must be one line of text"),
         ({"modules": "rocm"}, "must be a list of objects"),
         ({"preset": "nowhere"}, "unknown machine 'nowhere'"),
-        *(({"variables": [{"use": use, "reason": "y", "source": "z"}]}, "as NAME=value") for use in ("A", "a-b=1")),
+        *(
+            ({"variables": [{"use": use, "reason": "y", "source": "z"}]}, "as NAME=value")
+            for use in ("A", "a-b=1")
+        ),
     ],
 )
 def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -335,17 +502,25 @@ STEP = {
 def test_a_shell_takes_a_machines_variables(
     name: str, step: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that the user has set stay; where a Slurm job's nodes are known, so is where its ranks meet."""
+    """Those that the user has set stay; where a Slurm job's nodes are known, so is where its ranks
+    meet.
+    """
     machine = load_launch_machine(name)
     wanted = {setting.name for setting in (*machine.variables, *machine.doctors)}
     for variable, value in {**dict.fromkeys(wanted, ""), **step}.items():
-        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(
+            variable, raising=False
+        )
     if wanted:
         monkeypatch.setenv(min(wanted), "mine")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     status, out, err = run("launch", "env", "--machine", name)
     assert (status, err) == (0, "")
-    done = subprocess.run(["bash", "-c", 'eval "$1"; env', "bash", out], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", 'eval "$1"; env', "bash", out], capture_output=True, text=True, check=True
+    )
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert wanted <= set(seen) and (not wanted or seen[min(wanted)] == "mine")
-    assert (seen.get("MASTER_ADDR"), seen.get("MASTER_PORT")) == (("n01", "3442") if step else (None, None))
+    assert (seen.get("MASTER_ADDR"), seen.get("MASTER_PORT")) == (
+        ("n01", "3442") if step else (None, None)
+    )

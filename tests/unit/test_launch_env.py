@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From Slurm's and MPI's variables to torch's, to train and to measure: agreement with the topology, and refusals."""
+"""From Slurm's and MPI's variables to torch's, to train and to measure: agreement with the
+topology, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,21 @@ def openmpi(world: int, per_node: int, rank: int, **more: str) -> dict[str, str]
 
 
 @given(SIZES, SIZES, st.sampled_from([None, 1, 2, 3]))
-def test_slurm_ranks_are_where_the_topology_puts_them(nodes: int, per_node: int, plane: int | None) -> None:
-    """Numbers are Slurm's, places are the probe's, torch's variables change no topology, a second worker nothing."""
+def test_slurm_ranks_are_where_the_topology_puts_them(
+    nodes: int, per_node: int, plane: int | None
+) -> None:
+    """Numbers are Slurm's, places are the probe's, torch's variables change no topology, a second
+    worker nothing.
+    """
     for rank, env in enumerate(tasks(nodes, per_node, plane)):
         added = rank_environment(env)
         assert added["RANK"] == env["SLURM_PROCID"] and added["LOCAL_RANK"] == env["SLURM_LOCALID"]
-        assert added["WORLD_SIZE"] == str(nodes * per_node) and added["LOCAL_WORLD_SIZE"] == str(per_node)
-        assert added["MASTER_ADDR"] == ("127.0.0.1" if nodes == 1 else "n0") and added["MASTER_PORT"] == str(PORT)
+        assert added["WORLD_SIZE"] == str(nodes * per_node) and added["LOCAL_WORLD_SIZE"] == str(
+            per_node
+        )
+        assert added["MASTER_ADDR"] == ("127.0.0.1" if nodes == 1 else "n0") and added[
+            "MASTER_PORT"
+        ] == str(PORT)
         assert rank_environment(env | added) == added
         before, after = (discover(each, lambda: (None, ())) for each in (env, env | added))
         assert before.order == after.order and (before.hosts == after.hosts or per_node == 1)
@@ -75,7 +85,10 @@ def test_flux_ranks_are_where_the_topology_puts_them(nodes: int, per_node: int, 
         env = {name: value for name, value in env.items() if pmi or not name.startswith("PMI")}
         added = rank_environment(env)
         assert [added[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank), str(rank % per_node)]
-        assert (added["WORLD_SIZE"], added["LOCAL_WORLD_SIZE"]) == (str(nodes * per_node), str(per_node))
+        assert (added["WORLD_SIZE"], added["LOCAL_WORLD_SIZE"]) == (
+            str(nodes * per_node),
+            str(per_node),
+        )
         assert rank_environment(env | added) == added
         found = discover(env, lambda: (None, ()))
         assert (found.nodes, found.ranks_per_node) == (nodes, per_node)
@@ -83,7 +96,13 @@ def test_flux_ranks_are_where_the_topology_puts_them(nodes: int, per_node: int, 
 
 def test_launchers_inside_a_flux_task_are_closer() -> None:
     """torchrun, or an mpiexec of MPICH, that Flux started once per node has the ranks."""
-    inner = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+    inner = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "2",
+    }
     view = launcher_view(flux(2, 1, 1) | inner)
     assert view is not None and (view.source, view.world_size, view.nodes) == ("torchrun", 8, 2)
     hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
@@ -92,12 +111,22 @@ def test_launchers_inside_a_flux_task_are_closer() -> None:
 
 
 STEP = tasks(2, 4, None)[5]
-TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0"}
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n0",
+}
 
 
 @pytest.mark.parametrize(
     ("env", "kept"),
-    [(STEP, {"MASTER_ADDR": "here", "MASTER_PORT": "5"}), (tasks(2, 1, None)[1], TORCHRUN), ({}, TORCHRUN)],
+    [
+        (STEP, {"MASTER_ADDR": "here", "MASTER_PORT": "5"}),
+        (tasks(2, 1, None)[1], TORCHRUN),
+        ({}, TORCHRUN),
+    ],
     ids=["host and port", "one torchrun per node that srun started", "torchrun alone"],
 )
 def test_what_is_set_is_kept(env: dict[str, str], kept: dict[str, str]) -> None:
@@ -122,7 +151,10 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "local rank": (STEP | {"LOCAL_RANK": "0"}, "LOCAL_RANK was set before Slurm"),
     "mpi rank": (openmpi(4, 4, 0, RANK="0"), "RANK was set before MPI started the ranks"),
     "flux rank": (flux(1, 4, 0, RANK="0"), "RANK was set before Flux started the ranks"),
-    "flux uneven": (flux(2, 4, 0, FLUX_JOB_SIZE="7"), "7 ranks (FLUX_JOB_SIZE) on 2 nodes (FLUX_JOB_NNODES) cannot"),
+    "flux uneven": (
+        flux(2, 4, 0, FLUX_JOB_SIZE="7"),
+        "7 ranks (FLUX_JOB_SIZE) on 2 nodes (FLUX_JOB_NNODES) cannot",
+    ),
     "flux cyclic": (flux(2, 4, 1, FLUX_TASK_LOCAL_ID="0"), "rank 1 has local rank 0"),
     "world": (STEP | {"WORLD_SIZE": "16"}, "two launchers disagree: 16 ranks"),
     "local world": (STEP | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8' but"),
@@ -131,7 +163,10 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "by node": (openmpi(8, 4, 0, OMPI_MCA_rmaps_base_mapping_policy="node"), "use --map-by slot"),
     "uneven": (STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "nodes with unequal numbers"),
     "no host": (openmpi(8, 4, 3), "MASTER_ADDR is not set"),
-    "no host of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
+    "no host of torchrun's": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        "MASTER_ADDR is not set",
+    ),
     "port": (STEP | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
     "no local rank": ({"RANK": "1", "WORLD_SIZE": "2"}, "has no number on its node"),
 }
@@ -145,10 +180,19 @@ def test_contradictions_are_refused(env: dict[str, str], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"RANK": "0"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "4"}, {"LOCAL_WORLD_SIZE": "2"}, {"MASTER_PORT": "0"}]
+    "more",
+    [
+        {"RANK": "0"},
+        {"LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "4"},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"MASTER_PORT": "0"},
+    ],
 )
 def test_what_all_tasks_inherit_is_refused_by_all_alike(more: dict[str, str]) -> None:
-    """Whatever the batch script exports, no rank goes on while others stop, and all say the same."""
+    """Whatever the batch script exports, no rank goes on while others stop, and all say the
+    same.
+    """
     said = []
     for env in tasks(2, 4, 1):
         with pytest.raises(ValueError) as caught:
@@ -162,7 +206,13 @@ def worker(*words: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "zero_topo.launch.worker", *words]
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
-        command, env={**kept, **env}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env={**kept, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -177,10 +227,19 @@ def test_the_worker_becomes_the_command() -> None:
     [
         (["--", "true"], {}, 2, "the rank of this process is unknown"),
         ([], STEP, 2, "no command"),
-        (["--", "no-such-program"], STEP, 127, "no-such-program cannot be run (No such file or directory)"),
+        (
+            ["--", "no-such-program"],
+            STEP,
+            127,
+            "no-such-program cannot be run (No such file or directory)",
+        ),
     ],
 )
-def test_the_worker_complains_in_one_line(words: list[str], env: dict[str, str], status: int, said: str) -> None:
+def test_the_worker_complains_in_one_line(
+    words: list[str], env: dict[str, str], status: int, said: str
+) -> None:
     done = worker(*words, env=env)
     assert done.returncode == status and said in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("zero_topo.launch.worker: ")
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(
+        "zero_topo.launch.worker: "
+    )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What waits for an import; that it then installs the hook is shown by ``tests/e2e/test_enable.py``."""
+"""What waits for an import; that it then installs the hook is shown by
+``tests/e2e/test_enable.py``.
+"""
 
 from __future__ import annotations
 

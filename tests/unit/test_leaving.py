@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A rank ends with its status, after what is registered for its end, and leaves nothing of its own in shared memory."""
+"""A rank ends with its status, after what is registered for its end, and leaves nothing of its own
+in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from zero_topo.hook.leaving import unlink_shared_memory
 
 def test_leave_runs_what_is_registered_and_gives_the_status() -> None:
     """As Python's own end does; what is printed arrives. Outside of a job too."""
-    program = "import atexit, zero_topo; atexit.register(print, 'at exit'); print('begins'); zero_topo.leave(3)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    program = (
+        "import atexit, zero_topo; atexit.register(print, 'at exit'); print('begins'); "
+        "zero_topo.leave(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (3, "begins\nat exit\n")
 
 
 def test_only_this_ranks_buffer_of_this_job_is_removed(tmp_path: Path) -> None:
-    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_h_{port}_{rank}" for port in (1, 12) for rank in (0, 1, 10)]
+    names = [
+        f"deepspeed_allreduce_buffer_{os.getuid()}_h_{port}_{rank}"
+        for port in (1, 12)
+        for rank in (0, 1, 10)
+    ]
     for name in names:
         (tmp_path / name).touch()
     for _ in range(2):  # it may be gone already

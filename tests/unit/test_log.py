@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a run chose is seen where nobody set up logging, once, and what a user has set up is left alone."""
+"""What a run chose is seen where nobody set up logging, once, and what a user has set up is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def a_script() -> Iterator[logging.Logger]:
         ("own", 0, ["mine zero_topo: choice 0", "mine zero_topo: choice 1", "mine trouble"]),
     ],
 )
-def test_choices_are_seen_once(before: str, rank: int, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_are_seen_once(
+    before: str, rank: int, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each of two engines' on rank 0, warnings on all; the user's level and handlers are used."""
     with a_script() as ours:
         if before == "own":
@@ -53,9 +57,14 @@ def test_choices_are_seen_once(before: str, rank: int, expected: list[str], caps
 
 @pytest.mark.parametrize(("rank", "waits"), [("0", []), ("3", [OTHERS_WAIT_S])])
 def test_a_refusal_that_nobody_catches_is_one_line(
-    rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: str,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0 says it at once; a rank that still runs later was refused alone. Other errors keep their traceback."""
+    """Rank 0 says it at once; a rank that still runs later was refused alone. Other errors keep
+    their traceback.
+    """
     slept: list[float] = []
     shown: list[BaseException] = []
     monkeypatch.setenv("RANK", rank)

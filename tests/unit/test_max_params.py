@@ -37,12 +37,16 @@ def test_the_largest_model_fits_and_a_larger_one_does_not(
     assert found is not None and wanted.limit is not None
     for params in (found, int(found * 1.005), int(found * 1.02), int(found * 1.05)):
         model = scaled(max(params, 1000))
-        stored = predict_memory(config, Workload.uniform(model.numels()), replace(wanted.job, model=model))
+        stored = predict_memory(
+            config, Workload.uniform(model.numels()), replace(wanted.job, model=model)
+        )
         assert (sum(stored.values()) <= wanted.limit) == (params == found > 0)
 
 
 def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:
-    """Without recomputation a shape of one layer less holds less: the first size that does not fit is not the last."""
+    """Without recomputation a shape of one layer less holds less: the first size that does not fit
+    is not the last.
+    """
     wanted = request(replace(load_preset("frontier", 8), memory_per_rank=206_464_492_619))
     model = replace(NEOX, sequence=8192)
     wanted = replace(wanted, job=replace(wanted.job, model=model, checkpointing=False))

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Measuring a machine: the device a rank takes, how often pairs are timed. `tests/e2e/test_measure.py` measures one."""
+"""Measuring a machine: the device a rank takes, how often pairs are timed.
+`tests/e2e/test_measure.py` measures one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from zero_topo import measure
 
 
 def test_a_rank_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turn, where there are fewer; the CPU, where there is none or ``DS_ACCELERATOR`` says so."""
+    """In turn, where there are fewer; the CPU, where there is none or ``DS_ACCELERATOR`` says
+    so.
+    """
     cpu, taken = torch.device("cpu"), list[int]()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert measure.choose_device({}) == cpu
@@ -29,7 +33,9 @@ def test_a_rank_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("irregular", [0, 1, 2, 3])
-def test_pairs_are_timed_again_while_their_tree_is_not_regular(irregular: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_timed_again_while_their_tree_is_not_regular(
+    irregular: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three times at most, and all times so far count; then what is irregular is said."""
     seen: list[int] = []
     prober: Any = SimpleNamespace()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The meter's clock: each second belongs to one phase, the innermost, and to one optimizer step; its profiles."""
+"""The meter's clock: each second belongs to one phase, the innermost, and to one optimizer step;
+its profiles.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_collectives_that_send_are_counted(enabled: bool) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_second_belongs_to_the_innermost_phase(wait: Wait, enabled: bool) -> None:
-    """A phase inside another stops the outer one's clock; outside of all, or of a meter that is off, it is lost."""
+    """A phase inside another stops the outer one's clock; outside of all, or of a meter that is
+    off, it is lost.
+    """
     meter = Meter(enabled)
     wait(1)
     with meter.timing("sync"):
@@ -55,7 +59,9 @@ def test_a_second_belongs_to_the_innermost_phase(wait: Wait, enabled: bool) -> N
 
 
 def test_seconds_belong_to_their_step(wait: Wait) -> None:
-    """The end of a step closes them; what evaluation took since is forgotten; an error stops the clock."""
+    """The end of a step closes them; what evaluation took since is forgotten; an error stops the
+    clock.
+    """
     meter = Meter()
     with pytest.raises(ZeroDivisionError), meter.timing("scatter"):
         wait(1)
@@ -74,7 +80,9 @@ def test_seconds_belong_to_their_step(wait: Wait) -> None:
     with meter.timing("gather_forward"):
         wait(1)
     meter.end_step()
-    assert len(meter.last_intervals) == module.MOST_INTERVALS and [*meter.last_intervals][-1][1:] == (1.0, 2.0)
+    assert len(meter.last_intervals) == module.MOST_INTERVALS and [*meter.last_intervals][-1][
+        1:
+    ] == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's keys for ZeRO++, LoCo and MiCS: what they become, what contradicts them, and what that costs."""
+"""DeepSpeed's keys for ZeRO++, LoCo and MiCS: what they become, what contradicts them, and what
+that costs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.topology import Topology
 from zero_topo.topology.presets import load_preset
 
-ZEROPP = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+ZEROPP = {
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": 8,
+    "zero_quantized_gradients": True,
+}
 LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 INT8_COPY = {"weights": "int8", "secondary": "int8"}
 DGX = Topology("dgx", nodes=4, gpus_per_node=8, ranks_per_gpu=1)
@@ -40,10 +46,19 @@ def stock(block: Any = None, **zero: Any) -> dict[str, Any]:
 
 
 MIGRATED = {
-    "zero++": (ZEROPP, {"scheme": "zero++", "secondary": 8, "quantize": {**INT8_COPY, "gradients": "int4"}}),
+    "zero++": (
+        ZEROPP,
+        {"scheme": "zero++", "secondary": 8, "quantize": {**INT8_COPY, "gradients": "int4"}},
+    ),
     "hpz": ({"zero_hpz_partition_size": 8.0}, {"scheme": "zero3", "secondary": 8}),
-    "qwz": ({"zero_quantized_weights": "true"}, {"scheme": "zero3", "quantize": {"weights": "int8"}}),
-    "nothing": ({"zero_hpz_partition_size": 1, "zero_quantized_weights": False}, {"scheme": "zero3"}),
+    "qwz": (
+        {"zero_quantized_weights": "true"},
+        {"scheme": "zero3", "quantize": {"weights": "int8"}},
+    ),
+    "nothing": (
+        {"zero_hpz_partition_size": 1, "zero_quantized_weights": False},
+        {"scheme": "zero3"},
+    ),
     "auto": (dict.fromkeys(ZEROPP, "auto"), {"scheme": "zero3"}),
     "loco": (
         {"zero_quantized_gradients": True, **LOCO},
@@ -68,9 +83,14 @@ MIGRATED = {
 def test_migrate_writes_a_config_that_does_the_same_and_that_check_accepts(
     zero: dict[str, Any], block: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
-    """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19.8 refuses."""
+    """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19.8
+    refuses.
+    """
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    settings = {"train_micro_batch_size_per_gpu": 1, "timers": {"throughput": {"synchronized": False}}}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "timers": {"throughput": {"synchronized": False}},
+    }
     before.write_text(json.dumps({**settings, **stock(**zero)}))
     status, out, err = run("migrate", str(before), "--output", str(after))
     assert (status, err) == (0, "") and f"wrote {after}" in out
@@ -88,7 +108,9 @@ def test_keys_beside_a_block_are_taken_into_it_where_it_leaves_them_open() -> No
     """The same config in either form resolves to the same plan; each key is told in one line."""
     config = stock({"scheme": "topo", "secondary": 8}, **ZEROPP)
     found = translate(config)
-    assert found.config == stock({"scheme": "topo", "secondary": 8, "quantize": {**INT8_COPY, "gradients": "int4"}})
+    assert found.config == stock(
+        {"scheme": "topo", "secondary": 8, "quantize": {**INT8_COPY, "gradients": "int4"}}
+    )
     assert len(found.lines) == 3 and all(line.startswith(f"{ZERO}.zero_") for line in found.lines)
     assert ZeroTopoConfig.from_ds_config(config) == ZeroTopoConfig.from_ds_config(found.config)
     assert deepspeed_problems(config) == []
@@ -97,13 +119,29 @@ def test_keys_beside_a_block_are_taken_into_it_where_it_leaves_them_open() -> No
 @pytest.mark.parametrize(
     ("block", "zero", "words"),
     [
-        ({"secondary": "node"}, {"zero_hpz_partition_size": 8}, ["zero_topo.secondary = 8", '"node"']),
-        ({"secondary": None}, {"zero_hpz_partition_size": 8}, ["zero_hpz_partition_size = 8", "null"]),
+        (
+            {"secondary": "node"},
+            {"zero_hpz_partition_size": 8},
+            ["zero_topo.secondary = 8", '"node"'],
+        ),
+        (
+            {"secondary": None},
+            {"zero_hpz_partition_size": 8},
+            ["zero_hpz_partition_size = 8", "null"],
+        ),
         ({"quantize": {"weights": None}}, ZEROPP, ["zero_quantized_weights = true", "null"]),
         ({"quantize": {"weights": "int4"}}, ZEROPP, ["zero_topo.quantize.weights", '"int4"']),
-        ({"quantize": 4}, {"zero_quantized_weights": True}, ['zero_topo.quantize = {"weights": "int8"}', "which is 4"]),
+        (
+            {"quantize": 4},
+            {"zero_quantized_weights": True},
+            ['zero_topo.quantize = {"weights": "int8"}', "which is 4"],
+        ),
         ({"scheme": "topo"}, {"mics_shard_size": 4}, ["mics_shard_size = 4", '"mics"', '"topo"']),
-        ({"sync": {"mode": "dense"}}, {"zero_quantized_gradients": True, **LOCO}, ["zeropp_loco_param", '"dense"']),
+        (
+            {"sync": {"mode": "dense"}},
+            {"zero_quantized_gradients": True, **LOCO},
+            ["zeropp_loco_param", '"dense"'],
+        ),
         (
             {"gradients": "node", "sync": {"mode": "quantized", "error_feedback": False}},
             {"zero_quantized_gradients": True, **LOCO},
@@ -111,7 +149,9 @@ def test_keys_beside_a_block_are_taken_into_it_where_it_leaves_them_open() -> No
         ),
     ],
 )
-def test_keys_that_contradict_the_block_are_refused(block: Any, zero: dict[str, Any], words: list[str]) -> None:
+def test_keys_that_contradict_the_block_are_refused(
+    block: Any, zero: dict[str, Any], words: list[str]
+) -> None:
     """In one line that names both, and the key stays where it was."""
     config = stock(block, **zero)
     (problem,) = deepspeed_problems(config)
@@ -122,8 +162,15 @@ def test_keys_that_contradict_the_block_are_refused(block: Any, zero: dict[str, 
 
 @pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
 def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None:
-    """The first try of every user of ZeRO++: each combination of its keys, on one node and on many."""
-    values = {"zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True, **LOCO}
+    """The first try of every user of ZeRO++: each combination of its keys, on one node and on
+    many.
+    """
+    values = {
+        "zero_hpz_partition_size": 8,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        **LOCO,
+    }
     for keys in chain.from_iterable(combinations(values, n) for n in range(len(values) + 1)):
         config = stock({}, **{key: values[key] for key in keys})
         assert deepspeed_problems(config) == []
@@ -132,16 +179,31 @@ def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None
         for ranks in (8, 384):
             found = before_a_model(block, load_preset(machine, ranks))
             if found is not None and "zero_hpz_partition_size" in keys:
-                assert found.plan.secondary == 8 or found.plan.weights == 1 or found.resident_spec is not None
+                assert (
+                    found.plan.secondary == 8
+                    or found.plan.weights == 1
+                    or found.resident_spec is not None
+                )
 
 
 JSON: st.SearchStrategy[Any] = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.builds(list) | st.builds(dict)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.builds(list)
+    | st.builds(dict)
 )
 
 
-@given(zero=st.dictionaries(st.sampled_from(KEYS), JSON), block=st.none() | st.dictionaries(st.just("quantize"), JSON))
-def test_translation_takes_any_json_leaves_its_argument_and_is_done_once(zero: Any, block: Any) -> None:
+@given(
+    zero=st.dictionaries(st.sampled_from(KEYS), JSON),
+    block=st.none() | st.dictionaries(st.just("quantize"), JSON),
+)
+def test_translation_takes_any_json_leaves_its_argument_and_is_done_once(
+    zero: Any, block: Any
+) -> None:
     config = stock(block, **zero)
     shown = repr(config)
     found = translate(config)
@@ -163,7 +225,9 @@ def test_every_key_is_known_to_the_installed_deepspeed() -> None:
 def test_deepspeed_gets_the_config_without_the_keys(
     carried_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would act on them or refuse them itself. The caller's dict and arguments are not changed."""
+    """It would act on them or refuse them itself. The caller's dict and arguments are not
+    changed.
+    """
     from deepspeed.utils import logger
 
     from zero_topo.hook.initialize import checked_first
@@ -171,7 +235,9 @@ def test_deepspeed_gets_the_config_without_the_keys(
     seen: list[Any] = []
     said: list[str] = []
 
-    def initialize(args: Any = None, optimizer: Any = None, config: Any = None, config_params: Any = None) -> None:
+    def initialize(
+        args: Any = None, optimizer: Any = None, config: Any = None, config_params: Any = None
+    ) -> None:
         seen.append(config or config_params or args.deepspeed_config)
 
     monkeypatch.setattr(logger, "warning", said.append)
@@ -180,7 +246,9 @@ def test_deepspeed_gets_the_config_without_the_keys(
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(stock({"scheme": "topo"}, **ZEROPP)))
     given: dict[str, Any] = (
-        {"args": Namespace(deepspeed_config=str(path))} if carried_by == "args" else {carried_by: str(path)}
+        {"args": Namespace(deepspeed_config=str(path))}
+        if carried_by == "args"
+        else {carried_by: str(path)}
     )
     checked_first(initialize)(**given)
     assert switched_on(seen[0]) == {} and seen[0]["zero_topo"]["secondary"] == 8
@@ -191,11 +259,13 @@ def test_deepspeed_gets_the_config_without_the_keys(
     assert len(said) == 3, "another rank says nothing"
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 def test_what_stock_zeropp_holds_and_sends_is_what_the_paper_says() -> None:
-    """Of 2 psi bytes: half for INT8 forward over the world, half backward inside the node, a quarter for gradients."""
+    """Of 2 psi bytes: half for INT8 forward over the world, half backward inside the node, a
+    quarter for gradients.
+    """
     numel = 2**25
     request = Request(DGX, Job(load_model("gpt2"), 1, 1, stock=True), (numel,), states_only=True)
     price = request.price(stock_config(ZEROPP, DGX))
@@ -214,13 +284,17 @@ def test_stock_quantizes_no_gradients_on_one_node_and_loco_keeps_them_in_int8() 
     work = Workload.uniform([numel])
     one = Topology("dgx", nodes=1, gpus_per_node=8, ranks_per_gpu=1)
     plain = step_bytes(resolve(one, scheme="zero3"), work)
-    assert step_bytes(stock_config({"zero_quantized_gradients": True}, one), work, stock=True) == plain
+    assert (
+        step_bytes(stock_config({"zero_quantized_gradients": True}, one), work, stock=True) == plain
+    )
     loco = {"zero_quantized_gradients": True, **LOCO}
     assert loco_bytes(loco, work, DGX) == numel + numel // 8 and loco_bytes(loco, work, one) == 0
 
 
 def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Path) -> None:
-    """For the config's own micro-batches, in 80 columns; a machine that is not named is asked for."""
+    """For the config's own micro-batches, in 80 columns; a machine that is not named is asked
+    for.
+    """
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"gradient_accumulation_steps": 4, **stock(**ZEROPP, **LOCO)}))
     words = ("migrate", str(path), "--machine", "dgx-h100", "--nodes", "4", "--params", "13B")
@@ -255,7 +329,9 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
 
 
 def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> None:
-    """Not over the config that is migrated, nor over another with a block, unless told: any may be the user's own."""
+    """Not over the config that is migrated, nor over another with a block, unless told: any may be
+    the user's own.
+    """
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps(stock(**ZEROPP)))
     assert run("migrate", str(before), "--output", str(after))[0] == 0
@@ -264,8 +340,16 @@ def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> Non
     for file in (before, after):
         kept = file.read_text()
         status, _, err = run("migrate", str(before), "--output", str(file))
-        assert status == 2 and f"{file} exists" in err and "--force" in err and file.read_text() == kept
-    assert run("migrate", str(before), "--output", str(after), "--force")[0] == 0 and after.read_text() == written
+        assert (
+            status == 2
+            and f"{file} exists" in err
+            and "--force" in err
+            and file.read_text() == kept
+        )
+    assert (
+        run("migrate", str(before), "--output", str(after), "--force")[0] == 0
+        and after.read_text() == written
+    )
 
 
 def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
@@ -277,7 +361,9 @@ def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
 def test_a_page_shows_what_migrate_does(page: str, pairs: int, run: Run, tmp_path: Path) -> None:
     """The second of each pair of its configs is what becomes of the first."""
     text, path = (CHECKOUT / f"docs/{page}.md").read_text(), tmp_path / "ds.json"
-    shown = [json.loads(part.partition("```")[0]) for part in text.split("```json")[1 : 2 * pairs + 1]]
+    shown = [
+        json.loads(part.partition("```")[0]) for part in text.split("```json")[1 : 2 * pairs + 1]
+    ]
     for before, after in zip(shown[::2], shown[1::2], strict=True):
         path.write_text(json.dumps(before))
         assert printed(run, "migrate", str(path))["config"] == after

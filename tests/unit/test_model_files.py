@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Models by name and from files: published parameter counts, class defaults, GPT-NeoX's feed-forward, what is wrong."""
+"""Models by name and from files: published parameter counts, class defaults, GPT-NeoX's
+feed-forward, what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_every_named_model_has_its_published_size() -> None:
 
 def test_the_page_names_the_known_models() -> None:
     page = (ROOT / "docs/planner.md").read_text()
-    listed = [(line.split("|")[1], line.split("|")[2]) for line in page.splitlines() if line.startswith("| `")]
+    listed = [
+        (line.split("|")[1], line.split("|")[2])
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     names = {
         size if size.startswith("gpt2") else f"{family}-{size}"
         for families, sizes in listed
@@ -57,7 +63,9 @@ def test_the_page_names_the_known_models() -> None:
     ],
 )
 def test_missing_keys_have_the_defaults_of_their_class(name: str, params: int) -> None:
-    """Counts of the same files by transformers, of which the family's convention was up to half wrong."""
+    """Counts of the same files by transformers, of which the family's convention was up to half
+    wrong.
+    """
     assert load_model(str(FILES / f"{name}.json")).params == params
 
 
@@ -65,37 +73,67 @@ def test_missing_keys_have_the_defaults_of_their_class(name: str, params: int) -
     ("data", "params"),
     [
         ({"model_type": "gpt2", "add_cross_attention": True}, 152_806_656),
-        ({"model_type": "gpt_neox", **MODELS["gpt-neox-6.7b"], "attention_bias": False}, 6_856_777_728),
-        ({"model_type": "mistral", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 8}, None),
-        ({**MODELS["qwen-2.5-7b"], "architectures": ["Qwen2ForSequenceClassification"]}, 7_615_616_512),
+        (
+            {"model_type": "gpt_neox", **MODELS["gpt-neox-6.7b"], "attention_bias": False},
+            6_856_777_728,
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "hidden_size": 2048,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 8,
+            },
+            None,
+        ),
+        (
+            {**MODELS["qwen-2.5-7b"], "architectures": ["Qwen2ForSequenceClassification"]},
+            7_615_616_512,
+        ),
     ],
 )
-def test_keys_that_change_a_plain_family_are_counted(data: dict[str, Any], params: int | None, tmp_path: Path) -> None:
+def test_keys_that_change_a_plain_family_are_counted(
+    data: dict[str, Any], params: int | None, tmp_path: Path
+) -> None:
     found = load_model(write(tmp_path, json.dumps(data)))
     assert params in (None, found.params) and found.params > 10**8
 
 
 def neox_parameters(data: dict[str, Any]) -> int:
-    """What ``ParallelMLP`` of GPT-NeoX at ea7aefd8 and ``LLaMAParallelMLP`` at f36aed7f make of a file."""
+    """What ``ParallelMLP`` of GPT-NeoX at ea7aefd8 and ``LLaMAParallelMLP`` at f36aed7f make of a
+    file.
+    """
     hidden, biased = data["hidden_size"], True
     if data.get("mlp_type") == "llama":
         wide = narrow = data.get("intermediate_size") or -(-int(2 * hidden * 4 / 3) // 256) * 256
         wide, biased = 2 * wide, False
     else:
-        wide = narrow = data.get("intermediate_size") or int(data.get("expansion_factor", 4) * hidden)
+        wide = narrow = data.get("intermediate_size") or int(
+            data.get("expansion_factor", 4) * hidden
+        )
         if data["activation"] in ("geglu", "reglu", "bilinear", "swiglu", "glu"):
             wide = int(wide * 2 / 3)
             narrow = wide // 2
             wide += wide % 2
     vocabulary = data.get("padded_vocab_size", 50304)
     forward = hidden * (wide + narrow) + biased * (wide + hidden)
-    return data["num_layers"] * (forward + 4 * hidden**2 + 2 * hidden) + hidden + 2 * vocabulary * hidden
+    return (
+        data["num_layers"] * (forward + 4 * hidden**2 + 2 * hidden)
+        + hidden
+        + 2 * vocabulary * hidden
+    )
 
 
 NEOX = {
-    **{path.stem: path.read_text() for path in NEOX_FILES.glob("*.yml") if '"activation"' in path.read_text()},
     **{
-        f"{key} {value}": (NEOX_FILES / "gelu.yml").read_text().replace("}", f', "{key}": {json.dumps(value)} }}')
+        path.stem: path.read_text()
+        for path in NEOX_FILES.glob("*.yml")
+        if '"activation"' in path.read_text()
+    },
+    **{
+        f"{key} {value}": (NEOX_FILES / "gelu.yml")
+        .read_text()
+        .replace("}", f', "{key}": {json.dumps(value)} }}')
         for key, value in (("expansion_factor", 3.5), ("intermediate_size", 6144))
     },
     **{
@@ -107,42 +145,61 @@ NEOX = {
 
 @pytest.mark.parametrize("name", NEOX)
 def test_the_feed_forward_is_counted_as_gpt_neox_builds_it(name: str, tmp_path: Path) -> None:
-    """Where a third of the width is no whole number, NeoX's two matrices do not fit, and their mean is counted."""
+    """Where a third of the width is no whole number, NeoX's two matrices do not fit, and their mean
+    is counted.
+    """
     found = load_model(write(tmp_path, NEOX[name]))
-    exact = name in ("gelu", "silu", "swiglu_intermediate", "mlp_type_llama_intermediate") or " " in name
-    assert found.params == pytest.approx(neox_parameters(json.loads(NEOX[name])), rel=1e-12 if exact else 1e-4)
+    exact = (
+        name in ("gelu", "silu", "swiglu_intermediate", "mlp_type_llama_intermediate")
+        or " " in name
+    )
+    assert found.params == pytest.approx(
+        neox_parameters(json.loads(NEOX[name])), rel=1e-12 if exact else 1e-4
+    )
 
 
 def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
     text = """{
-      "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # of gate and up, and half as much again
-      "num_attention_heads": 32, "seq_length": 4096, "pos_emb": "rotary", "no_weight_tying": true, "norm": "rmsnorm",
-      "use_bias_in_attn_linear": false, "use_bias_in_mlp": false, "activation": "swiglu", "mlp_multiple_of": 256,
+      "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # gate and up, and half more
+      "num_attention_heads": 32, "seq_length": 4096, "pos_emb": "rotary",
+      "no_weight_tying": true, "norm": "rmsnorm",
+      "use_bias_in_attn_linear": false, "use_bias_in_mlp": false,
+      "activation": "swiglu", "mlp_multiple_of": 256,
       "vocab_size": 32000,
     }"""
     assert load_model(write(tmp_path, text)).params == PUBLISHED["llama-2-7b"]
 
 
 def test_what_is_guessed_of_a_file_is_said(tmp_path: Path) -> None:
-    """A vocabulary that the file does not name, a sequence that bounds positions, experts that no class builds."""
+    """A vocabulary that the file does not name, a sequence that bounds positions, experts that no
+    class builds.
+    """
     found = load_model(write(tmp_path, f'{{{SHAPE}, "seq_length": 8192}}'))
-    assert found.sequence == 8192 and found.notes == ("the file names no vocabulary: GPT-2's, 50,304 rows, is taken",)
+    assert found.sequence == 8192 and found.notes == (
+        "the file names no vocabulary: GPT-2's, 50,304 rows, is taken",
+    )
     plain = f'{{{SHAPE}, "vocab_size": 50257, "attention_config": [[["flash"], 2]]}}'
     assert not load_model(write(tmp_path, plain)).notes
     path = write(tmp_path, json.dumps({**MODELS["qwen-2.5-7b"], "max_position_embeddings": 32768}))
-    assert load_model(path).sequence == 4096 and "up to 32,768: give --seq" in load_model(path).notes[0]
+    assert (
+        load_model(path).sequence == 4096
+        and "up to 32,768: give --seq" in load_model(path).notes[0]
+    )
     assert load_model(path, 8192).sequence == 8192 and not load_model(path, 8192).notes
     found = load_model(str(FILES / "llama_with_experts.json"))
     assert "num_local_experts is 8, but transformers builds no experts for 'llama'" in found.notes
 
 
-def test_a_plain_family_needs_no_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plain_family_needs_no_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Any other says how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     plain = [name for name, data in MODELS.items() if data["model_type"] in PLAIN]
     assert len(plain) > 30 and all(isinstance(load_model(name), Transformer) for name in plain)
     with pytest.raises(
-        ValueError, match=r"^model olmo-2-7b: [^\n]*'olmo2'[^\n]*pip install transformers torch, or plan"
+        ValueError,
+        match=r"^model olmo-2-7b: [^\n]*'olmo2'[^\n]*pip install transformers torch, or plan",
     ):
         load_model("olmo-2-7b")
 
@@ -153,14 +210,19 @@ WRONG = {
     '{"hidden": 4}': "neither model_type nor num_layers",
     '{"model_type": ["llama"]}': "neither model_type nor num_layers",
     '{"model_type": "no-such-model"}': "cannot build this model of type 'no-such-model'",
-    '{"model_type": "gemma2", "num_hidden_layers": "two"}': "cannot build this model of type 'gemma2'",
-    '{"model_type": "gemma2", "num_hidden_layers": 5000}': "num_hidden_layers is more than the 4,096",
-    '{"model_type": "gemma3", "text_config": {"num_hidden_layers": 5000}}': "num_hidden_layers is more than the 4,096",
+    '{"model_type": "gemma2", "num_hidden_layers": "two"}': "cannot build this model of type "
+    "'gemma2'",
+    '{"model_type": "gemma2", "num_hidden_layers": 5000}': "num_hidden_layers is more than the "
+    "4,096",
+    '{"model_type": "gemma3", "text_config": {"num_hidden_layers": '
+    "5000}}": "num_hidden_layers is more than the 4,096",
     json.dumps({**MODELS["gpt2"], "n_layer": "two"}): "num_hidden_layers is 'two'",
     json.dumps({**MODELS["gpt2"], "n_head": 7}): "does not divide hidden = 768",
-    f'{{{SHAPE}, "moe_num_experts": 8}}': "moe_num_experts is 8: GPT-NeoX's mixture of experts is not counted",
+    f'{{{SHAPE}, "moe_num_experts": 8}}': "moe_num_experts is 8: GPT-NeoX's mixture of experts is "
+    "not counted",
     f'{{{SHAPE}, "attention_config": [[["rwkv"], 2]]}}': "attention_config has 'rwkv'",
-    f'{{{SHAPE}, "attention_config": [[["global", "mamba"], "all"]]}}': "attention_config has 'mamba'",
+    f'{{{SHAPE}, "attention_config": [[["global", "mamba"], '
+    f'"all"]]}}': "attention_config has 'mamba'",
     f'{{{SHAPE}, "attention_config": [[["gmlp"], 2]]}}': "attention_config has 'gmlp'",
 }
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Models read from their modules: true counts, FLOPs and activations of what is known, and ranges of what is not."""
+"""Models read from their modules: true counts, FLOPs and activations of what is known, and ranges
+of what is not.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,30 @@ def family(kind: str) -> ModuleTree:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_counts_of_a_family_are_true(kind: str) -> None:
-    """FLOPs are known of attentions, linear layers and experts alone; for all others a count is not refused."""
+    """FLOPs are known of attentions, linear layers and experts alone; for all others a count is not
+    refused.
+    """
     found = family(kind)
-    assert found.params == FAMILIES[kind] == sum(found.numels()) and len(found.numels()) == len(found.dims())
+    assert found.params == FAMILIES[kind] == sum(found.numels()) and len(found.numels()) == len(
+        found.dims()
+    )
     assert found.layers > 1 and len(found.modules()) >= found.layers + 2
-    assert (found.unknown == 0) == (kind in DENSE) == (not any("not known" in note for note in found.notes))
+    assert (
+        (found.unknown == 0)
+        == (kind in DENSE)
+        == (not any("not known" in note for note in found.notes))
+    )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "pythia-12b", "llama-3.1-8b", "mistral-nemo-12b", "qwen-2.5-7b", "qwen-3-4b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "pythia-12b", "llama-3.1-8b", "mistral-nemo-12b", "qwen-2.5-7b", "qwen-3-4b"]
+)
 def test_a_plain_familys_modules_have_the_flops_and_activations_of_its_shape(name: str) -> None:
     plain, found = load_model(name), read_modules(build(MODELS[name], name), name)
-    assert isinstance(plain, Transformer) and (found.params, found.layers) == (plain.params, plain.layers)
+    assert isinstance(plain, Transformer) and (found.params, found.layers) == (
+        plain.params,
+        plain.layers,
+    )
     assert (found.hidden, found.heads, found.vocab) == (plain.hidden, plain.heads, plain.vocab)
     assert found.module_flops(4096) == pytest.approx(plain.module_flops(4096))
     assert found.stored == pytest.approx(plain.stored, rel=0.09)
@@ -63,8 +78,12 @@ def test_experts_work_on_the_tokens_that_are_sent_to_them() -> None:
     """Mixtral: 2 of 8 experts; 13 of 47 billion parameters, without the embedding."""
     found = load_model("mixtral-8x7b")
     matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096 + 2 * 3 * 4096 * 14336) + 32000 * 4096
-    assert sum(found.module_flops(1)) == pytest.approx(2 * matrices + 32 * 4 * found.sequence * 4096)
-    assert found.notes == (f"each token goes to 2 experts: {matrices:,} of 46,702,792,704 parameters multiply it",)
+    assert sum(found.module_flops(1)) == pytest.approx(
+        2 * matrices + 32 * 4 * found.sequence * 4096
+    )
+    assert found.notes == (
+        f"each token goes to 2 experts: {matrices:,} of 46,702,792,704 parameters multiply it",
+    )
 
 
 def test_the_range_allows_for_what_is_not_known() -> None:
@@ -72,7 +91,10 @@ def test_the_range_allows_for_what_is_not_known() -> None:
     found = family("mamba2")
     spans = [
         step_range(config, Job(model, 1, 1), rates_on(FRONTIER), predict_step).depends_on["compute"]
-        for model in (found, replace(found, parts=tuple(replace(part, unknown=()) for part in found.parts)))
+        for model in (
+            found,
+            replace(found, parts=tuple(replace(part, unknown=()) for part in found.parts)),
+        )
     ]
     assert found.unknown > 0.9 and spans[0] > 2 * spans[1]
 
@@ -104,7 +126,9 @@ def test_a_live_module_is_read() -> None:
     assert read_modules(partitioned, "live") == found
     assert found.params == sum(p.numel() for p in model.parameters())
     assert (found.layers, found.hidden, found.vocab, found.heads) == (3, 64, 100, 1)
-    assert [part.count for part in found.parts] == [1, 1, 3, 1] and found.parts[1].unknown == ("Conv1d",)
+    assert [part.count for part in found.parts] == [1, 1, 3, 1] and found.parts[1].unknown == (
+        "Conv1d",
+    )
     assert found.module_flops(1)[-1] == 2 * 64 * 100 and 0 < found.unknown < 1
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the planner counts of Muon: states, exchange and Newton-Schulz, by hand; and that equal matrices are one batch.
+"""What the planner counts of Muon: states, exchange and Newton-Schulz, by hand; and that equal
+matrices are one batch.
 
-Two layers of width 64 have eight matrices: 64 x 192, 64 x 64 and two of 64 x 256 each, 98,304 elements. All sizes are
-multiples of 16 ranks, so nothing is padded.
+Two layers of width 64 have eight matrices: 64 x 192, 64 x 64 and two of 64 x 256 each, 98,304
+elements. All sizes are multiples of 16 ranks, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def test_flops_are_those_of_deepspeeds_functions(method: str, flops: int) -> Non
 def test_the_busiest_owner_computes_the_largest_of_each_turn() -> None:
     """Three owners of five matrices: the first gets the largest and the fourth."""
     sizes = [(8, 8), (8, 64), (8, 16), (8, 48), (8, 32)]
-    assert owner_flops(sizes, 3, "gram") == sum(newton_schulz_flops((8, n), "gram") for n in (64, 16))
+    assert owner_flops(sizes, 3, "gram") == sum(
+        newton_schulz_flops((8, n), "gram") for n in (64, 16)
+    )
 
 
 def price(muon: str | None, stock: bool = False, **block: Any) -> Any:
@@ -75,7 +78,9 @@ def price(muon: str | None, stock: bool = False, **block: Any) -> Any:
 
 @pytest.mark.parametrize(("scheme", "owners"), [("zero3", 16), ("hsdp", 8)])
 def test_memory_bytes_and_seconds_of_a_plan(scheme: str, owners: int) -> None:
-    """A rank stores 4 bytes less of each element of its shard, sends its part of the matrices, computes one."""
+    """A rank stores 4 bytes less of each element of its shard, sends its part of the matrices,
+    computes one.
+    """
     muon, adam = price("gram", scheme=scheme), price(None, scheme=scheme)
     assert adam.stored - muon.stored == 4 * ELEMENTS // owners
     (key,) = muon.sent.keys() - adam.sent.keys()
@@ -88,16 +93,24 @@ def test_memory_bytes_and_seconds_of_a_plan(scheme: str, owners: int) -> None:
     gained = computed / rates.flops - saved / rates.memory
     assert steps[0]["optimizer"] - steps[1]["optimizer"] == pytest.approx(gained)
     if owners == 8:  # six of a rank's seven peers are on other GPUs of the node
-        seconds = link.latency + sent * 6 / 7 / (link.bandwidth * rates.link_efficiency.get("node", 1.0))
+        seconds = link.latency + sent * 6 / 7 / (
+            link.bandwidth * rates.link_efficiency.get("node", 1.0)
+        )
         assert steps[0]["matrices"] == pytest.approx(seconds)
 
 
 def test_stock_reduces_on_all_ranks_and_gathers_four_times() -> None:
-    """Its all-reduce is two reduce-scatters; it gathers gradients, momenta, updates and new momenta on all ranks."""
+    """Its all-reduce is two reduce-scatters; it gathers gradients, momenta, updates and new momenta
+    on all ranks.
+    """
     muon, adam = price("gram", stock=True, scheme="zero3"), price(None, stock=True, scheme="zero3")
     scatter = ("scatter", "world")
     gathered = 4 * 2 * ELEMENTS // 16 * 15
-    assert muon.sent == {**adam.sent, scatter: 2 * adam.sent[scatter], ("matrices", "world"): gathered}
+    assert muon.sent == {
+        **adam.sent,
+        scatter: 2 * adam.sent[scatter],
+        ("matrices", "world"): gathered,
+    }
     assert muon.step.breakdown["scatter"] == pytest.approx(
         2 * adam.step.breakdown["scatter"],
         rel=0.03,  # packing is not doubled
@@ -116,18 +129,31 @@ LARGE = 44 * 12 * 6144**2
 COMMANDS = {
     "check": ("check", "{file}", *MODEL),
     "plan": ("plan", *MODEL, "--machine", "frontier", "--set", "deepspeed_config={file}"),
-    "simulate": ("simulate", *MODEL, "--micro-batches", "8", "--schemes", "{file}", "--set", "checkpointing=true"),
+    "simulate": (
+        "simulate",
+        *MODEL,
+        "--micro-batches",
+        "8",
+        "--schemes",
+        "{file}",
+        "--set",
+        "checkpointing=true",
+    ),
     "migrate": ("migrate", "{file}", *MODEL, "--machine", "frontier"),
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_counts_muon(command: str, run: Run, tmp_path: Path) -> None:
-    """As the optimizer of the config that it reads: twelve squares of the width in each of 44 layers."""
+    """As the optimizer of the config that it reads: twelve squares of the width in each of 44
+    layers.
+    """
     found = []
     for optimizer in ("Muon", "AdamW"):
         file = tmp_path / f"{optimizer}.json"
-        file.write_text(json.dumps(config(optimizer, **({} if command == "migrate" else {"scheme": "hsdp"}))))
+        file.write_text(
+            json.dumps(config(optimizer, **({} if command == "migrate" else {"scheme": "hsdp"})))
+        )
         status, out, err = run(*(word.format(file=file) for word in COMMANDS[command]), "--json")
         assert (status, err) == (0, "")
         found.append(json.loads(out))
@@ -147,13 +173,17 @@ def _costs(command: str, content: Any) -> tuple[int, dict[str, int]]:
     if command == "plan":
         (scheme,) = [of for of in content["schemes"] if of["scheme"] == "hsdp"]
         return sum(scheme["memory"].values()), scheme["sent_by_domain"]
-    return sum(content["costs"]["memory"]["after"].values()), content["costs"]["sent_by_domain"]["after"]
+    return sum(content["costs"]["memory"]["after"].values()), content["costs"]["sent_by_domain"][
+        "after"
+    ]
 
 
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 def test_equal_matrices_are_one_batch(method: str, heads: int | None) -> None:
-    """Sixteen take no more launches than two, whole or head by head, and give what each gives by itself."""
+    """Sixteen take no more launches than two, whole or head by head, and give what each gives by
+    itself.
+    """
     matrices, found = torch.randn(16, 32, 24), Launches()
     for count in (2, 16):
         with found.phase(str(count)):

@@ -20,10 +20,26 @@ from tests.steps import deal, step, task
 from zero_topo.neox.__main__ import main, parser
 from zero_topo.neox.adapt import use_the_only_device, with_ours
 from zero_topo.neox.check import require
-from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, rank_arguments, srun_command
+from zero_topo.neox.launch import (
+    MODULE,
+    deepspeed_arguments,
+    number_of_ranks,
+    rank_arguments,
+    srun_command,
+)
 from zero_topo.neox.train import adopt_launcher, decode
 
-WORDS = ["--num_gpus", "8", "--master_port", "29501", MODULE, "--deepspeed_config", "AA==", "--megatron_config", "BB=="]
+WORDS = [
+    "--num_gpus",
+    "8",
+    "--master_port",
+    "29501",
+    MODULE,
+    "--deepspeed_config",
+    "AA==",
+    "--megatron_config",
+    "BB==",
+]
 
 
 def options(*words: str, path: Path | str = "a.yml") -> Namespace:
@@ -48,7 +64,9 @@ def test_ranks_become_the_launchers_number_of_gpus_unless_it_has_one() -> None:
 
 
 def test_a_baseline_needs_no_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`--plain` takes a YAML that never heard of zero_topo, and takes the block out of one that has it."""
+    """`--plain` takes a YAML that never heard of zero_topo, and takes the block out of one that has
+    it.
+    """
     pytest.importorskip("yaml")
     merged: list[dict[str, Any]] = []
 
@@ -72,7 +90,10 @@ def test_a_baseline_needs_no_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         plain = options("--plain", path=tmp_path / name)
         require(plain)
         assert rank_arguments(plain) == WORDS
-    assert [sorted(each["deepspeed_extra_args"]) for each in merged] == [["gradient_clipping", "timers"], []]
+    assert [sorted(each["deepspeed_extra_args"]) for each in merged] == [
+        ["gradient_clipping", "timers"],
+        [],
+    ]
     with pytest.raises(ValueError, match="zero_topo is missing"):
         require(options(path=tmp_path / "without.yml"))
 
@@ -82,7 +103,15 @@ def test_srun_binds_tasks_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NNODES", "2")
     bound = options("--ranks=16", "--srun=-c7 --gpus-per-task=1 --gpu-bind=closest")
     started = ["srun", "-N", "2", "-n", "16", "-c7", "--gpus-per-task=1", "--gpu-bind=closest"]
-    assert srun_command(bound, WORDS) == [*started, sys.executable, "-u", "-m", MODULE, "train", *WORDS[5:]]
+    assert srun_command(bound, WORDS) == [
+        *started,
+        sys.executable,
+        "-u",
+        "-m",
+        MODULE,
+        "train",
+        *WORDS[5:],
+    ]
 
 
 def test_srun_takes_no_config_for_its_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +147,9 @@ def test_train_wants_one_source_of_arguments(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `launch`'s worker reads them (test_launch_env.py); not without a launcher, nor where RANK is set."""
+    """As `launch`'s worker reads them (test_launch_env.py); not without a launcher, nor where RANK
+    is set.
+    """
     dealt, environ = deal(2, 8, 8), dict[str, str]()
     monkeypatch.setattr(os, "environ", environ)
     adopt_launcher()
@@ -126,12 +157,20 @@ def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPat
     for rank in (11, 12):
         environ |= step(2, 8) | task(dealt, rank)
         adopt_launcher()
-        assert [environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == ["11", "3", "n0"]
+        assert [environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == [
+            "11",
+            "3",
+            "n0",
+        ]
 
 
 @pytest.mark.parametrize(("devices", "placement", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
-def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices: int, placement: int, told: int) -> None:
-    """With `--gpus-per-task=1` NeoX and DeepSpeed are told 0, and only the node's first task compiles helpers."""
+def test_one_visible_device_is_device_0(
+    monkeypatch: pytest.MonkeyPatch, devices: int, placement: int, told: int
+) -> None:
+    """With `--gpus-per-task=1` NeoX and DeepSpeed are told 0, and only the node's first task
+    compiles helpers.
+    """
     import torch
 
     compiled: list[int] = []
@@ -149,7 +188,9 @@ def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices
 
 
 @pytest.mark.parametrize("name", ["AdamS", "AgedAdamW"])
-def test_our_optimizers_are_built_where_neox_would_refuse_them(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_our_optimizers_are_built_where_neox_would_refuse_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """With NeoX's parameter groups and its weight decay; every other optimizer stays NeoX's own."""
     import torch
 
@@ -163,7 +204,9 @@ def test_our_optimizers_are_built_where_neox_would_refuse_them(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.model", model)
     settings = {"lr": 0.5, "betas": [0.9, 0.95]}
-    args = SimpleNamespace(optimizer_type=name, no_load_optim=False, weight_decay=0.1, optimizer={"params": settings})
+    args = SimpleNamespace(
+        optimizer_type=name, no_load_optim=False, weight_decay=0.1, optimizer={"params": settings}
+    )
     build = with_ours(lambda *_: ("NeoX's own", []))
     optimizer, _ = build("model", args)
     assert isinstance(optimizer, OPTIMIZERS[name.lower()])

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``plan``, ``simulate``, ``check`` and ``migrate`` give one answer: the same seconds, bytes and memory for a plan."""
+"""``plan``, ``simulate``, ``check`` and ``migrate`` give one answer: the same seconds, bytes and
+memory for a plan.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,17 @@ NODES = {"frontier": 8, "dgx-h100": 8, "perlmutter": 4}
     ],
 )
 def test_commands_agree(
-    machine: str, nodes: int, model: str, count: int, overlap: tuple[str, ...], run: Run, tmp_path: Path
+    machine: str,
+    nodes: int,
+    model: str,
+    count: int,
+    overlap: tuple[str, ...],
+    run: Run,
+    tmp_path: Path,
 ) -> None:
-    """The commands agree on the recommended plan, which check gets as a block, on a named scheme and on a pipeline."""
+    """The commands agree on the recommended plan, which check gets as a block, on a named scheme
+    and on a pipeline.
+    """
     ranks, of = str(nodes * NODES[machine]), ("--machine", machine, "--model", model, *overlap)
     batches = ("--micro-batches", str(count))
     report = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")
@@ -39,18 +49,32 @@ def test_commands_agree(
     cost = printed(run, "check", stated, *of, "--ranks", ranks, *activations)["cost"]
     assert cost["seconds"] == best["seconds"] and cost["sent_by_domain"] == best["sent_by_domain"]
     assert (cost["stored"], cost["limit"]) == (sum(best["memory"].values()), report["memory_limit"])
-    named = config_file(tmp_path, {"scheme": "zero3"}, "named.json", gradient_accumulation_steps=count)
+    named = config_file(
+        tmp_path, {"scheme": "zero3"}, "named.json", gradient_accumulation_steps=count
+    )
     cost = printed(run, "check", named, *of, "--ranks", ranks, *activations)["cost"]
     pipeline = report["pipeline"]
-    degrees = "/".join("-" if degree is None else str(degree) for degree in best["degrees"].values())
+    degrees = "/".join(
+        "-" if degree is None else str(degree) for degree in best["degrees"].values()
+    )
     plan = stated if {"two_hop", "sync"} & set(block) else degrees
     schemes = ("--schemes", f"zero3,{plan},{pipeline['name']}")
-    point, chosen, row = printed(run, "simulate", *of, "--ranks", ranks, *batches, *schemes, *activations)["results"]
-    assert cost == {"limit": report["memory_limit"], **{key: point[key] for key in cost if key != "limit"}}
+    point, chosen, row = printed(
+        run, "simulate", *of, "--ranks", ranks, *batches, *schemes, *activations
+    )["results"]
+    assert cost == {
+        "limit": report["memory_limit"],
+        **{key: point[key] for key in cost if key != "limit"},
+    }
     assert (chosen["seconds"], chosen["stored"]) == (best["seconds"], sum(best["memory"].values()))
-    assert row["seconds"] == pipeline["seconds"] and row["sent_by_domain"] == pipeline["sent_by_domain"]
+    assert (
+        row["seconds"] == pipeline["seconds"]
+        and row["sent_by_domain"] == pipeline["sent_by_domain"]
+    )
     assert row["stored"] == sum(pipeline["memory"].values()) and row["range"] == pipeline["range"]
-    (plain,) = printed(run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--set", "scheme=zero3")["schemes"]
+    (plain,) = printed(
+        run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--set", "scheme=zero3"
+    )["schemes"]
     assert plain["sent_by_domain"] == cost["sent_by_domain"]
     found = [plan for plan in report["plans"] if plan["name"] == "zero3"]
     assert [(p["seconds"], p["sent_by_domain"], sum(p["memory"].values())) for p in found] in (
@@ -60,7 +84,9 @@ def test_commands_agree(
 
 
 def test_a_config_with_numbers_is_checked_where_no_job_runs(run: Run, tmp_path: Path) -> None:
-    """On a login node: for the fewest ranks that its degrees divide, which is said; another number may be given."""
+    """On a login node: for the fewest ranks that its degrees divide, which is said; another number
+    may be given.
+    """
     path = config_file(tmp_path, {"scheme": "zero3", "secondary": 8})
     status, out, err = run("check", path)
     assert (status, err) == (0, "") and "checked for 8 ranks, as this is no job; --ranks N" in out
@@ -71,7 +97,9 @@ def test_a_config_with_numbers_is_checked_where_no_job_runs(run: Run, tmp_path: 
         assert next(one["state"] for one in findings if one["subject"] == f"config {path}") == "ok"
 
 
-def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, tmp_path: Path) -> None:
+def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(
+    run: Run, tmp_path: Path
+) -> None:
     """In words, with the option that changes it."""
     path = config_file(tmp_path, {"scheme": "zero3"})
     for words in (
@@ -83,7 +111,10 @@ def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, t
         status, out, _ = run(*words)
         assert status == 0 and "1 x 2,048 tokens a micro-batch" in out, words
         assert re.search(r"parameters, as \d+ layers of width \d+; 1 x", out), words
-        assert "of the communication that computation may hide, 0% is hidden (--overlap 0, assumed)" in out
+        assert (
+            "of the communication that computation may hide, 0% is hidden (--overlap 0, assumed)"
+            in out
+        )
         changed = run(*words, "--seq", "1024", "--micro-batch", "2", "--overlap", "0.5")[1]
         assert "2 x 1,024 tokens a micro-batch" in changed and "(--overlap 0.5)" in changed, words
         assert run(*words, "--overlap", "1.5")[0] == 2

@@ -51,7 +51,15 @@ def recipe(source: Path, compiles: list[Path], seconds: float = 0.0) -> jit.Reci
     def build(directory: Path) -> None:
         compiles.append(directory)
         include = sysconfig.get_path("include")
-        command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(directory / "zt_toy.so")]
+        command = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            f"-I{include}",
+            str(source),
+            "-o",
+            str(directory / "zt_toy.so"),
+        ]
         subprocess.run(command, check=True)
         time.sleep(seconds)
 
@@ -94,7 +102,9 @@ def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
 def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others never ask for the lock, they look for the library; it may come from any node."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(jit, "_try_lock", lambda lock: pytest.fail("a second rank of a node asked for the lock"))
+    monkeypatch.setattr(
+        jit, "_try_lock", lambda lock: pytest.fail("a second rank of a node asked for the lock")
+    )
     compiles: list[Path] = []
     wanted = recipe(toy, compiles)
     with ThreadPoolExecutor(1) as rank:
@@ -106,15 +116,22 @@ def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch)
     assert waiting.result().answer == 42
 
 
-def test_when_the_builder_dies_another_rank_goes_on(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_builder_dies_another_rank_goes_on(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that waits tries the lock now and then, which the kernel takes from the dead."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(jit, "LOOKS_PER_TRY", 3)
     compiles: list[Path] = []
     wanted = recipe(toy, compiles)
     wanted.library().parent.mkdir(parents=True)
-    hold = f"import fcntl; f = open({str(wanted.library().parent / jit.LOCK)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
-    builder = subprocess.Popen([sys.executable, "-c", f"{hold}; print(flush=True); input()"], stdin=-1, stdout=-1)
+    hold = (
+        f"import fcntl; f = open({str(wanted.library().parent / jit.LOCK)!r}, 'w'); "
+        "fcntl.flock(f, fcntl.LOCK_EX)"
+    )
+    builder = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; print(flush=True); input()"], stdin=-1, stdout=-1
+    )
     assert builder.stdout and builder.stdout.readline()
     with ThreadPoolExecutor(1) as rank:
         waiting = rank.submit(jit.load, wanted, 30.0)
@@ -125,7 +142,9 @@ def test_when_the_builder_dies_another_rank_goes_on(toy: Path, monkeypatch: pyte
     builder.communicate()
 
 
-def test_ranks_that_wait_hear_why_a_compile_failed(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_hear_why_a_compile_failed(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They go on with another backend at once, and do not compile it once more, each in turn."""
     compiling = threading.Event()
 
@@ -148,8 +167,12 @@ def test_ranks_that_wait_hear_why_a_compile_failed(toy: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 10.0), (75_264, 1500.0)])
-def test_a_cluster_of_any_size_looks_as_often(ranks: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared file system sees so many looks a second from all ranks together; no two ranks stay in step."""
+def test_a_cluster_of_any_size_looks_as_often(
+    ranks: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file system sees so many looks a second from all ranks together; no two ranks stay
+    in step.
+    """
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     slept: list[float] = []
     monkeypatch.setattr(jit.time, "sleep", slept.append)
@@ -160,7 +183,9 @@ def test_a_cluster_of_any_size_looks_as_often(ranks: int, most: float, monkeypat
 
 
 def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:
-    """After its patience a rank goes on without the module and says who was compiling, instead of waiting for ever."""
+    """After its patience a rank goes on without the module and says who was compiling, instead of
+    waiting for ever.
+    """
     wanted = recipe(toy, [])
     wanted.library().parent.mkdir(parents=True)
     with (wanted.library().parent / jit.LOCK).open("w") as holder:
@@ -171,7 +196,9 @@ def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:
             jit.load(wanted, patience_s=0.5)
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_a_sentence(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read-only home or a file in the way is reported, not raised as something else."""
     blocked = toy.parent / "file"
     blocked.touch()
@@ -208,7 +235,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_library_that_is_not_to_be_trusted_is_compiled_anew(
     damage: Callable[[Path], object], words: str, toy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Half a library is SIGBUS when it is loaded, and another user's may do anything: one line says why not."""
+    """Half a library is SIGBUS when it is loaded, and another user's may do anything: one line says
+    why not.
+    """
     compiles: list[Path] = []
     library = jit.built(recipe(toy, compiles))
     if damage is DAMAGES["another's"][0] and os.geteuid():
@@ -222,8 +251,12 @@ def test_a_library_that_is_not_to_be_trusted_is_compiled_anew(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_the_folder_of_another_user_is_left_alone(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even its lock is opened: a module of this user's own lies beside it. What root has built serves all."""
+def test_the_folder_of_another_user_is_left_alone(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even its lock is opened: a module of this user's own lies beside it. What root has built
+    serves all.
+    """
     compiles: list[Path] = []
     shared = jit.built(recipe(toy, compiles))
     theirs = shared.with_name(jit.LOCK)
@@ -242,7 +275,9 @@ def test_the_folder_of_another_user_is_left_alone(toy: Path, monkeypatch: pytest
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(toy: Path) -> None:
-    """Whoever compiles writes its name into the lock: that would empty the file the link leads to."""
+    """Whoever compiles writes its name into the lock: that would empty the file the link
+    leads to.
+    """
     mine, wanted = toy.parent / "mine", recipe(toy, [])
     mine.write_text("mine")
     wanted.library().parent.mkdir(parents=True)
@@ -253,7 +288,9 @@ def test_a_link_in_place_of_the_lock_is_not_followed(toy: Path) -> None:
 
 
 def test_a_users_mask_lets_nobody_else_write(toy: Path) -> None:
-    """With the mask 002, usual where groups share folders, members of the group could exchange what is compiled."""
+    """With the mask 002, usual where groups share folders, members of the group could exchange what
+    is compiled.
+    """
     old = os.umask(0)
     try:
         wanted = recipe(toy, [])
@@ -267,17 +304,23 @@ def test_a_users_mask_lets_nobody_else_write(toy: Path) -> None:
 
 
 def test_builders_hash_exactly_what_they_compile() -> None:
-    """Their sources are the kernel files that there are, and each header is of one builder or of all."""
+    """Their sources are the kernel files that there are, and each header is of one builder or of
+    all.
+    """
     builders = [kind() for kind in BUILDERS]
     named = {Path(source).name for builder in builders for source in builder.sources()}
     assert named == {path.name for path in source_dir().iterdir() if path.suffix in (".cpp", ".cu")}
     for header in source_dir().glob("*.h"):
         owners = [builder.name for builder in builders if header in builder.recipe().sources]
-        assert owners == ([b.name for b in builders] if header.name in SHARED else [header.name[:6]]), header.name
+        assert owners == (
+            [b.name for b in builders] if header.name in SHARED else [header.name[:6]]
+        ), header.name
 
 
 def test_deepspeed_does_not_take_our_builders_for_its_own() -> None:
-    """DeepSpeed keeps loaded ops by name and imports a top-level op_builder that calls itself its own."""
+    """DeepSpeed keeps loaded ops by name and imports a top-level op_builder that calls itself its
+    own.
+    """
     import op_builder
 
     assert not hasattr(op_builder, "__deepspeed__")
@@ -293,7 +336,8 @@ def test_builders_say_what_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(jit.BuildError, match="no C\\+\\+ compiler"):
         CPUBuilder().jit_load()
     leave(CPUBuilder().recipe().library())
-    with pytest.raises(jit.BuildError, match="does not load"):  # what others have built needs no compiler
+    # What others have built needs no compiler
+    with pytest.raises(jit.BuildError, match="does not load"):
         CPUBuilder().jit_load()
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
@@ -302,7 +346,9 @@ def test_builders_say_what_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, which builders take for the real ones; torch is for AMD GPUs and compiles nothing."""
+    """A copy of the sources, which builders take for the real ones; torch is for AMD GPUs and
+    compiles nothing.
+    """
     copy = shutil.copytree(source_dir(), tmp_path / "csrc")
     monkeypatch.setattr("zero_topo.op_builder.builder.source_dir", lambda: copy)
     monkeypatch.setattr(cpp_extension, "IS_HIP_EXTENSION", True)
@@ -327,14 +373,18 @@ def names(directory: Path) -> set[str]:
 
 @pytest.mark.parametrize("way", ["at first use", "ahead of time"])
 def test_hipify_translates_a_copy(csrc: Path, tmp_path: Path, way: str) -> None:
-    """torch's own hipify leaves the sources and the keys as they were, and translates every kernel."""
+    """torch's own hipify leaves the sources and the keys as they were, and translates every
+    kernel.
+    """
     before, there = keys(), names(csrc)
     if way == "at first use":
         made = tmp_path / "work" / "csrc"
         GPUBuilder().recipe().compile(made.parent)
     else:
         made = tmp_path / "build" / "csrc" / "zt_gpu"
-        assert {path.endswith((".hip", "_hip.cpp")) for path in map(str, GPUBuilder().builder().sources)} == {True}
+        assert {
+            path.endswith((".hip", "_hip.cpp")) for path in map(str, GPUBuilder().builder().sources)
+        } == {True}
     assert {f"{path.stem}.hip" for path in source_dir().glob("zt_gpu*.cu")} <= names(made)
     assert names(csrc) == there and keys() == before
 
@@ -343,18 +393,24 @@ def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
     """This process sees a GPU of an architecture, or none."""
     rocm = GPUBuilder.is_rocm_pytorch()
     monkeypatch.setattr("torch.cuda.is_available", lambda: arch is not None)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(gcnArchName=f"{arch}:sramecc+"))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda: SimpleNamespace(gcnArchName=f"{arch}:sramecc+")
+    )
     if arch is not None and not rocm:
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: tuple(map(int, arch.split("."))))
+        monkeypatch.setattr(
+            "torch.cuda.get_device_capability", lambda: tuple(map(int, arch.split(".")))
+        )
 
 
 @pytest.mark.parametrize(
-    ("rocm", "usual", "other"), [(True, ("gfx90a", "gfx942"), "gfx908"), (False, ("8.0", "8.6", "9.0", "10.0"), "7.0")]
+    ("rocm", "usual", "other"),
+    [(True, ("gfx90a", "gfx942"), "gfx908"), (False, ("8.0", "8.6", "9.0", "10.0"), "7.0")],
 )
 def test_keys_are_the_same_with_and_without_a_gpu(
     toy: Path, monkeypatch: pytest.MonkeyPatch, rocm: bool, usual: tuple[str, ...], other: str
 ) -> None:
-    """Ranks load what a login node built. Without that they compile for their own GPU alone, which is soonest.
+    """Ranks load what a login node built. Without that they compile for their own GPU alone, which
+    is soonest.
 
     A module built for one architecture, on any machine, is found by its GPUs.
     """
@@ -376,7 +432,9 @@ def test_keys_are_the_same_with_and_without_a_gpu(
         assert GPUBuilder().chosen().key() == login[1]
 
 
-def test_a_containers_list_does_not_make_ranks_wait(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_list_does_not_make_ranks_wait(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NVIDIA's containers list architectures that the kernels cannot have, and ROCm's list ten.
 
     What is too old is left out; at first use a rank that sees its GPU compiles for that one alone.
@@ -394,14 +452,20 @@ def test_a_containers_list_does_not_make_ranks_wait(toy: Path, monkeypatch: pyte
     assert GPUBuilder().chosen().key() == GPUBuilder(["gfx90a"]).recipe().key()
 
 
-def test_architectures_reach_torch_and_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What torch's variable asks for is compiled, else the usual ones; another list is another module.
+def test_architectures_reach_torch_and_the_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What torch's variable asks for is compiled, else the usual ones; another list is another
+    module.
 
-    Torch gets them in its variable, for without it torch 2.6 fails where there is no GPU to look at.
+    Torch gets them in its variable, for without it torch 2.6 fails where there is no GPU to look
+    at.
     """
     monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
     seen, found = [], set()
-    monkeypatch.setattr(cpp_extension, "load", lambda **given: seen.append(os.environ["TORCH_CUDA_ARCH_LIST"]))
+    monkeypatch.setattr(
+        cpp_extension, "load", lambda **given: seen.append(os.environ["TORCH_CUDA_ARCH_LIST"])
+    )
     for wanted in ("8.0", "9.0a Hopper", None):
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted or "")
         recipe = GPUBuilder().recipe()
@@ -411,19 +475,30 @@ def test_architectures_reach_torch_and_the_key(monkeypatch: pytest.MonkeyPatch, 
     assert seen == ["8.0", "9.0a;Hopper", "8.0;9.0+PTX"] and len(found) == 3
 
 
-def test_what_stops_torchs_builder_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_stops_torchs_builder_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Also what it does not expect itself: a rank goes on with another backend."""
     told = "FAILED\n/usr/bin/ld: cannot find -lcudart\ncollect2: error: ld returned 1"
-    cases = (IndexError(), r"IndexError\(\)"), (RuntimeError(told), "compile: /usr/bin/ld: cannot find -lcudart")
+    cases = (
+        (IndexError(), r"IndexError\(\)"),
+        (RuntimeError(told), "compile: /usr/bin/ld: cannot find -lcudart"),
+    )
     for error, words in cases:
         monkeypatch.setattr(cpp_extension, "load", mock.Mock(side_effect=error))
         with pytest.raises(jit.BuildError, match=words):
             CPUBuilder().recipe().compile(tmp_path)
 
 
-def test_build_compiles_for_those_that_come(toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`zero-topo build` leaves every library where ranks look; status 1 where what is asked for cannot be built."""
-    monkeypatch.setattr(TopoBuilder, "_compile", lambda self, into, verbose: (into / f"{self.name}.so").touch())
+def test_build_compiles_for_those_that_come(
+    toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zero-topo build` leaves every library where ranks look; status 1 where what is asked for
+    cannot be built.
+    """
+    monkeypatch.setattr(
+        TopoBuilder, "_compile", lambda self, into, verbose: (into / f"{self.name}.so").touch()
+    )
     assert run("build")[0] == 0 and CPUBuilder().recipe().library().exists()
     for name in ("cuda", "hip"):
         monkeypatch.setattr(f"torch.version.{name}", None)
@@ -450,7 +525,9 @@ def test_gpu_flags_keep_ieee_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_chooses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH_EXTENSIONS_DIR, as for torch and DeepSpeed; else the user's cache, never one below the current folder."""
+    """TORCH_EXTENSIONS_DIR, as for torch and DeepSpeed; else the user's cache, never one below the
+    current folder.
+    """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
     assert jit.cache_dir() == Path("/somewhere")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")

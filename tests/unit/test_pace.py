@@ -27,7 +27,9 @@ def last_step(pace: Pace, *passes: list[Any]) -> dict[str, float]:
 
 
 def test_a_step_is_all_of_its_micro_batches() -> None:
-    """FLOPs are three forward passes of the planner's model of that size; MFU is their share of the peak."""
+    """FLOPs are three forward passes of the planner's model of that size; MFU is their share of the
+    peak.
+    """
     last = last_step(Pace(125_000_000, 1e12), [IDS], [IDS])
     flops = 2 * 3 * sum(replace(scaled(125_000_000), sequence=128).module_flops(512))
     assert last["tokens_per_s"] == 2048 and last["mfu"] == pytest.approx(flops / 0.5 / 1e12)
@@ -37,7 +39,9 @@ def test_a_step_is_all_of_its_micro_batches() -> None:
 
 def test_frozen_weights_have_no_gradients() -> None:
     """Adapters of a frozen model: the backward pass computes gradients of activations alone."""
-    trained, frozen = (last_step(Pace(125_000_000, 1e12, share), [IDS])["mfu"] for share in (1.0, 0.0))
+    trained, frozen = (
+        last_step(Pace(125_000_000, 1e12, share), [IDS])["mfu"] for share in (1.0, 0.0)
+    )
     assert frozen == pytest.approx(trained * 2 / 3)
 
 

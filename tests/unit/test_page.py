@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The page of a run's report: what it says is what the run's files say, and nothing in them can act on it."""
+"""The page of a run's report: what it says is what the run's files say, and nothing in them can act
+on it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self._hidden = tag == "style"
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")]
+        self.sources += [
+            value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")
+        ]
 
     def handle_data(self, data: str) -> None:
         self.text += "" if self._hidden else f" {data} "
@@ -50,11 +54,16 @@ class Page(HTMLParser):
 
 def pictures(page: Page) -> list[str]:
     """The SVG of each image."""
-    return [b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode() for source in page.sources]
+    return [
+        b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
+        for source in page.sources
+    ]
 
 
 def test_every_number_is_the_runs(folder: Path) -> None:
-    """What is written on the page stands in the tables, which come from report.json, or in report.json itself."""
+    """What is written on the page stands in the tables, which come from report.json, or in
+    report.json itself.
+    """
     report = build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": "A model of 7 layers"}))
     page = Page(folder / "report.html")
     known = set(NUMBER.findall(render(folder) + json.dumps(report) + " step 3 "))
@@ -92,13 +101,24 @@ def test_pictures_show_what_the_log_holds(folder: Path) -> None:
 
 
 def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
-    """No script, no address outside of it, and a policy that forbids both; a title with tags is shown, not obeyed."""
-    build_report(folder, RUN, [EXACT] * 8, **(RESULT | {"title": HOSTILE, "settings": {"data": HOSTILE}}))
+    """No script, no address outside of it, and a policy that forbids both; a title with tags is
+    shown, not obeyed.
+    """
+    build_report(
+        folder, RUN, [EXACT] * 8, **(RESULT | {"title": HOSTILE, "settings": {"data": HOSTILE}})
+    )
     page = Page(folder / "report.html")
-    assert "script" not in page.tags and not [source for source in page.sources if not source.startswith("data:image")]
+    assert "script" not in page.tags and not [
+        source for source in page.sources if not source.startswith("data:image")
+    ]
     assert page.text.count("<script>alert(1)</script>") == 3  # title, heading, arguments
     text = (folder / "report.html").read_text()
-    assert "default-src 'none'" in text and "<script" not in text and "@import" not in text and "url(" not in text
+    assert (
+        "default-src 'none'" in text
+        and "<script" not in text
+        and "@import" not in text
+        and "url(" not in text
+    )
     assert not [svg for svg in pictures(page) if re.search(r'<script|href="(?!#|data:)', svg)]
 
 
@@ -123,7 +143,9 @@ def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
 def test_a_strangers_files_are_one_line_or_a_page(
     path: tuple[str | int, ...], value: object, folder: Path, run: Run
 ) -> None:
-    """A report that has other types than ours is refused, naming the place; none of it gets into the page unread."""
+    """A report that has other types than ours is refused, naming the place; none of it gets into
+    the page unread.
+    """
     report, log = build_report(folder, RUN, [EXACT] * 8, **RESULT), folder / "metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     *way, last = path
@@ -139,20 +161,28 @@ def test_a_strangers_files_are_one_line_or_a_page(
 
 
 def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
-    """Names come from files: what would move the cursor or set the clipboard is written as an escape, everywhere."""
+    """Names come from files: what would move the cursor or set the clipboard is written as an
+    escape, everywhere.
+    """
     bad = "\x1b]52;c;eA==\x07\u202e"
     (folder / bad).mkdir()
     machine = folder / bad / "machine.json"
-    machine.write_text(json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1}))
+    machine.write_text(
+        json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1})
+    )
     build_report(folder, RUN, [(SENT, {bad: 1}, 0)], **(RESULT | {"title": bad}))
     for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
         _, out, err = run(*words)
         said = out + err
-        assert re.search(r"\\(x1b|u001b)]52;c;eA==.*\\u202e", said) and not re.search("[\x1b\x07\u202e]", said), words
+        assert re.search(r"\\(x1b|u001b)]52;c;eA==.*\\u202e", said) and not re.search(
+            "[\x1b\x07\u202e]", said
+        ), words
 
 
 def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) -> None:
-    """Written at the end of the run, and by the command any time later, elsewhere too; no date, no random name."""
+    """Written at the end of the run, and by the command any time later, elsewhere too; no date, no
+    random name.
+    """
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     first = (folder / "report.html").read_bytes()
     (folder / "report.html").unlink()
@@ -160,7 +190,10 @@ def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) 
     assert status == 0 and f"Written: {folder / 'report.html'}" in out
     assert (folder / "report.html").read_bytes() == first
     other = tmp_path / "elsewhere.html"
-    assert run("report", str(folder), "--json", "--html", str(other))[0] == 0 and other.read_bytes() == first
+    assert (
+        run("report", str(folder), "--json", "--html", str(other))[0] == 0
+        and other.read_bytes() == first
+    )
 
 
 def test_somebodys_page_is_not_written_over(folder: Path, run: Run) -> None:
@@ -169,13 +202,19 @@ def test_somebodys_page_is_not_written_over(folder: Path, run: Run) -> None:
     mine = folder / "report.html"
     mine.write_text("my page about zero_topo")
     status, _, said = run("report", str(folder))
-    assert status == 2 and "is no result of this kind" in said and run("report", str(folder), "--json")[0] == 0
+    assert (
+        status == 2
+        and "is no result of this kind" in said
+        and run("report", str(folder), "--json")[0] == 0
+    )
     assert mine.read_text() == "my page about zero_topo"
     assert run("report", str(folder), "--force")[0] == 0 and "my page" not in mine.read_text()
 
 
 def test_a_run_of_stock_zero3_or_of_before_has_a_page(folder: Path, run: Run) -> None:
-    """Its loss, the sentence that says why there is no more, and its config; no versions where none were kept."""
+    """Its loss, the sentence that says why there is no more, and its config; no versions where none
+    were kept.
+    """
     report = build_report(folder, None, [], **RESULT)
     page = Page(folder / "report.html")
     assert "stock ZeRO-3" in page.text and len(pictures(page)) == 1
@@ -207,12 +246,18 @@ def test_a_folder_that_may_not_be_written_to_still_prints(
 
 @pytest.mark.parametrize("ranks", [8, 384], ids=["all", "the first node"])
 def test_the_plan_of_many_ranks_shows_the_first(ranks: int) -> None:
-    """Above 16 ranks eight are drawn, each bar filled by one part as wide as its share, and the world is named."""
+    """Above 16 ranks eight are drawn, each bar filled by one part as wide as its share, and the
+    world is named.
+    """
     machine = emulated(2, 2, 2) if ranks == 8 else load_preset("frontier", ranks)
     config: ResolvedConfig = resolve(machine, scheme="topo")
-    svg = tree_svg(config.plan, machine, {"weights": "int8/256", "gradients": None, "sync": "oktopk"})
+    svg = tree_svg(
+        config.plan, machine, {"weights": "int8/256", "gradients": None, "sync": "oktopk"}
+    )
     assert svg.count('font-weight="bold">rank ') == 8 and "INT8" in svg and "oktopk" in svg
     assert ("the first 8 of 384 ranks" in svg) == (ranks == 384)
     if ranks == 384:
-        wide = re.findall(rf'width="([\d.]+)" height="15" rx="0" fill="{ROLE_COLOURS["weights"]}"', svg)
+        wide = re.findall(
+            rf'width="([\d.]+)" height="15" rx="0" fill="{ROLE_COLOURS["weights"]}"', svg
+        )
         assert wide == ["40"] * 8

@@ -24,11 +24,15 @@ def plans(draw: st.DrawFn) -> Plan:
     candidates = [s for s in divisors(world) if s % weights == 0 or weights % s == 0]
     secondary = draw(st.none() | st.sampled_from(candidates))
     order = draw(st.none() | st.permutations(range(world)))
-    return Plan(world, weights, secondary, gradients, optimizer, None if order is None else tuple(order))
+    return Plan(
+        world, weights, secondary, gradients, optimizer, None if order is None else tuple(order)
+    )
 
 
 @given(plans())
-def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row(plan: Plan) -> None:
+def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row(
+    plan: Plan,
+) -> None:
     for rank in range(plan.world_size):
         nested = [set(plan.rows(rank, d)) for d in (plan.optimizer, plan.gradients, plan.weights)]
         assert nested[0] <= nested[1] <= nested[2]
@@ -38,7 +42,11 @@ def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row
 
 @given(plans())
 def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
-    for lo, hi in ((1, plan.weights), (plan.weights, plan.optimizer), (plan.gradients, plan.world_size)):
+    for lo, hi in (
+        (1, plan.weights),
+        (plan.weights, plan.optimizer),
+        (plan.gradients, plan.world_size),
+    ):
         for rank in range(plan.world_size):
             group = plan.group(rank, lo, hi)
             assert len(group) == hi // lo and rank in group
@@ -57,7 +65,10 @@ def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
         ((8, 0, None, 8, 8), "weights degree 0"),
         ((12, 6, 4, 12, 12), "secondary degree 4 and weights degree 6"),
         ((0, 1, None, 1, 1), "world size 0 is not a positive number"),
-        ((8, 2, None, 4, 8, None, 3), "inner degree 3 does not divide the world of 8 ranks; choose one of"),
+        (
+            (8, 2, None, 4, 8, None, 3),
+            "inner degree 3 does not divide the world of 8 ranks; choose one of",
+        ),
         ((17, 1, None, 1, 17, (0,) * 17), "order \\[0(, 0){15}] is not a permutation of 0..16"),
     ],
 )
@@ -68,7 +79,9 @@ def test_a_broken_plan_is_refused_with_the_numbers(plan: tuple[Any, ...], messag
 
 def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
     machine = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
-    with pytest.raises(ValueError, match=r"gradients degree 4 cuts across the nodes.*one of \[1, 2, 6, 12, 24]$"):
+    with pytest.raises(
+        ValueError, match=r"gradients degree 4 cuts across the nodes.*one of \[1, 2, 6, 12, 24]$"
+    ):
         Plan.build(machine, (2, None, 4, "world"))
     with pytest.raises(ValueError, match="weights degree 5 does not divide the world of 24"):
         Plan.build(machine, (5, None, 6, "world"))
@@ -77,18 +90,34 @@ def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
 
 
 def test_two_hops_go_through_the_node() -> None:
-    """Unless they are turned off, what spans nodes goes through the node, if its members nest in it."""
+    """Unless they are turned off, what spans nodes goes through the node, if its members nest in
+    it.
+    """
     machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
     plan = Plan.build(machine, ("world", "node", "world", "world"))
-    assert [plan.stages(lo, 16) for lo in (1, 2, 4, 8)] == [[(1, 4), (4, 16)], [(2, 4), (4, 16)], [(4, 16)], [(8, 16)]]
+    assert [plan.stages(lo, 16) for lo in (1, 2, 4, 8)] == [
+        [(1, 4), (4, 16)],
+        [(2, 4), (4, 16)],
+        [(4, 16)],
+        [(8, 16)],
+    ]
     assert Plan.build(machine, ("gpu", "node", "node", "world")).stages(1, 4) == [(1, 4)]
-    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).stages(1, 16) == [(1, 16)]
+    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).stages(
+        1, 16
+    ) == [(1, 16)]
     by_gpu = Plan.build(machine, ("gpu", "node", "node", "world"), two_hop="gpu")
     expected = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
     assert [by_gpu.stages(*pair) for pair in ((1, 4), (1, 16), (2, 4), (4, 16))] == expected
-    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").stages(1, 4) == [(1, 4)]  # of a sync
+    # Of a sync
+    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").stages(1, 4) == [
+        (1, 4)
+    ]
     through = Plan(24, 1, None, 1, 24, inner=6)
-    assert [through.stages(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
+    assert [through.stages(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [
+        [(4, 24)],
+        [(3, 8)],
+        [(1, 8)],
+    ]
 
 
 @pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
@@ -112,7 +141,9 @@ def test_runs_are_as_long_as_the_limit_allows(sizes: list[int], limit: int | Non
 
 
 def test_codes_are_held_of_large_matrices_alone() -> None:
-    """Vectors, what every rank keeps whole, and what whole blocks would make larger by over an eighth stay."""
+    """Vectors, what every rank keeps whole, and what whole blocks would make larger by over an
+    eighth stay.
+    """
     plan, block = Plan(8, 2, None, 4, 8), 256
     rows = {
         8 * 256: True,  # a block for each rank

@@ -51,7 +51,9 @@ def request(topology: Topology = FRONTIER, params: int | None = None, **job: Any
     return Request(topology, Job(model, **{"micro_batch": 1, "micro_batches": 4, **job}))
 
 
-def timed(asked: ZeroTopoConfig, wanted: Request, clock: Callable[[ResolvedConfig, Job], float]) -> Ranking:
+def timed(
+    asked: ZeroTopoConfig, wanted: Request, clock: Callable[[ResolvedConfig, Job], float]
+) -> Ranking:
     """Rank plans by a made-up clock, all of it computation."""
 
     def predict(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
@@ -66,7 +68,7 @@ def by_weights(config: ResolvedConfig, job: Job) -> float:
     return float(config.plan.weights)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
@@ -82,18 +84,32 @@ def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
     job = Job(load_model("gpt2"), 1, 1, itemsize=4)
     stored = predict_memory(config, work, job)
     shards = {"weights": 4 * 1024, "secondary": 0, "gradients": 4 * 1024, "optimizer": 8 * 1024}
-    assert {role: stored[role] for role in shards} == shards and not moments(config, work, job)[3]["step"]
-    assert moments(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))[3]["step"] == 4 * 1024
+    assert {role: stored[role] for role in shards} == shards and not moments(config, work, job)[3][
+        "step"
+    ]
+    assert (
+        moments(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))[3]["step"]
+        == 4 * 1024
+    )
 
 
 def test_activations_by_hand() -> None:
-    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole or the loss."""
+    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole or the
+    loss.
+    """
     model = load_model("gpt2")
     s, b, h, a, v = 1024, 4, 768, 12, 50257
-    whole, ends, logits = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * h, int(3.52 * 4 * s * b * v)
+    whole, ends, logits = (
+        s * b * h * 34 + 5 * a * s * s * b,
+        4 * s * b * h,
+        int(3.52 * 4 * s * b * v),
+    )
     job = Job(model, b, 1, checkpointing=False, attention="eager")
     assert activation_bytes(job) == 12 * whole + logits + ends
-    assert logits > whole and activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + logits + ends
+    assert (
+        logits > whole
+        and activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + logits + ends
+    )
     fused = replace(job, checkpointing=True, fused_loss=True)
     assert activation_bytes(fused) == 12 * 2 * s * b * h + whole + ends
     flash = s * b * h * 34 + 4 * a * s * b
@@ -101,7 +117,9 @@ def test_activations_by_hand() -> None:
 
 
 def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
-    """By hand: inputs of norms and matrices, queries, keys, values, gate, up, the gate's value and the product."""
+    """By hand: inputs of norms and matrices, queries, keys, values, gate, up, the gate's value and
+    the product.
+    """
     model = replace(load_model("llama-3-8b"), sequence=4096)
     h, keys, f, v = 4096, 8 * 128, 14336, 128256
     layer = 2 * (h + h + h + keys + keys + h + h + h + 4 * f) + 4 * 32
@@ -112,11 +130,15 @@ def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
 def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() -> None:
     config = resolve(FRONTIER, scheme="zero3")
     small, large = load_model("gpt2"), load_model("llama-3-405b")
-    assert gathered_bytes(config, Job(small, 1, 1), 2)[0] == 2 * small.params + 2 * (50257 + 1024) * 768
+    assert (
+        gathered_bytes(config, Job(small, 1, 1), 2)[0]
+        == 2 * small.params + 2 * (50257 + 1024) * 768
+    )
     layer = sum(large.modules()[1])
     complete, coming = gathered_bytes(config, Job(large, 1, 1), 2)
     assert complete == 2 * (2 * layer) + 2 * layer
-    assert coming == 2 * (2 * layer) + 2 * layer * (1 + 48) // 384  # the rank's own message, and one of each node
+    # The rank's own message, and one of each node
+    assert coming == 2 * (2 * layer) + 2 * layer * (1 + 48) // 384
 
 
 def asked(**zero: Any) -> dict[str, Any]:
@@ -125,7 +147,9 @@ def asked(**zero: Any) -> dict[str, Any]:
 
 
 def test_deepspeeds_own_settings_count() -> None:
-    """Buckets and live parameters as they are set; offloaded states and their gradients are not on the device."""
+    """Buckets and live parameters as they are set; offloaded states and their gradients are not on
+    the device.
+    """
     config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
 
     def job(**zero: Any) -> Job:
@@ -136,13 +160,16 @@ def test_deepspeeds_own_settings_count() -> None:
     stored, usual = (predict_memory(config, work, which) for which in (small, Job(NEOX, 1, 1)))
     embedding = 2 * max(NEOX.numels())  # larger than the small bucket
     assert (stored["bucket"], usual["bucket"]) == (embedding, 1_000_000_000)
-    assert moments(config, work, small)[3]["step"] == 4000 and stored["gathered"] < usual["gathered"]
+    assert (
+        moments(config, work, small)[3]["step"] == 4000 and stored["gathered"] < usual["gathered"]
+    )
     offload = job(offload_optimizer={"device": "cpu"})
     assert predict_memory(config, work, offload) == usual | {"optimizer": 0}
     assert not moments(config, work, offload)[3]["step"]
     assert job(reduce_bucket_size="auto", offload_optimizer=None) == Job(NEOX, 1, 1)
     with pytest.raises(
-        ValueError, match=r'zero_optimization\.reduce_bucket_size: must be a number of elements, got "x"'
+        ValueError,
+        match=r'zero_optimization\.reduce_bucket_size: must be a number of elements, got "x"',
     ):
         job(reduce_bucket_size="x")
 
@@ -155,12 +182,17 @@ def test_masks_of_radius_are_a_bit_for_each_element() -> None:
     assert stored["residual"] == 4 * 2 * 1024
 
 
-# -- candidates --------------------------------------------------------------------------------------------------------
+# -- candidates ------------------------------------------------------------------------------------
 
 
 def test_degrees_nest_with_the_machine() -> None:
     assert aligned_degrees(FRONTIER) == (1, 2, 4, 8, 16, 32, 384)
-    assert aligned_degrees(Topology("odd", nodes=3, gpus_per_node=3, ranks_per_gpu=2)) == (1, 2, 6, 18)
+    assert aligned_degrees(Topology("odd", nodes=3, gpus_per_node=3, ranks_per_gpu=2)) == (
+        1,
+        2,
+        6,
+        18,
+    )
 
 
 def test_no_two_candidates_do_the_same_and_each_block_makes_its_plan() -> None:
@@ -176,7 +208,9 @@ def test_no_two_candidates_do_the_same_and_each_block_makes_its_plan() -> None:
 
 
 def test_keys_of_the_user_are_kept_by_every_candidate() -> None:
-    asked = ZeroTopoConfig.parse({"scheme": AUTO, "gradients": "node", "quantize": {"weights": "int4"}, "meter": False})
+    asked = ZeroTopoConfig.parse(
+        {"scheme": AUTO, "gradients": "node", "quantize": {"weights": "int4"}, "meter": False}
+    )
     found = candidates(asked, FRONTIER)
     assert {plan.config.plan.gradients for plan in found} == {8}
     assert all(plan.config.weights_spec.bits == 4 for plan in found if plan.config.weights_spec)
@@ -184,8 +218,12 @@ def test_keys_of_the_user_are_kept_by_every_candidate() -> None:
 
 
 def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
-    """Bits, sync and degrees of the user's own stand in place of what a name would otherwise promise."""
-    asked = ZeroTopoConfig.parse({"scheme": AUTO, "weights": "gpu", "sync": {"mode": "dense"}, "quantize": {}})
+    """Bits, sync and degrees of the user's own stand in place of what a name would otherwise
+    promise.
+    """
+    asked = ZeroTopoConfig.parse(
+        {"scheme": AUTO, "weights": "gpu", "sync": {"mode": "dense"}, "quantize": {}}
+    )
     found = candidates(asked, FRONTIER)
     assert any("int4 publish" in plan.name for plan in found)
     for plan in found:
@@ -194,20 +232,34 @@ def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
 
 
 def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
-    """Beside sync in INT4, in place of INT4 differences; also where every rank holds all weights, which loses bits."""
+    """Beside sync in INT4, in place of INT4 differences; also where every rank holds all weights,
+    which loses bits.
+    """
     found = [plan for plan in candidates(ASKED, FRONTIER) if plan.config.resident_spec]
     assert all(plan.config.weights_spec == plan.config.resident_spec for plan in found)
-    assert all(plan.config.publish.delta is None and plan.losses[0][0] == "int8 weights" for plan in found)
+    assert all(
+        plan.config.publish.delta is None and plan.losses[0][0] == "int8 weights" for plan in found
+    )
     named = {plan.name: plan.losses[1:] for plan in found if plan.config.scheme == "topo"}
     assert list(named.values()) == [(), (("int4 sync",),)] * 2  # also through the GPU
-    alone = [plan for plan in found if plan.config.plan.degrees() == WHOLE and plan.config.plan.gpu is None]
-    assert alone and not any(by_domain(step_bytes(p.config, request().work)).get("gpu") for p in alone)
+    alone = [
+        plan
+        for plan in found
+        if plan.config.plan.degrees() == WHOLE and plan.config.plan.gpu is None
+    ]
+    assert alone and not any(
+        by_domain(step_bytes(p.config, request().work)).get("gpu") for p in alone
+    )
 
 
 def test_messages_of_publish_are_counted_as_if_all_blocks_were_sent_whole() -> None:
-    """A rank's, from 48 nodes, then from the four that share its rows with it; whole weights take twice the bytes."""
+    """A rank's, from 48 nodes, then from the four that share its rows with it; whole weights take
+    twice the bytes.
+    """
     work, blocks = Workload.uniform([384 * 256 * 1000]), 1000
-    config, whole = (resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None))
+    config, whole = (
+        resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None)
+    )
     message = ChangeSpec(256).largest(blocks)
     assert publish_bytes(config, work) == 48 * message + 192 * message
     assert 1.9 < publish_bytes(whole, work) / publish_bytes(config, work) < 2
@@ -219,11 +271,13 @@ def test_sparse_modes_are_tried_only_if_asked_for() -> None:
 
 
 def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:
-    with pytest.raises(ValueError, match="no plan keeps the other keys of the block: weights degree 3"):
+    with pytest.raises(
+        ValueError, match="no plan keeps the other keys of the block: weights degree 3"
+    ):
         candidates(ZeroTopoConfig.parse({"scheme": AUTO, "weights": 3}), TREE)
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> None:
@@ -236,8 +290,13 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
 def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
     """Times that differ by 0.4 percent count as equal."""
     ranking = timed(ASKED, request(), lambda config, job: 1.0 + 0.004 * (config.plan.weights > 1))
-    assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
-    leanest = {n: min(plan.stored for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
+    assert {"zero3", "zero++", "mics", "paper", "topo"} <= {
+        plan.candidate.name for plan in ranking.timed
+    }
+    leanest = {
+        n: min(plan.stored for plan in ranking.timed if len(plan.candidate.losses) == n)
+        for n in range(3)
+    }
     order = []
     for plan in ranking.timed:
         n = len(plan.candidate.losses)
@@ -247,17 +306,30 @@ def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name(
 
 @pytest.mark.parametrize(("faster", "wins"), [(0.0, False), (0.019, False), (0.026, True)])
 def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bool) -> None:
-    """INT8 weights and INT4 gradients for two percent of a step, and no less; the reasons say what is gained."""
+    """INT8 weights and INT4 gradients for two percent of a step, and no less; the reasons say what
+    is gained.
+    """
 
     def clock(config: ResolvedConfig, job: Job) -> float:
-        return 1 / (1 + faster) if config.scheme == "paper" else 1.0 if config.gradients_spec is None else 2.0
+        return (
+            1 / (1 + faster)
+            if config.scheme == "paper"
+            else 1.0
+            if config.gradients_spec is None
+            else 2.0
+        )
 
     ranking = timed(ASKED, request(params=10**9), clock)
     assert (ranking.best.candidate.name == "paper") == wins
     assert bool(ranking.best.candidate.losses) == wins
     text = explain(ranking)[1]
-    assert text.startswith("it sends int8 weights, int8 secondary, int4 gradients, which saves 2.5%") == wins
-    assert text.startswith("it is lossless") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
+    assert (
+        text.startswith("it sends int8 weights, int8 secondary, int4 gradients, which saves 2.5%")
+        == wins
+    )
+    assert text.startswith("it is lossless") != wins and ("would gain 1.9%" in text) == (
+        faster == 0.019
+    )
 
 
 def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
@@ -265,7 +337,9 @@ def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
     rows = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())["results"]
     last = {row["scheme"]: row["last"]["difference"] for row in rows}
     for scheme, (_, mean, worst) in RISKS.items():
-        assert (mean, worst) == pytest.approx((last[scheme]["mean"], last[scheme]["worst"]), abs=6e-5)
+        assert (mean, worst) == pytest.approx(
+            (last[scheme]["mean"], last[scheme]["worst"]), abs=6e-5
+        )
 
 
 @given(
@@ -274,7 +348,9 @@ def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
     params=st.integers(10**8, 10**11),
     micro_batch=st.integers(1, 4),
 )
-def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, micro_batch: int) -> None:
+def test_what_is_recommended_always_fits(
+    nodes: int, memory: int, params: int, micro_batch: int
+) -> None:
     topology = replace(load_preset("frontier", 8 * nodes), memory_per_rank=memory * GB)
     wanted = request(topology, params, micro_batch=micro_batch)
     ranking = timed(ASKED, wanted, by_weights)
@@ -288,27 +364,43 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
 
 
 def test_reasons_name_the_winner_the_waits_the_runner_up_and_what_does_not_fit() -> None:
-    lines = explain(timed(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights))
+    lines = explain(
+        timed(
+            ASKED,
+            request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)),
+            by_weights,
+        )
+    )
     text = "\n".join(lines)
     assert " wins with 1.00 s a step among " in lines[0] and "plans that fit, of" in lines[0]
-    assert "% of the memory is kept in reserve" in text and "it waits " in text and "the runner-up, " in text
+    assert (
+        "% of the memory is kept in reserve" in text
+        and "it waits " in text
+        and "the runner-up, " in text
+    )
     assert "paper does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
 
 
 def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
     text = "\n".join(explain(rank_plans(ASKED, request(TREE))))
-    assert "memory is not known, so plans that shard weights over less than a node were left out" in text
+    assert (
+        "memory is not known, so plans that shard weights over less than a node were left out"
+        in text
+    )
     assert "bandwidth of gpu, node, world is not known: frontier's is assumed" in text
     assert "how fast a rank of tree computes is not known" in text
 
 
 def engine(*numels: int, job: Job = Job(NEOX, 1, 1)) -> Any:  # noqa: B008 (frozen)
-    """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own.
+    """What the planner asks of an engine whose parameters zero.Init has partitioned: none has
+    elements of its own.
 
     Of a frozen one there are -n.
     """
     module = torch.nn.Module()
-    module.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in numels)
+    module.layers = torch.nn.ModuleList(
+        torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in numels
+    )
     for layer, n in zip(module.layers, numels, strict=True):
         width = next(width for width in (4096, 10**4, 1) if n % width == 0)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=n > 0)
@@ -331,29 +423,46 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     numels, machine = (50_000 * 4096, *[4096 * 4096] * 100), load_preset("frontier", 16)
     first, second = (planned(ASKED, request_of(engine(*numels), machine)) for _ in range(2))
     assert first == second
-    assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
+    assert (
+        first.notes[0].startswith("scheme auto: ")
+        and "; 1,882,521,600 parameters, counted as" in first.notes[0]
+    )
     assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
-    roomy = planned(ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), machine))
-    needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
+    roomy = planned(
+        ASKED, request_of(engine(*numels, job=Job(NEOX, 1, 1, live=0, bucket=10**6)), machine)
+    )
+    needs = [
+        config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)
+    ]
     assert all(needs) and needs[0] != needs[1]
     assert before_a_model(ASKED, TREE).plan.world_size == 8
 
 
 def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
-    """Each way out is tried: taken, a plan fits; and if none does by itself, all of them together."""
+    """Each way out is tried: taken, a plan fits; and if none does by itself, all of them
+    together.
+    """
 
     def complaint(params: int, micro_batch: int) -> tuple[Request, str]:
-        wanted = request(load_preset("frontier", 16), params, micro_batch=micro_batch, checkpointing=False)
+        wanted = request(
+            load_preset("frontier", 16), params, micro_batch=micro_batch, checkpointing=False
+        )
         with pytest.raises(ValueError, match="what would do") as raised:
             _ = timed(ASKED, wanted, by_weights).best
         return wanted, str(raised.value).partition("what would do, ")[2]
 
     wanted, ways = complaint(32 * 10**9, 1)
-    assert ways.startswith("each by itself: recompute activations (checkpointing); offload the optimizer to the host")
+    assert ways.startswith(
+        "each by itself: recompute activations (checkpointing); offload the optimizer to the host"
+    )
     assert ways.endswith("; use 4 nodes") and "flash" not in ways
     offloaded = replace(wanted, job=replace(wanted.job, offload=True))
     larger = replace(wanted, topology=load_preset("frontier", 32))
-    for changed in (replace(wanted, job=replace(wanted.job, checkpointing=True)), offloaded, larger):
+    for changed in (
+        replace(wanted, job=replace(wanted.job, checkpointing=True)),
+        offloaded,
+        larger,
+    ):
         assert timed(ASKED, changed, by_weights).timed
     wanted, ways = complaint(60 * 10**9, 4)
     assert ways.startswith("all together on 2 nodes: recompute")

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The operators: schemas that say what is written, and which backend serves: the best that loads, or a forced one."""
+"""The operators: schemas that say what is written, and which backend serves: the best that loads,
+or a forced one.
+"""
 
 from __future__ import annotations
 
@@ -31,42 +33,70 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The best backend is not to be had, the next is."""
     before = operators.use("reference", CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(operators, "BACKENDS", MappingProxyType({"native": broken, "reference": operators._reference}))
+        patch.setattr(
+            operators,
+            "BACKENDS",
+            MappingProxyType({"native": broken, "reference": operators._reference}),
+        )
         yield
     operators.use(before, CPU)
 
 
 @pytest.mark.usefixtures("two")
-def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_compiler_means_the_next_backend_and_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """No crash and no silence: the line names what serves and why the better one does not."""
     with caplog.at_level(logging.INFO, "zero_topo"):
         assert operators.select(CPU, env={}) == "reference"
     (line,) = caplog.messages
-    assert line == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install g++)"
+    assert (
+        line
+        == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install "
+        "g++)"
+    )
 
 
 @pytest.mark.usefixtures("two")
 def test_a_forced_backend_is_taken_or_refused() -> None:
-    """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to do."""
+    """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to
+    do.
+    """
     assert operators.select(CPU, env={"ZERO_TOPO_QUANT": "reference"}) == "reference"
-    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset"):
+    with pytest.raises(
+        ValueError,
+        match=r"ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset",
+    ):
         operators.select(CPU, env={"ZERO_TOPO_QUANT": "native"})
-    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"):
+    with pytest.raises(
+        ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"
+    ):
         operators.select(CPU, env={"ZERO_TOPO_QUANT": "warp"})
 
 
 def test_a_backend_without_kernels_for_a_kind_of_block_does_not_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would store other values without an error, or fail in the first step; a forced one is refused."""
+    """It would store other values without an error, or fail in the first step; a forced one is
+    refused.
+    """
     before = operators.use("reference", CPU)
-    monkeypatch.setattr(operators, "BACKENDS", MappingProxyType({"native": wrong, "reference": operators._reference}))
+    monkeypatch.setattr(
+        operators,
+        "BACKENDS",
+        MappingProxyType({"native": wrong, "reference": operators._reference}),
+    )
     kernels = {"native": ("int8",), "reference": ("int8", "fp6")}
     monkeypatch.setattr(operators, "KERNELS", MappingProxyType(kernels))
     with caplog.at_level(logging.INFO, "zero_topo"):
         assert operators.select(CPU, {"int8", "fp6"}, {}) == "reference"
-    assert caplog.messages == ["zero_topo: kernels on cpu: reference; not native: it has no kernels for fp6"]
-    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=native cannot serve cpu: it has no kernels for fp6; unset"):
+    assert caplog.messages == [
+        "zero_topo: kernels on cpu: reference; not native: it has no kernels for fp6"
+    ]
+    with pytest.raises(
+        ValueError,
+        match="ZERO_TOPO_QUANT=native cannot serve cpu: it has no kernels for fp6; unset",
+    ):
         operators.select(CPU, {"fp6"}, {"ZERO_TOPO_QUANT": "native"})
     operators.use(before, CPU)
 
@@ -101,14 +131,20 @@ def wrong(key: str) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("serve", "reason"),
     [
-        (refusing, "a first kernel failed (zero_topo kernels: the GPU refused the launch: invalid device function)"),
+        (
+            refusing,
+            "a first kernel failed (zero_topo kernels: the GPU refused the launch: invalid device "
+            "function)",
+        ),
         (wrong, "its first kernel packed 0 where 77 is right"),
     ],
 )
 def test_a_backend_whose_kernels_do_not_run_is_left_out(
     serve: Serve, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next backend serves from the start, in one line, instead of an error in the first gather."""
+    """The next backend serves from the start, in one line, instead of an error in the first
+    gather.
+    """
     before = operators.use("reference", CPU)
     backends = {"native": lambda device: serve, "reference": operators._reference}
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
@@ -133,7 +169,9 @@ def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_backend_says_what_it_serves() -> None:
-    """Without its interpreter Triton serves no CPU, and native kernels exist for CPUs and GPUs only."""
+    """Without its interpreter Triton serves no CPU, and native kernels exist for CPUs and GPUs
+    only.
+    """
     with pytest.raises(BackendUnavailable, match="interpreter"):
         operators.BACKENDS["triton"](CPU)
     with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
@@ -144,8 +182,13 @@ def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) ->
     """A job on XPU starts, with one line that says what serves and why no kernel does."""
     with caplog.at_level(logging.INFO, "zero_topo"):
         assert operators.select(torch.device("xpu"), env={}) == "reference"
-    assert "kernels on xpu: reference; not native: there are no native kernels for xpu" in caplog.messages[0]
-    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"):
+    assert (
+        "kernels on xpu: reference; not native: there are no native kernels for xpu"
+        in caplog.messages[0]
+    )
+    with pytest.raises(
+        ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"
+    ):
         operators.select(torch.device("xpu"), env={"ZERO_TOPO_QUANT": "triton"})
 
 
@@ -159,7 +202,11 @@ def test_tensors_of_two_devices_are_refused() -> None:
     """By an error, in every operation: a kernel would read an address of the other device."""
     spec, x = BlockSpec("int8", 64), torch.randn(64)
     message = ops.quantize(x, spec)
-    codes, part, masters = Codes.build([(0, 64)], 1, 64, CPU), Part(0, 1, 1, 1), Masters(x[None], 0, 0)
+    codes, part, masters = (
+        Codes.build([(0, 64)], 1, 64, CPU),
+        Part(0, 1, 1, 1),
+        Masters(x[None], 0, 0),
+    )
     far, elsewhere = message.to("meta"), Masters(x[None].to("meta"), 0, 0)
     change = ops.assess_changes(masters, codes, part)
     calls: list[Callable[[], object]] = [
@@ -170,7 +217,9 @@ def test_tensors_of_two_devices_are_refused() -> None:
         lambda: ops.assess_changes(elsewhere, codes, part),
         lambda: ops.encode_changes(elsewhere, codes, part, change, 1024),
         lambda: ops.apply_changes(far[None, None], codes, part, -1),
-        lambda: ops.peel(torch.zeros(3, 1024), torch.zeros(1, dtype=torch.uint8, device="meta"), 1, 8),
+        lambda: ops.peel(
+            torch.zeros(3, 1024), torch.zeros(1, dtype=torch.uint8, device="meta"), 1, 8
+        ),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="move one of them"):
@@ -181,11 +230,19 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     """Valid ones of each operator."""
     x, spec = torch.randn(200), BlockSpec("int8", 64)
     table = ops.quantize(x, spec)[None, None, None]
-    pieces, code, floats = ([torch.zeros(200)], [1, 200, 200, 200, 0]), list(spec.code), torch.randn(2, 64)
+    pieces, code, floats = (
+        ([torch.zeros(200)], [1, 200, 200, 200, 0]),
+        list(spec.code),
+        torch.randn(2, 64),
+    )
     mask, bits = torch.arange(16) % 3 == 0, torch.zeros(2, dtype=torch.uint8)
     built = Codes.build([(0, 64)], 2, 64, CPU)
     stored = built.stored, built.param_indices, built.param_index_of, [64, 0, 1, 2, 1]
-    assessed = torch.zeros(2), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(2, 1, 2, 8, dtype=torch.uint8)
+    assessed = (
+        torch.zeros(2),
+        torch.zeros(2, 1, dtype=torch.uint8),
+        torch.zeros(2, 1, 2, 8, dtype=torch.uint8),
+    )
     sizes = torch.zeros(2, 2, dtype=torch.int64)
     return {
         "quantize": (*pieces, code, torch.zeros_like(table), -1),
@@ -196,7 +253,12 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "count_above": (x, 0.5),
         "compact_above": (x, 0.5, torch.zeros(9, dtype=torch.int64), torch.zeros(9)),
         "row_largest": (floats, torch.zeros(2, 3, dtype=torch.int64)),
-        "ternary_encode": (floats, torch.arange(6).view(2, 3), [64, 3, 4, 0], torch.zeros(1, 14, dtype=torch.uint8)),
+        "ternary_encode": (
+            floats,
+            torch.arange(6).view(2, 3),
+            [64, 3, 4, 0],
+            torch.zeros(1, 14, dtype=torch.uint8),
+        ),
         "ternary_decode": (
             torch.zeros(1, 14, dtype=torch.uint8),
             torch.zeros(1, 2, dtype=torch.int64),
@@ -206,7 +268,12 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         ),
         "sketch_insert": (floats, 5, torch.zeros(2, 3, 1024)),
         "sketch_peel": (torch.zeros(3, 1024), bits, 5, torch.zeros(16)),
-        "aged_adamw": (*(torch.randn(16) for _ in range(4)), mask.byte(), torch.rand(4, 257), [0.9, 0.8, 1e-8, -0.1]),
+        "aged_adamw": (
+            *(torch.randn(16) for _ in range(4)),
+            mask.byte(),
+            torch.rand(4, 257),
+            [0.9, 0.8, 1e-8, -0.1],
+        ),
         "codes_assess": (floats, [0, 0], *stored, *assessed, sizes),
         "codes_emit": (
             floats,
@@ -222,8 +289,12 @@ def arguments() -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", arguments())
 def test_schemas_say_what_is_written(name: str) -> None:
-    """Only marked arguments change, no result is an alias of one, and fake tensors get results of the right shape."""
-    torch.library.opcheck(getattr(OPS, name).default, arguments()[name], test_utils=("test_schema", "test_faketensor"))
+    """Only marked arguments change, no result is an alias of one, and fake tensors get results of
+    the right shape.
+    """
+    torch.library.opcheck(
+        getattr(OPS, name).default, arguments()[name], test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_profiles_and_fake_tensors_know_the_operators() -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The arithmetic contract, checked against a scalar model that follows its sentences with Python floats."""
+"""The arithmetic contract, checked against a scalar model that follows its sentences with Python
+floats.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SPECS = [*EVEN, NF4]
 
 
 def f32(x: float) -> float:
-    """Round a Python float to FP32 (correct for one operation on FP32 inputs: double rounding is innocuous)."""
+    """Round a Python float to FP32 (correct for one operation on FP32 inputs: double rounding is
+    innocuous).
+    """
     try:
         return struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
@@ -43,14 +47,19 @@ def scalar_block(values: list[float], spec: BlockSpec) -> list[float]:
 
 
 def scalar_nf4(values: list[float], unit: float) -> list[float]:
-    """A block in NF4: its scale is the nearest below 11/8 of a step, its values go to the nearest level."""
-    mantissa, exponent = math.frexp(unit)  # unit = (2 * mantissa) * 2**(exponent - 1), 2 * mantissa in [1, 2)
+    """A block in NF4: its scale is the nearest below 11/8 of a step, its values go to the nearest
+    level.
+    """
+    # Unit = (2 * mantissa) * 2**(exponent - 1), 2 * mantissa in [1, 2)
+    mantissa, exponent = math.frexp(unit)
     step = 4 * (exponent - 1 + 43) + math.floor(4 * (2 * mantissa - 1) + 3 / 8) if unit else 0
     if step > 254:
         return [math.nan] * len(values)
     scale = 2.0**-43 * (1 + max(step, 0) % 4 / 4) * 2.0 ** (max(step, 0) // 4)
     inverse = f32(1 / scale)
-    nearest = (min(NF4_LEVELS, key=lambda level: (abs(f32(v * inverse) - level), level)) for v in values)
+    nearest = (
+        min(NF4_LEVELS, key=lambda level: (abs(f32(v * inverse) - level), level)) for v in values
+    )
     return [f32(level * scale) for level in nearest]
 
 
@@ -58,7 +67,9 @@ def scalar_model(x: torch.Tensor, spec: BlockSpec) -> list[float]:
     """What dequantize(quantize(x)) must give in FP32."""
     values, size = x.float().tolist(), spec.block_size
     padded = values + [0.0] * (-len(values) % size)
-    blocks = (scalar_block(padded[begin : begin + size], spec) for begin in range(0, len(values), size))
+    blocks = (
+        scalar_block(padded[begin : begin + size], spec) for begin in range(0, len(values), size)
+    )
     return [value for block in blocks for value in block][: len(values)]
 
 
@@ -69,7 +80,9 @@ def roundtrip(x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 257, 1000])
-def test_round_trip_equals_the_scalar_model_bit_for_bit(spec: BlockSpec, dtype: torch.dtype, numel: int) -> None:
+def test_round_trip_equals_the_scalar_model_bit_for_bit(
+    spec: BlockSpec, dtype: torch.dtype, numel: int
+) -> None:
     generator = torch.Generator().manual_seed(numel)
     x = (torch.randn(numel, generator=generator) * torch.logspace(-3, 2, numel)).to(dtype)
     assert roundtrip(x, spec).tolist() == scalar_model(x, spec)
@@ -77,7 +90,13 @@ def test_round_trip_equals_the_scalar_model_bit_for_bit(spec: BlockSpec, dtype: 
 
 @given(
     st.lists(
-        st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100),
+        st.floats(
+            width=32,
+            allow_nan=False,
+            allow_infinity=False,
+            min_value=-(2.0**100),
+            max_value=2.0**100,
+        ),
         min_size=1,
         max_size=130,
     ),
@@ -89,7 +108,9 @@ def test_round_trip_equals_the_scalar_model_bit_for_bit(spec: BlockSpec, dtype: 
 @example([7e-13, -7e-13, 1e-12], NF4)
 def test_any_finite_values_equal_the_scalar_model(values: list[float], spec: BlockSpec) -> None:
     x = torch.tensor(values)
-    torch.testing.assert_close(roundtrip(x, spec), torch.tensor(scalar_model(x, spec)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        roundtrip(x, spec), torch.tensor(scalar_model(x, spec)), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -108,7 +129,12 @@ def test_every_level_of_nf4_comes_back() -> None:
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
     for scale in (2.0**-43, 1.25 * 2.0**-20, 1.75, 1.5 * 2.0**20):
         assert torch.equal(roundtrip(levels * scale, NF4), levels * scale)
-    assert roundtrip(torch.tensor([127.0, 6.0, -5.0, 107.5]), NF4).tolist() == [127.0, 0.0, -10.0, 88.0]
+    assert roundtrip(torch.tensor([127.0, 6.0, -5.0, 107.5]), NF4).tolist() == [
+        127.0,
+        0.0,
+        -10.0,
+        88.0,
+    ]
 
 
 def test_nf4_has_the_bytes_of_int4_and_less_error() -> None:
@@ -117,7 +143,10 @@ def test_nf4_has_the_bytes_of_int4_and_less_error() -> None:
     assert NF4.nbytes(x.numel()) == BlockSpec("int4").nbytes(x.numel()) == 2**16 * 33 // 64
     specs = BlockSpec("int4"), BlockSpec("int4", 64), NF4
     errors = {spec: float((roundtrip(x, spec) - x).square().mean()) for spec in specs}
-    assert errors[NF4] < 0.6 * errors[BlockSpec("int4")] and errors[NF4] < 0.8 * errors[BlockSpec("int4", 64)]
+    assert (
+        errors[NF4] < 0.6 * errors[BlockSpec("int4")]
+        and errors[NF4] < 0.8 * errors[BlockSpec("int4", 64)]
+    )
 
 
 def test_wrong_arguments_are_refused_with_the_sizes() -> None:
@@ -134,7 +163,9 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
         BlockSpec("int16")
     with pytest.raises(ValueError, match="block_size 100"):
         BlockSpec("int8", 100)
-    with pytest.raises(ValueError, match=r"block_size 256 is not supported by nf4; choose one of .64"):
+    with pytest.raises(
+        ValueError, match=r"block_size 256 is not supported by nf4; choose one of .64"
+    ):
         BlockSpec("nf4", 256)
     with pytest.raises(ValueError, match="adjacent"):
         View(torch.ones(10, 2)[:, 0], 1, 10, 10)
@@ -142,12 +173,26 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
 
 @st.composite
 def drawn_pieces(draw: st.DrawFn) -> tuple[View, list[int | None]]:
-    """A piece of the numbers 1, 2, 3, ... and the place of each of its values, None if it does not exist."""
-    members, rows, present = draw(st.integers(1, 3)), draw(st.integers(0, 5)), draw(st.integers(0, 7))
-    columns, gap, limit = present + draw(st.integers(0, 3)), draw(st.integers(0, 4)), draw(st.integers(0, 90))
+    """A piece of the numbers 1, 2, 3, ... and the place of each of its values, None if it does not
+    exist.
+    """
+    members, rows, present = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 5)),
+        draw(st.integers(0, 7)),
+    )
+    columns, gap, limit = (
+        present + draw(st.integers(0, 3)),
+        draw(st.integers(0, 4)),
+        draw(st.integers(0, 90)),
+    )
     stride, apart = present + gap, present + draw(st.integers(0, 3))
-    stride, member_stride = (members * apart, apart) if draw(st.booleans()) else (stride, rows * stride)
-    piece = View(torch.arange(1.0, limit + 1), rows, columns, stride, members, member_stride, present)
+    stride, member_stride = (
+        (members * apart, apart) if draw(st.booleans()) else (stride, rows * stride)
+    )
+    piece = View(
+        torch.arange(1.0, limit + 1), rows, columns, stride, members, member_stride, present
+    )
     values = itertools.product(range(members), range(rows), range(columns))
     places = [m * member_stride + r * stride + c if c < present else None for m, r, c in values]
     return piece, [place if place is not None and place < limit else None for place in places]
@@ -155,12 +200,17 @@ def drawn_pieces(draw: st.DrawFn) -> tuple[View, list[int | None]]:
 
 @given(drawn_pieces())
 def test_a_piece_reads_and_writes_what_exists(drawn: tuple[View, list[int | None]]) -> None:
-    """Element (m, r, c) is flat[m * member_stride + r * stride + c], zero beyond the end and beyond the columns that
-    are present; writing touches no other element, and a member alone is what it is among the others.
+    """Element (m, r, c) is flat[m * member_stride + r * stride + c], zero beyond the end and beyond
+    the columns that are present; writing touches no other element, and a member alone is what it is
+    among the others.
     """
     piece, places = drawn
-    assert piece.read().flatten().tolist() == [0.0 if place is None else place + 1.0 for place in places]
-    assert torch.equal(torch.cat([piece.member(m).read() for m in range(piece.members)]), piece.read())
+    assert piece.read().flatten().tolist() == [
+        0.0 if place is None else place + 1.0 for place in places
+    ]
+    assert torch.equal(
+        torch.cat([piece.member(m).read() for m in range(piece.members)]), piece.read()
+    )
     expected = piece.flat.clone()
     piece.write(-torch.arange(1.0, len(places) + 1))
     for value, place in enumerate(places):
@@ -170,8 +220,13 @@ def test_a_piece_reads_and_writes_what_exists(drawn: tuple[View, list[int | None
 
 
 def test_all_members_at_once_are_each_alone() -> None:
-    """Messages of a [members, rows, columns] tensor, in any table, are those of its matrices; one is left alone."""
-    spec, x = BlockSpec("int8", 64), torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(5))
+    """Messages of a [members, rows, columns] tensor, in any table, are those of its matrices; one
+    is left alone.
+    """
+    spec, x = (
+        BlockSpec("int8", 64),
+        torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(5)),
+    )
     table = torch.zeros(3, 2, spec.nbytes(200), dtype=torch.uint8).transpose(0, 1)
     ops.quantize(x, spec, table, without=4)
     out = ops.dequantize(table, spec, torch.ones(6, 4, 50), without=4)
@@ -185,11 +240,15 @@ def test_all_members_at_once_are_each_alone() -> None:
 
 @pytest.mark.parametrize("wire", DTYPES)
 def test_casts_sum_in_fp32_and_round_once(wire: str) -> None:
-    """Values that travel as floats are rounded when they leave, and their sum when it is written; sources in order."""
+    """Values that travel as floats are rounded when they leave, and their sum when it is written;
+    sources in order.
+    """
     parts, dtype = torch.randn(3, 2, 100, generator=torch.Generator().manual_seed(8)), DTYPES[wire]
     messages = torch.stack([ops.quantize(part[:, None], Cast(wire)) for part in parts])
     assert torch.equal(messages.view(dtype), parts.to(dtype))
-    out = ops.dequantize_reduce(messages, Cast(wire), torch.ones(2, 1, 100).bfloat16(), 1 / 3, True, 1)
+    out = ops.dequantize_reduce(
+        messages, Cast(wire), torch.ones(2, 1, 100).bfloat16(), 1 / 3, True, 1
+    )
     expected = 1 + (parts[0].to(dtype).float() + parts[2].to(dtype).float()) * torch.tensor(1 / 3)
     assert torch.equal(out[:, 0], expected.bfloat16())
 
@@ -206,7 +265,9 @@ def test_pieces_are_one_message(numels: list[int], spec: BlockSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_reduction_sums_in_order_then_scales_then_accumulates_then_rounds(spec: BlockSpec) -> None:
+def test_a_reduction_sums_in_order_then_scales_then_accumulates_then_rounds(
+    spec: BlockSpec,
+) -> None:
     """Parts in the order given; then three roundings: factor, accumulation, dtype of the output."""
     stored = torch.randn(300, generator=torch.Generator().manual_seed(9)).bfloat16()
     parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]

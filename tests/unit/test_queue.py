@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ordered queues on a CPU: without overlap work has ended when it has begun, with overlap when it is waited for."""
+"""Ordered queues on a CPU: without overlap work has ended when it has begun, with overlap when it
+is waited for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_work_ends_at_once_or_in_the_order_in_which_it_began(overlap: bool) -> N
 
 
 def test_a_handle_of_several_stages_ends_with_the_last() -> None:
-    """Each stage may begin another exchange; ``then`` keeps the stages, and waiting runs all that are left."""
+    """Each stage may begin another exchange; ``then`` keeps the stages, and waiting runs all that
+    are left.
+    """
     done = list[str]()
 
     def stage(name: str, following: Handle[str] | None = None) -> Handle[str]:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The report of a run: its numbers, its files, what it prints, and what it says of folders that are no runs."""
+"""The report of a run: its numbers, its files, what it prints, and what it says of folders that are
+no runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from tests.plans import resolve
 from zero_topo.cli.schema import document
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.report import Stats, build_report
-from zero_topo.observe.runlog import log_evaluation, log_step, log_timeline, new_run_folder, read_metrics, read_report
+from zero_topo.observe.runlog import (
+    log_evaluation,
+    log_step,
+    log_timeline,
+    new_run_folder,
+    read_metrics,
+    read_report,
+)
 from zero_topo.observe.tables import render
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
@@ -52,7 +61,10 @@ RUN = Stats(
     pace={},
 )
 """A run of the scheme topo with parameters that do not divide evenly."""
-SENT, HELD = step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2)
+SENT, HELD = (
+    step_bytes(RUN.config, RUN.work),
+    memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2),
+)
 EXACT = SENT, HELD, 4_250_000
 """A rank that sent and holds exactly what the formulas say."""
 
@@ -73,7 +85,9 @@ SPEED = "speed of each rank: 2,048 tokens/s, 61.2 TFLOP/s, MFU 32.0%"
 
 
 def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
-    """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same machine and model."""
+    """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same
+    machine and model.
+    """
     report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
     zero3 = resolve(RUN.config.topology, scheme="zero3")
     rows = {(row["phase"], row["domain"]): row for row in report["zero_topo"]["sent"]}
@@ -96,27 +110,39 @@ def test_report_shows_ranks_that_differ(folder: Path) -> None:
 
 
 def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
-    """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and losses."""
+    """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and
+    losses.
+    """
     report = build_report(folder, RUN, [EXACT] * 8, **RESULT)
     (folder / "metrics.jsonl").unlink()
     text = render(folder)
     assert max(len(line) for line in text.splitlines() if "  " in line) <= 80  # of the tables
     for row in report["zero_topo"]["sent"]:
         assert format_bytes(max(row["max"], row["zero3"])) in text
-    named = ("secondary", "publish", "5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "1 min 02 s")
+    named = (
+        "secondary",
+        "publish",
+        "5.500 -> 3.000",
+        "evaluation 2.500",
+        "2 micro-batches",
+        "1 min 02 s",
+    )
     for word in (*named, "gather forward 250", "union 0.03", PEAK, SPEED):
         assert word in text, word
     assert json.loads((folder / "report.json").read_text()) == report
 
 
 def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
-    """A run without the block has losses and a plot, no bytes, and a sentence that says why, in the command's words."""
+    """A run without the block has losses and a plot, no bytes, and a sentence that says why, in the
+    command's words.
+    """
     report = build_report(folder, None, [], **RESULT)
     status, out, _ = run("report", str(folder))
     assert (status, report["zero_topo"]) == (0, None) and "A model" in out and "stock ZeRO-3" in out
     assert json.loads(run("report", str(folder), "--json")[1]) == report
     assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
-    (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))  # as of a run without steps
+    # As of a run without steps
+    (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))
     assert "per step" in out and "per step" not in render(folder)
 
 
@@ -127,7 +153,9 @@ def test_report_json_is_what_its_schema_describes(stats: Any, folder: Path, run:
 
 
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
-    """Lines can be read back while the run goes on, and without a folder (other ranks) none is written."""
+    """Lines can be read back while the run goes on, and without a folder (other ranks) none is
+    written.
+    """
     lines = read_metrics(folder)
     assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, None, 2.5]
     assert lines[3]["timeline"][1] == ["scatter", 0.25, 0.375]
@@ -137,13 +165,19 @@ def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
 
 @pytest.mark.parametrize("read", [read_metrics, read_report, render])
 def test_folders_that_are_no_runs_are_named(tmp_path: Path, read: Any) -> None:
-    """Asking for the report of some other folder is one line with the folder and what to give instead."""
-    with pytest.raises(ValueError, match=r"has no (metrics\.jsonl|report\.json): give the folder of a run"):
+    """Asking for the report of some other folder is one line with the folder and what to give
+    instead.
+    """
+    with pytest.raises(
+        ValueError, match=r"has no (metrics\.jsonl|report\.json): give the folder of a run"
+    ):
         read(tmp_path)
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    """A cut line and a report of another version are errors with the place, not a traceback of json."""
+    """A cut line and a report of another version are errors with the place, not a traceback of
+    json.
+    """
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": NaN}\n{"ste')
     with pytest.raises(ValueError, match=r"line 2: not valid JSON: .*; remove the line"):
         read_metrics(tmp_path)
@@ -153,30 +187,49 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) -> None:
-    """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the engine says."""
-    report = build_report(folder, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT], **RESULT)
+    """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the
+    engine says.
+    """
+    report = build_report(
+        folder, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT], **RESULT
+    )
     rows = {row["role"]: row["formula"] for row in report["zero_topo"]["memory"]}
     assert rows == memory_bytes(RUN.config, RUN.work, 4, 8)
 
 
 def test_a_report_of_one_rank_says_so(folder: Path) -> None:
-    """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the process."""
+    """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the
+    process.
+    """
     build_report(folder, replace(RUN, on_device=False), [EXACT], **RESULT)
     text = render(folder)
-    assert "Sent by one rank per" in text and "Memory of one rank" in text and "each rank per" not in text
+    assert (
+        "Sent by one rank per" in text
+        and "Memory of one rank" in text
+        and "each rank per" not in text
+    )
     assert "Peak memory: 4.25 MB of the process" in text
 
 
 def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
-    """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no losses."""
+    """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no
+    losses.
+    """
     report = build_report(tmp_path / "new", RUN, [EXACT] * 8, **RESULT)
-    assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (0, None, None, {})
+    assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (
+        0,
+        None,
+        None,
+        {},
+    )
     assert "loss" not in render(tmp_path / "new").replace("loss.png", "")
     document("report").validate_python(report)
 
 
 def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank has the package without extras: it leaves report.json, of which `zero-topo report` makes the page."""
+    """A rank has the package without extras: it leaves report.json, of which `zero-topo report`
+    makes the page.
+    """
     monkeypatch.setattr("zero_topo.observe.report.find_spec", lambda _: None)
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
@@ -190,6 +243,10 @@ def test_run_folders_are_named_after_config_and_time() -> None:
 
 
 def test_the_readmes_picture_is_what_the_script_draws() -> None:
-    """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture again."""
+    """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture
+    again.
+    """
     committed = (ROOT / "docs" / "tree.svg").read_text()
-    assert committed == tree_figure.readme_svg(), "run: python -m benchmarks.tree_figure docs/tree.svg"
+    assert committed == tree_figure.readme_svg(), (
+        "run: python -m benchmarks.tree_figure docs/tree.svg"
+    )

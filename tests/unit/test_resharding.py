@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A checkpoint recut for other ranks, sub-groups and orders is the one that those ranks would have saved."""
+"""A checkpoint recut for other ranks, sub-groups and orders is the one that those ranks would have
+saved.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ def shard(whole: Tensor, rank: int, ranks: int) -> Tensor:
     return padded[rank * width :][:width]
 
 
-def files_of(shapes: Shapes, groups: list[int], rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def files_of(
+    shapes: Shapes, groups: list[int], rank: int, ranks: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a rank saves: its model states and its optimizer states."""
 
     def flat(names: dict[str, torch.Size], salt: int) -> Tensor:
-        return torch.cat([shard(values(of.numel(), salt + int(name)), rank, ranks) for name, of in names.items()])
+        return torch.cat(
+            [shard(values(of.numel(), salt + int(name)), rank, ranks) for name, of in names.items()]
+        )
 
     model = {
         "module": {"buffer": torch.ones(2)},
@@ -45,36 +51,56 @@ def files_of(shapes: Shapes, groups: list[int], rank: int, ranks: int) -> tuple[
         "frozen_param_shapes": {"still": torch.Size([7, 3])},
         "frozen_param_fragments": {"still": shard(values(21, 9).bfloat16(), rank, ranks)},
     }
-    state = {i: {"step": torch.tensor(3.0), "exp_avg": flat(names, 50)} for i, names in enumerate(shapes)}
-    params = [[i for i, group in enumerate(groups) if group == index] for index in range(max(groups) + 1)]
-    inner = {"state": state, "param_groups": [{"lr": 0.1 + i, "params": own} for i, own in enumerate(params)]}
+    state = {
+        i: {"step": torch.tensor(3.0), "exp_avg": flat(names, 50)} for i, names in enumerate(shapes)
+    }
+    params = [
+        [i for i, group in enumerate(groups) if group == index] for index in range(max(groups) + 1)
+    ]
+    inner = {
+        "state": state,
+        "param_groups": [{"lr": 0.1 + i, "params": own} for i, own in enumerate(params)],
+    }
     flats = [flat(names, 0) for names in shapes]
-    optimizer = {"partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": flats, "loss_scaler": 8}
+    optimizer = {
+        "partition_count": ranks,
+        "optimizer_state_dict": inner,
+        "fp32_flat_groups": flats,
+        "loss_scaler": 8,
+    }
     return model, {"optimizer_state_dict": optimizer}
 
 
 def saved(folder: Path, shapes: Shapes, groups: list[int], ranks: int) -> None:
     """Write the files of all ranks."""
     for rank in range(ranks):
-        for kind, content in zip(("model", "optim"), files_of(shapes, groups, rank, ranks), strict=True):
+        for kind, content in zip(
+            ("model", "optim"), files_of(shapes, groups, rank, ranks), strict=True
+        ):
             torch.save(content, folder / file_name(rank, kind))
 
 
 def sub_groups(numels: list[int], size: int) -> tuple[Shapes, list[int]]:
-    """Parameters 0, 1, ... in two parameter groups, cut into sub-groups of ``size``; the group of each."""
+    """Parameters 0, 1, ... in two parameter groups, cut into sub-groups of ``size``; the group of
+    each.
+    """
     shapes: Shapes = []
     groups = []
     half = (len(numels) + 1) // 2
     for group, own in enumerate((range(half), range(half, len(numels)))):
         for first in range(own.start, own.stop, size):
-            shapes.append({str(i): torch.Size([numels[i]]) for i in range(first, min(first + size, own.stop))})
+            shapes.append(
+                {str(i): torch.Size([numels[i]]) for i in range(first, min(first + size, own.stop))}
+            )
             groups.append(group)
     return shapes, groups
 
 
 @given(NUMELS, st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_every_rank_gets_what_it_would_have_saved(numels: list[int], old: int, new: int, cut: int, recut: int) -> None:
+def test_every_rank_gets_what_it_would_have_saved(
+    numels: list[int], old: int, new: int, cut: int, recut: int
+) -> None:
     """To the bit: shards, padding, states, groups, counts, frozen weights."""
     shapes, groups = sub_groups(numels, recut)
     with TemporaryDirectory() as name:
@@ -88,14 +114,18 @@ def test_every_rank_gets_what_it_would_have_saved(numels: list[int], old: int, n
 
 
 def test_only_files_that_overlap_are_opened(tmp_path: Path) -> None:
-    """Of eight ranks' files the last of four opens its two, and the first for what all have in common."""
+    """Of eight ranks' files the last of four opens its two, and the first for what all have in
+    common.
+    """
     shapes, groups = sub_groups([16, 64], 1)
     saved(tmp_path, shapes, groups, 8)
     for rank in range(1, 6):
         for kind in ("model", "optim"):
             (tmp_path / file_name(rank, kind)).unlink()
     Saved(tmp_path, "", 3, 4).optimizer(shapes, groups)
-    with pytest.raises(ValueError, match=r"zero_pp_rank_4_mp_rank_00_optim_states.pt cannot be read \(FileNotFound"):
+    with pytest.raises(
+        ValueError, match=r"zero_pp_rank_4_mp_rank_00_optim_states.pt cannot be read \(FileNotFound"
+    ):
         Saved(tmp_path, "", 2, 4).optimizer(shapes, groups)
 
 
@@ -105,7 +135,10 @@ def test_other_parameters_and_groups_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, shapes, groups, 2)
     model, _ = files_of(shapes, groups, 0, 2)
     mine = Saved(tmp_path, "", 0, 3)
-    for other, words in (({"0": torch.Size([3])}, "has 4 elements of 0, which has 3"), ({"x": torch.Size([4])}, "no")):
+    for other, words in (
+        ({"0": torch.Size([3])}, "has 4 elements of 0, which has 3"),
+        ({"x": torch.Size([4])}, "no"),
+    ):
         with pytest.raises(ValueError, match=words):
             mine.model(model, [other, shapes[1]])
     with pytest.raises(ValueError, match="0 was saved in another parameter group than 1"):

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What `docs/stage3-keys.md` says of every key of DeepSpeed's stage 3 is what happens, in every supported release."""
+"""What `docs/stage3-keys.md` says of every key of DeepSpeed's stage 3 is what happens, in every
+supported release.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def test_the_table_has_every_key_of_every_supported_release() -> None:
     if version in RECORDED["releases"]:
         at = RECORDED["releases"].index(version)
         order = {release: place for place, release in enumerate(RECORDED["releases"])}
-        there = {key for key, (first, last) in RECORDED["keys"].items() if order[first] <= at <= order[last]}
+        there = {
+            key
+            for key, (first, last) in RECORDED["keys"].items()
+            if order[first] <= at <= order[last]
+        }
         assert set(fields()) == there
 
 
@@ -64,7 +70,9 @@ def test_a_key_is_refused_ignored_or_left_as_it_is_as_the_table_says(key: str) -
         assert key in KEYS
     if stated in ("as stock", "no effect"):
         for value in (True, False):
-            assert deepspeed_problems(of(key, value)) == [] and translate(of(key, value)).lines == ()
+            assert (
+                deepspeed_problems(of(key, value)) == [] and translate(of(key, value)).lines == ()
+            )
 
 
 def test_every_key_that_the_code_treats_is_in_the_table_as_what_it_is() -> None:
@@ -79,8 +87,12 @@ def test_both_names_of_a_key_are_treated_alike() -> None:
     for name, field in fields().items():
         if field.alias is None:
             continue
-        assert (name in counted) == (field.alias in counted) and (name in IGNORED) == (field.alias in IGNORED)
-        assert bool(deepspeed_problems(of(name, True))) == bool(deepspeed_problems(of(field.alias, True))), name
+        assert (name in counted) == (field.alias in counted) and (name in IGNORED) == (
+            field.alias in IGNORED
+        )
+        assert bool(deepspeed_problems(of(name, True))) == bool(
+            deepspeed_problems(of(field.alias, True))
+        ), name
 
 
 def test_keys_without_an_effect_are_not_read_by_deepspeeds_stage_3() -> None:

@@ -24,7 +24,13 @@ from tests.matrix import recorded
 from tests.plans import resolve
 from tests.tables_of_gain import GAINS, muon_steps
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
-from tests.tables_of_speed import SPEEDS, cluster_sentences, muon_sentences, scale_sentences, stock_sentences
+from tests.tables_of_speed import (
+    SPEEDS,
+    cluster_sentences,
+    muon_sentences,
+    scale_sentences,
+    stock_sentences,
+)
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
@@ -54,14 +60,24 @@ def place(config: ResolvedConfig, role: str) -> str:
     degree = config.plan.degrees()[role]
     if degree is None:
         return "-"
-    spec = {"weights": config.weights_spec, "secondary": config.secondary_spec, "gradients": config.gradients_spec}
-    quantized, stored = spec.get(role), " stored" if role == "weights" and config.resident_spec else ""
+    spec = {
+        "weights": config.weights_spec,
+        "secondary": config.secondary_spec,
+        "gradients": config.gradients_spec,
+    }
+    quantized, stored = (
+        spec.get(role),
+        " stored" if role == "weights" and config.resident_spec else "",
+    )
     return config.topology.domain(degree) + (f", INT{quantized.bits}{stored}" if quantized else "")
 
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
 ROWS["`topo` with INT4 sync"] = {"sync": {"mode": "quantized"}}
-ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+ROWS["`topo` with INT4 sync and publish"] = {
+    "sync": {"mode": "quantized"},
+    "publish": {"delta": "int4"},
+}
 
 
 def scheme_cells(name: str) -> list[str]:
@@ -71,7 +87,11 @@ def scheme_cells(name: str) -> list[str]:
     stored = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
     sent = by_domain(step_bytes(config, work))
     numbers = [stored, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
-    return [name, *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
+    return [
+        name,
+        *(place(config, role) for role in ROLES),
+        *(format_bytes(n) if n else "-" for n in numbers),
+    ]
 
 
 def scheme_rows(short: bool = False) -> list[str]:
@@ -112,10 +132,16 @@ def paper_rows() -> list[str]:
     rows = []
     for name, published in PAPER.items():
         words = (
-            name.replace("zero", "ZeRO-").replace("-++", "++").replace("paper", "ZeRO-topo").replace(" / ", " over ")
+            name.replace("zero", "ZeRO-")
+            .replace("-++", "++")
+            .replace("paper", "ZeRO-topo")
+            .replace(" / ", " over ")
         )
         what = "ZeRO-topo from 64 to 384 GCDs" if name == "64 to 384" else f"{words} at 384 GCDs"
-        rows.append(f"| {what} | {published:.2f} | {' | '.join(f'{column[name]:.2f}' for column in columns)} |")
+        rows.append(
+            f"| {what} | {published:.2f} | "
+            f"{' | '.join(f'{column[name]:.2f}' for column in columns)} |"
+        )
     return rows
 
 
@@ -126,15 +152,23 @@ def fault_rows() -> list[str]:
 
 def suite_rows() -> list[str]:
     """How DeepSpeed's own tests ended, from the record committed."""
-    known, ways = json.loads(deepspeed_suite.EXPECTED.read_text()), ("passed", "refused", "failed", "hung")
+    known, ways = (
+        json.loads(deepspeed_suite.EXPECTED.read_text()),
+        ("passed", "refused", "failed", "hung"),
+    )
     found = known["results"].items()
-    return [row([f"`{name}`", of["when"], *(str(of.get(way, 0)) for way in ways)]) for name, of in found]
+    return [
+        row([f"`{name}`", of["when"], *(str(of.get(way, 0)) for way in ways)]) for name, of in found
+    ]
 
 
 def suite_reasons() -> list[str]:
     """The reasons why some of its tests do not pass; every reason explains at least one."""
     known = json.loads(deepspeed_suite.EXPECTED.read_text())
-    counts = [sum(bool(re.search(reason["ids"], id)) for id in known["tests"]) for reason in known["reasons"]]
+    counts = [
+        sum(bool(re.search(reason["ids"], id)) for id in known["tests"])
+        for reason in known["reasons"]
+    ]
     assert all(counts)
     return [
         row([str(count), ", ".join(f"`{name}`" for name in reason["blocks"]), reason["why"]])
@@ -150,13 +184,16 @@ def soak_rows() -> list[str]:
 def feature_rows() -> list[str]:
     """The matrix of features and schemes, from the record committed."""
     return [
-        row([name, *(said if said == "pass" else "refused" for said in cells.values())]) for name, cells in _cells()
+        row([name, *(said if said == "pass" else "refused" for said in cells.values())])
+        for name, cells in _cells()
     ]
 
 
 def refused_feature_rows() -> list[str]:
     """What each refusal in it says: of every scheme the same."""
-    refused = [(name, set(cells.values())) for name, cells in _cells() if "pass" not in cells.values()]
+    refused = [
+        (name, set(cells.values())) for name, cells in _cells() if "pass" not in cells.values()
+    ]
     return [row([name, *said]) for name, said in refused]
 
 
@@ -179,7 +216,9 @@ REFUSED = (
 
 
 def refusal_rows() -> list[str]:
-    """The table of refused configs, each `configs/topo.json` with some keys replaced, on 16 ranks."""
+    """The table of refused configs, each `configs/topo.json` with some keys replaced, on 16
+    ranks.
+    """
     return [row([f"`{text}`", refusal(json.loads(text))]) for text in REFUSED]
 
 
@@ -213,8 +252,12 @@ def refusal(changed: dict[str, Any]) -> str:
         *(late(*of) if of[0] == "experts" else of for of in GAINS.items()),
     ],
 )
-def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
-    """What is promised is computed, what was measured was recorded; on failure, paste the rows printed."""
+def test_a_table_is_what_the_formulas_or_the_record_say(
+    table: str, rows: Callable[[], list[str]]
+) -> None:
+    """What is promised is computed, what was measured was recorded; on failure, paste the rows
+    printed.
+    """
     assert tables()[table] == rows(), "\n" + "\n".join(rows())
 
 
@@ -226,7 +269,9 @@ def scheme_sentences() -> list[str]:
 
 
 def block_sentences() -> list[str]:
-    """What the page of kernels says of the scatter's bytes, each parameter at a block against all as one parameter."""
+    """What the page of kernels says of the scatter's bytes, each parameter at a block against all
+    as one parameter.
+    """
     numels, words = load_model("gpt-neox-20b").numels(), []
     for ranks in (RANKS, 4096, 75264):
         config = resolve(load_preset("frontier", ranks), **ROWS["`zero++`"])
@@ -234,12 +279,16 @@ def block_sentences() -> list[str]:
         each, one = (_scattered(config, Workload.uniform(of)) for of in (numels, [joined]))
         words.append(f"{each / one - 1:.1%} on {ranks:,} ranks")
     topo = resolve(load_preset("frontier", RANKS), **ROWS["`topo`"])
-    assert _scattered(topo, Workload.uniform(numels)) == _scattered(topo, Workload.uniform([sum(numels)]))
+    assert _scattered(topo, Workload.uniform(numels)) == _scattered(
+        topo, Workload.uniform([sum(numels)])
+    )
     return [f"{', '.join(words[:2])} and {words[2]}; with `topo`, none"]
 
 
 def _scattered(config: ResolvedConfig, work: Workload) -> int:
-    return sum(nbytes for (phase, _), nbytes in step_bytes(config, work).items() if phase == "scatter")
+    return sum(
+        nbytes for (phase, _), nbytes in step_bytes(config, work).items() if phase == "scatter"
+    )
 
 
 def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
@@ -266,23 +315,31 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/losses.md", fragment_sentences),
     ],
 )
-def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:
+def test_figures_in_the_text_are_those_of_the_records(
+    page: Path, sentences: Callable[[], list[str]]
+) -> None:
     """A new record changes the words beside its table too."""
     text = " ".join(page.read_text().split())
     assert not [sentence for sentence in sentences() if sentence not in text]
 
 
 def test_twenty_eight_faults_in_a_row_changed_no_bit() -> None:
-    """Ranks were killed, stopped and raised in every phase; every rank that could, said so, and launches ended."""
+    """Ranks were killed, stopped and raised in every phase; every rank that could, said so, and
+    launches ended.
+    """
     content = record("faults")
     drawn = faults.drawn(content["settings"]["rounds"], content["settings"]["seed"])
     assert len(drawn) == len(content["results"]) >= 28
     for fault, found in zip(drawn, content["results"], strict=True):
         assert {key: found[key] for key in ("kind", "phase", "step", "rank")} == asdict(fault)
         assert found["equal"] and (found["ended_s"] is not None) == (fault.kind in faults.ENDED)
-        assert len(found["told_s"]) >= {"killed": 2, "raised": 2, "stopped": 3, "nan": 0}.get(fault.kind, 4)
+        assert len(found["told_s"]) >= {"killed": 2, "raised": 2, "stopped": 3, "nan": 0}.get(
+            fault.kind, 4
+        )
     assert {fault.kind for fault in drawn} == set(faults.KINDS)
-    assert {(kind, phase) for kind in faults.ANYWHERE for phase in faults.PHASES} <= {(f.kind, f.phase) for f in drawn}
+    assert {(kind, phase) for kind in faults.ANYWHERE for phase in faults.PHASES} <= {
+        (f.kind, f.phase) for f in drawn
+    }
 
 
 def test_nothing_grew_in_the_long_run() -> None:
@@ -303,7 +360,10 @@ def test_what_grows_in_the_long_run_is_not_flat() -> None:
 
 LOSSES = [
     *("convergence", "muon-4"),
-    *(f"sparse-{of}" for of in ("training", "feedback", "rates", "rates-above", "rates-aged", "denser-8")),
+    *(
+        f"sparse-{of}"
+        for of in ("training", "feedback", "rates", "rates-above", "rates-aged", "denser-8")
+    ),
     *(f"sparse-{of}" for of in ("20m", "3000", "fragments", "feedback-4", "feedback-8")),
     *(f"sparse-{of}-{nodes}" for of in ("aged", "sharded", "ternary") for nodes in (2, 4, 8)),
 ]
@@ -311,7 +371,9 @@ LOSSES = [
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_compared_with_stocks(name: str) -> None:
-    """With AdamW's, at the benchmark's rate, whatever the scheme's own are: never with a baseline of its own."""
+    """With AdamW's, at the benchmark's rate, whatever the scheme's own are: never with a baseline
+    of its own.
+    """
     content = record(name)
     means = {result["scheme"]: result for result in content["results"]}
     stock = [job for job in content["settings"]["jobs"] if job["scheme"] == "stock"]
@@ -322,7 +384,9 @@ def test_every_loss_is_compared_with_stocks(name: str) -> None:
     assert compared <= seeds["stock"]
     for result in content["results"]:
         if seeds[result["scheme"]] != seeds["stock"]:
-            assert result["scheme"] == "chaos" or seeds[result["scheme"]] == compared, "the floor alone may have fewer"
+            assert result["scheme"] == "chaos" or seeds[result["scheme"]] == compared, (
+                "the floor alone may have fewer"
+            )
             continue
         for measure in ("last", "evaluation"):
             share = result[measure]["loss"] / means["stock"][measure]["loss"] - 1
@@ -330,7 +394,9 @@ def test_every_loss_is_compared_with_stocks(name: str) -> None:
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:
-    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and more than INT4."""
+    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and
+    more than INT4.
+    """
     topology = load_preset("frontier", RANKS)
     sent = {}
     few = "`topo` with INT4 sync and publish"
@@ -339,12 +405,17 @@ def test_the_remark_on_single_micro_batches_is_true() -> None:
         for batches in (1, MICRO_BATCHES):
             work = Workload.uniform([PARAMETERS], micro_batches=batches)
             sent[name, batches] = by_domain(step_bytes(config, work))["world"]
-    assert sent[few, 1] < sent["`zero++`", 1] < sent["`topo`", 1] and sent["`zero++`", 4] > sent["`topo`", 4]
+    assert (
+        sent[few, 1] < sent["`zero++`", 1] < sent["`topo`", 1]
+        and sent["`zero++`", 4] > sent["`topo`", 4]
+    )
 
 
 def test_the_table_of_keys_names_every_key() -> None:
     """Each key of the block and each preset is explained, and none that does not exist."""
-    section = (ROOT / "docs/keys.md").read_text().partition("These are all keys")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/keys.md").read_text().partition("These are all keys")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| (`.*?) \|", section, re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(ZeroTopoConfig.model_fields)
     assert {name for name in preset_names() if f"`{name}`" in section} == set(preset_names())

@@ -18,10 +18,15 @@ from zero_topo.topology.render import recommended_order, render_tree
 
 @pytest.fixture
 def run(run: Run) -> Run:
-    """Runs ``zero-topo topology`` outside of any job; each word is a source unless it is an option or its number."""
+    """Runs ``zero-topo topology`` outside of any job; each word is a source unless it is an option
+    or its number.
+    """
 
     def call(*words: str) -> tuple[int, str, str]:
-        parts = [("--from", word) if not word.startswith("-") and not word.isdecimal() else (word,) for word in words]
+        parts = [
+            ("--from", word) if not word.startswith("-") and not word.isdecimal() else (word,)
+            for word in words
+        ]
         return run("topology", *(part for pair in parts for part in pair))
 
     return call
@@ -45,7 +50,10 @@ def test_captured_output_is_drawn_with_the_order_of_the_ranks(run: Run) -> None:
 
 
 def test_a_warning_is_shown(run: Run) -> None:
-    assert "warning: rocm-smi shows XGMI links but no bandwidths" in run(path("frontier_rocm_smi.json"))[1]
+    assert (
+        "warning: rocm-smi shows XGMI links but no bandwidths"
+        in run(path("frontier_rocm_smi.json"))[1]
+    )
 
 
 def test_the_order_of_sources_does_not_matter_but_their_trust_does(run: Run) -> None:

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What device tools print becomes packages, links and NUMA nodes.
 
-The samples in tests/data/devices: Frontier's matrix is the one of ROCm's release notes, of which the other Frontier
-files are the same node in each tool's format; tables of nvidia-smi follow captures in NVIDIA/nccl issues 78 and 1505
-(DGX A100) and sgl-project/sglang issue 19687 (H100), with NUMA columns, escapes and a cell changed as named;
-vllm-project/vllm issues 5001 (H20, no blank before the header) and 31594 (B200, labels run together) and
-NVIDIA/k8s-test-infra issue 371 (GB200), with rows that are cut there filled in. pcie_rocm_smi.txt is
-ROCm/rocm_smi_lib issue 108.
+The samples in tests/data/devices: Frontier's matrix is the one of ROCm's release notes, of which
+the other Frontier files are the same node in each tool's format; tables of nvidia-smi follow
+captures in NVIDIA/nccl issues 78 and 1505 (DGX A100) and sgl-project/sglang issue 19687 (H100),
+with NUMA columns, escapes and a cell changed as named; vllm-project/vllm issues 5001 (H20, no blank
+before the header) and 31594 (B200, labels run together) and NVIDIA/k8s-test-infra issue 371
+(GB200), with rows that are cut there filled in. pcie_rocm_smi.txt is ROCm/rocm_smi_lib issue 108.
 """
 
 from __future__ import annotations
@@ -32,9 +32,18 @@ from zero_topo.topology.tools import nvml, sysfs, xgmi
 from zero_topo.units import GB
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
-FRONTIER = ("frontier_matrix.txt", "frontier_rocm_smi.txt", "frontier_amd_smi.json", "frontier_amd_smi_old.json")
+FRONTIER = (
+    "frontier_matrix.txt",
+    "frontier_rocm_smi.txt",
+    "frontier_amd_smi.json",
+    "frontier_amd_smi_old.json",
+)
 BOX = "pcie_box_nvidia_smi.txt"
-XGMI = {4: {(0, 1), (2, 3), (4, 5), (6, 7)}, 2: {(0, 6), (2, 4)}, 1: {(0, 2), (1, 3), (1, 5), (3, 7), (4, 6), (5, 7)}}
+XGMI = {
+    4: {(0, 1), (2, 3), (4, 5), (6, 7)},
+    2: {(0, 6), (2, 4)},
+    1: {(0, 2), (1, 3), (1, 5), (3, 7), (4, 6), (5, 7)},
+}
 
 
 def text(name: str) -> str:
@@ -46,7 +55,9 @@ def sample(*names: str) -> DeviceTree:
 
 
 @pytest.mark.parametrize("name", FRONTIER)
-def test_frontier_has_the_user_guides_packages_and_links_and_its_presets_topology(name: str) -> None:
+def test_frontier_has_the_user_guides_packages_and_links_and_its_presets_topology(
+    name: str,
+) -> None:
     tree = sample(name)
     assert tree.groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert {n: {pair for pair, link in tree.links.items() if link.count == n} for n in XGMI} == XGMI
@@ -60,7 +71,9 @@ def test_frontier_has_the_user_guides_packages_and_links_and_its_presets_topolog
 
 
 def test_hops_and_weights_do_not_group() -> None:
-    """rocm-smi's JSON has types, hops and weights, alike for every pair of GCDs, and no bandwidths."""
+    """rocm-smi's JSON has types, hops and weights, alike for every pair of GCDs, and no
+    bandwidths.
+    """
     tree = sample("frontier_rocm_smi.json")
     assert tree.packages is None and tree.shape() == (8, 1)
     assert "GCDs of a GPU cannot be recognized" in tree.warnings()[0]
@@ -71,7 +84,9 @@ def test_weights_that_differ_by_package_change_nothing() -> None:
     data = json.loads(text("frontier_amd_smi.json"))
     for entry in data:
         for link in entry["links"]:
-            link["weight"], link["num_hops"] = (1, 1) if (link["gpu"] + entry["gpu"]) % 8 == 7 else (99, 3)
+            link["weight"], link["num_hops"] = (
+                (1, 1) if (link["gpu"] + entry["gpu"]) % 8 == 7 else (99, 3)
+            )
     tree = read_captures([("changed", json.dumps(data))])
     assert tree.groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -99,17 +114,19 @@ def test_dies_of_an_mi300x_are_one_device_each() -> None:
     ],
 )
 def test_partitions_of_a_gpu_are_one_domain(name: str, shape: tuple[int, int]) -> None:
-    """In DPX, TPX and CPX mode the devices of a GPU differ in the function of their PCI address alone.
+    """In DPX, TPX and CPX mode the devices of a GPU differ in the function of their PCI address
+    alone.
 
-    We wrote the tables for TPX and CPX in the documented form, because we found no published capture of one (searched
-    in November 2026). They agree with what is published: in CPX, `amd-smi list` numbers GPU 1 of 64 as 0000:0c:00.1
-    (CHANGELOG.md of ROCm/amdsmi); rocm-smi without options lists 3 devices of an MI300A in TPX, 64 in CPX
-    (ROCm/ROCm#4750).
+    We wrote the tables for TPX and CPX in the documented form, because we found no published
+    capture of one (searched in November 2026). They agree with what is published: in CPX,
+    `amd-smi list` numbers GPU 1 of 64 as 0000:0c:00.1 (CHANGELOG.md of ROCm/amdsmi); rocm-smi
+    without options lists 3 devices of an MI300A in TPX, 64 in CPX (ROCm/ROCm#4750).
     """
     tree = sample(name)
     assert tree.shape() == shape and not tree.warnings()
     assert tree.places() == tuple(range(tree.count))
-    # Partitions share the links of their GPU, so that no rate of a ring of ranks follows from the table.
+    # Partitions share the links of their GPU, so that no rate of a ring of ranks follows from the
+    # table.
     assert tree.node_links() == {}
     assert "function alone" in tree.topology().sources["ranks_per_gpu"]
 
@@ -130,15 +147,23 @@ def test_a_partition_that_is_hidden_is_an_error() -> None:
 
 
 def test_numa_nodes_of_whole_gpus_serve_their_partitions() -> None:
-    """Linux lists one PCI device for all partitions of a GPU, without the functions that the tools print."""
+    """Linux lists one PCI device for all partitions of a GPU, without the functions that the tools
+    print.
+    """
     tree = sample("mi300a_tpx_amd_smi.json")
-    linux = DeviceTree("sysfs", 4, numa=(0, 1, 2, 3), bus_ids=tuple(f"0000:{bus}5:00.0" for bus in range(4)))
+    linux = DeviceTree(
+        "sysfs", 4, numa=(0, 1, 2, 3), bus_ids=tuple(f"0000:{bus}5:00.0" for bus in range(4))
+    )
     assert merge([tree, linux]).numa == tuple(node for node in range(4) for _ in range(3))
 
 
 @pytest.mark.parametrize(("rates", "packages"), [("0-0", None), ("50000-200000", (0, 1, 2, 3))])
-def test_equal_links_to_all_peers_are_no_package(rates: str, packages: tuple[int, ...] | None) -> None:
-    """Drivers without bandwidths print 0-0 for every pair, which is no proof of lone dies; four links to each are."""
+def test_equal_links_to_all_peers_are_no_package(
+    rates: str, packages: tuple[int, ...] | None
+) -> None:
+    """Drivers without bandwidths print 0-0 for every pair, which is no proof of lone dies; four
+    links to each are.
+    """
     pairs = dict.fromkeys(combinations(range(4), 2), rates)
     tree = xgmi.amd_tree("amd-smi", 4, pairs, dict.fromkeys(pairs, "XGMI"))
     assert tree.packages == packages and {link.kind for link in tree.links.values()} == {"XGMI"}
@@ -154,7 +179,9 @@ def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
     tree = sample("pcie_rocm_smi.txt")
     assert tree.shape() == (4, 1) and set(tree.links.values()) == {DeviceLink("PCIE")}
     assert tree.sources["packages"] == "rocm-smi: every device is a GPU, as no XGMI joins two"
-    assert sample("mi300x_amd_smi.json").sources["packages"].endswith("as no two share 4 XGMI links")
+    assert (
+        sample("mi300x_amd_smi.json").sources["packages"].endswith("as no two share 4 XGMI links")
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,15 +195,35 @@ def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
         ),
         ("malformed_nvidia_smi.txt", "", "", "row GPU1, column GPU2 is 'PIXNODE'"),
         (BOX, "GPU2\tGPU3", "", "row GPU0 has 5 cells for the 3 columns"),
-        (BOX, "GPU1\tPIX", "GPU1\tPHB", "row GPU0, column GPU1 is 'PIX' but row GPU1, column GPU0 is 'PHB'"),
+        (
+            BOX,
+            "GPU1\tPIX",
+            "GPU1\tPHB",
+            "row GPU0, column GPU1 is 'PIX' but row GPU1, column GPU0 is 'PHB'",
+        ),
         (BOX, "GPU3\tSYS\tSYS\tPHB", "GPU3\tSYS\tSYS\tNV0", "row GPU3, column GPU2 is 'NV0'"),
         (BOX, "\nGPU2\t", "\nGPU9\t", "row GPU2 has 0 cells"),
-        ("old_nvidia_smi.txt", "NV2", "NV", "row GPU0, column GPU2 is 'NV'; it must be NV followed by a number"),
+        (
+            "old_nvidia_smi.txt",
+            "NV2",
+            "NV",
+            "row GPU0, column GPU2 is 'NV'; it must be NV followed by a number",
+        ),
         ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for 8 columns"),
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
-        ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
+        (
+            "frontier_amd_smi.json",
+            '"bdf": "0000:c1:00.0"',
+            '"bdf": "here"',
+            "'here' is no PCI address",
+        ),
         ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: not valid JSON"),
-        ("mi300x_cpx_amd_smi.txt", "0000:22:00.7 XGMI", "0000:22:00.7", "its LINK TYPE table is not one row for each"),
+        (
+            "mi300x_cpx_amd_smi.txt",
+            "0000:22:00.7 XGMI",
+            "0000:22:00.7",
+            "its LINK TYPE table is not one row for each",
+        ),
     ],
 )
 def test_broken_captures_are_one_clear_line(name: str, old: str, new: str, complaint: str) -> None:
@@ -199,10 +246,12 @@ def test_no_text_makes_a_parser_fail_otherwise_than_by_value_error(noise: str) -
 
 
 def test_each_sample_is_recognised_by_its_content() -> None:
-    tools = {path.name: getattr(recognise(text(path.name)), "name", None) for path in SAMPLES.iterdir()}
-    assert {name: tool for name, tool in tools.items() if tool and tool.replace("-", "_") not in name} == {
-        "frontier_matrix.txt": "rocm-smi"
+    tools = {
+        path.name: getattr(recognise(text(path.name)), "name", None) for path in SAMPLES.iterdir()
     }
+    assert {
+        name: tool for name, tool in tools.items() if tool and tool.replace("-", "_") not in name
+    } == {"frontier_matrix.txt": "rocm-smi"}
     assert recognise(json.dumps(load_preset("frontier", 8).to_json())) is None
     assert recognise("hello") is None
 
@@ -214,7 +263,12 @@ def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
         place = tmp_path / "bus/pci/devices" / bus_id
         place.mkdir(parents=True)
         vendor, device = model.split(":")
-        for name, value in (("class", kind), ("vendor", vendor), ("device", device), ("numa_node", str(numa))):
+        for name, value in (
+            ("class", kind),
+            ("vendor", vendor),
+            ("device", device),
+            ("numa_node", str(numa)),
+        ):
             (place / name).write_text(f"{value}\n")
 
     assert sysfs.read_sys(tmp_path) is None
@@ -231,7 +285,9 @@ def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
 
 
 def fake_nvml(version: int = 4) -> Any:
-    """As much of pynvml as a node of four GPUs answers: 0-1 joined by two links, 2-3 behind a switch by 18."""
+    """As much of pynvml as a node of four GPUs answers: 0-1 joined by two links, 2-3 behind a
+    switch by 18.
+    """
 
     class NVMLError(Exception):
         """NVML's only kind of error."""
@@ -253,7 +309,9 @@ def fake_nvml(version: int = 4) -> Any:
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetPciInfo=address,
         nvmlDeviceGetNvLinkState=lambda device, link: int(link < 2 or device >= 2),
-        nvmlDeviceGetNvLinkRemotePciInfo=lambda device, link: address(1 - device if device < 2 else 5),
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda device, link: address(
+            1 - device if device < 2 else 5
+        ),
         nvmlDeviceGetNvLinkRemoteDeviceType=other_end,
         nvmlDeviceGetNvLinkVersion=lambda device, link: version,
         nvmlDeviceGetTopologyCommonAncestor=lambda one, other: 50,
@@ -261,10 +319,17 @@ def fake_nvml(version: int = 4) -> Any:
 
 
 @pytest.mark.parametrize(("version", "rate"), [(1, 20), (4, 25), (5, 50)])
-def test_nvml_tells_direct_links_from_switched_ones_and_their_generation(version: int, rate: int) -> None:
+def test_nvml_tells_direct_links_from_switched_ones_and_their_generation(
+    version: int, rate: int
+) -> None:
     fake = fake_nvml(version)
     tree = nvml.read(fake)
-    assert tree is not None and tree.bus_ids == ("0000:0a:00.0", "0001:1a:00.0", "0000:2a:00.0", "0001:3a:00.0")
+    assert tree is not None and tree.bus_ids == (
+        "0000:0a:00.0",
+        "0001:1a:00.0",
+        "0000:2a:00.0",
+        "0001:3a:00.0",
+    )
     assert tree.link(0, 1) == DeviceLink("NVLINK", 2, float(2 * rate * GB))
     assert tree.link(2, 3) == DeviceLink("NVLINK", 18, float(18 * rate * GB))
     assert tree.link(1, 2) == DeviceLink("SYS")
@@ -281,7 +346,9 @@ def test_a_failing_nvml_is_a_value_error_and_is_closed() -> None:
 
 def test_a_package_that_lacks_a_die_is_an_error_that_names_the_device() -> None:
     whole = sample("frontier_rocm_smi.txt")
-    with pytest.raises(ValueError, match=r"device 6 \(0000:d9:00.0\) is in a package of 1 where others have 2"):
+    with pytest.raises(
+        ValueError, match=r"device 6 \(0000:d9:00.0\) is in a package of 1 where others have 2"
+    ):
         whole.select(range(7)).shape()
 
 
@@ -295,7 +362,9 @@ def test_places_put_dies_of_a_package_next_to_each_other(devices: list[int]) -> 
             assert (places[a] // 2 == places[b] // 2) == (devices[a] // 2 == devices[b] // 2)
 
 
-@pytest.mark.parametrize("written", ["00000000:C1:00.0", "0000:c1:00.0", "C1:00.0", " 0000:C1:00.0\n"])
+@pytest.mark.parametrize(
+    "written", ["00000000:C1:00.0", "0000:c1:00.0", "C1:00.0", " 0000:C1:00.0\n"]
+)
 def test_bus_ids_are_written_one_way(written: str) -> None:
     assert normal_bus_id(written) == "0000:c1:00.0"
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Each launcher's environment, alone and inside another's, gives the tree it started; the setting decides over it."""
+"""Each launcher's environment, alone and inside another's, gives the tree it started; the setting
+decides over it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ DEEPSPEED = sample("deepspeed")
 @pytest.mark.parametrize(
     ("name", "expected", "hosts", "placed_by"),
     [
-        ("slurm_frontier_cyclic", (3, 4, 2), ("frontier00017", "frontier00018", "frontier04351"), "slurm: SLURM_STEP_"),
+        (
+            "slurm_frontier_cyclic",
+            (3, 4, 2),
+            ("frontier00017", "frontier00018", "frontier04351"),
+            "slurm: SLURM_STEP_",
+        ),
         ("slurm_batch_deepspeed", (1, 4, 2), None, "preset lumi-g"),
         ("slurm_torchrun", (2, 4, 1), None, "torchrun: LOCAL_WORLD_SIZE"),
         ("slurm_env_script", (2, 2, 1), ("gpu3", "gpu9"), "slurm: SLURM_STEP_TASKS_PER_NODE"),
@@ -56,7 +63,9 @@ def test_each_launcher_gives_its_tree(
 
 
 def test_what_accelerate_sets_on_cpus_is_not_torchruns() -> None:
-    """LOCAL_WORLD_SIZE=1 beside the deepspeed launcher, which would put each rank on a node of its own."""
+    """LOCAL_WORLD_SIZE=1 beside the deepspeed launcher, which would put each rank on a node of its
+    own.
+    """
     assert shape(discover({**DEEPSPEED, "LOCAL_WORLD_SIZE": "1"})) == (2, 8, 1)
 
 
@@ -91,8 +100,12 @@ def test_no_launcher_is_one_rank() -> None:
         ("plain", "SLURM_JOB_ID=7 SLURM_NTASKS=56 SLURM_NNODES=1", None),
     ],
 )
-def test_a_job_of_one_process_is_a_rank_of_its_own(name: str, changes: str, said: str | None) -> None:
-    """A process apart, such as an evaluation or a test, in the environment of a larger job; its device is any."""
+def test_a_job_of_one_process_is_a_rank_of_its_own(
+    name: str, changes: str, said: str | None
+) -> None:
+    """A process apart, such as an evaluation or a test, in the environment of a larger job; its
+    device is any.
+    """
     env = {**sample(name), **dict(change.split("=") for change in changes.split())}
     topology = discover({**env, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "3"})
     assert shape(topology) == (1, 1, 1) and topology == resolve_topology(
@@ -113,32 +126,62 @@ def test_every_rank_discovers_the_same(name: str) -> None:
     for rank in range(whole.world_size):
         node, local = divmod(rank, whole.ranks_per_node)
         numbers = {"rank": rank, "local": local, "node": node}
-        changed = {key: str(numbers[what]) for what, names in keys.items() for key in names if key in env}
+        changed = {
+            key: str(numbers[what]) for what, names in keys.items() for key in names if key in env
+        }
         assert discover({**env, **changed}) == whole
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "complaint"),
     [
-        ("slurm_env_script", "WORLD_SIZE=8", "8 ranks (environment: WORLD_SIZE) but 4 (slurm: SLURM_STEP_NUM_TASKS)"),
+        (
+            "slurm_env_script",
+            "WORLD_SIZE=8",
+            "8 ranks (environment: WORLD_SIZE) but 4 (slurm: SLURM_STEP_NUM_TASKS)",
+        ),
         (
             "slurm_env_script",
             "WORLD_SIZE=1 RANK=0",
             "1 ranks (environment: WORLD_SIZE) but 4 (slurm: SLURM_STEP_NUM_TASK",
         ),
-        ("slurm_env_script", "RANK=1", "1 as this process's rank (environment: RANK) but 3 (slurm: SLURM_PROCID)"),
+        (
+            "slurm_env_script",
+            "RANK=1",
+            "1 as this process's rank (environment: RANK) but 3 (slurm: SLURM_PROCID)",
+        ),
         ("slurm_env_script", "LOCAL_SIZE=1", "1 ranks per node (deepspeed: LOCAL_SIZE) but 2"),
-        ("slurm_torchrun", "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)", "8 ranks (torchrun: WORLD"),
-        ("deepspeed", "LOCAL_SIZE=4", "of 16 ranks (WORLD_SIZE) on 2 nodes (CROSS_SIZE), this node, number 1"),
+        (
+            "slurm_torchrun",
+            "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)",
+            "8 ranks (torchrun: WORLD",
+        ),
+        (
+            "deepspeed",
+            "LOCAL_SIZE=4",
+            "of 16 ranks (WORLD_SIZE) on 2 nodes (CROSS_SIZE), this node, number 1",
+        ),
         ("deepspeed", "LOCAL_WORLD_SIZE=16 GROUP_RANK=0", "rank 9 has local rank 1"),
         ("deepspeed", "WORLD_SIZE=sixteen", "WORLD_SIZE is 'sixteen'"),
         ("deepspeed", "RANK=16", "rank 16 (deepspeed: RANK) is out of range"),
         ("deepspeed", "RANK=1", "rank 1 has node 1 (deepspeed: CROSS_RANK)"),
         ("torchrun", "LOCAL_WORLD_SIZE=3", "unequal numbers of ranks"),
-        ("openmpi", "OMPI_COMM_WORLD_LOCAL_RANK=3", "rank 6 has local rank 3 (openmpi: OMPI_COMM_WORLD_LOCAL_RANK)"),
+        (
+            "openmpi",
+            "OMPI_COMM_WORLD_LOCAL_RANK=3",
+            "rank 6 has local rank 3 (openmpi: OMPI_COMM_WORLD_LOCAL_RANK)",
+        ),
         ("openmpi", "OMPI_COMM_WORLD_SIZE=9", "unequal numbers of ranks"),
-        ("openmpi", "WORLD_SIZE=16", "16 ranks (environment: WORLD_SIZE) but 8 (openmpi: OMPI_COMM_WORLD_SIZE)"),
-        ("deepspeed_mpich", "MPI_LOCALNRANKS=4", "2 ranks per node (deepspeed: LOCAL_SIZE) but 4 (mpich"),
+        (
+            "openmpi",
+            "WORLD_SIZE=16",
+            "16 ranks (environment: WORLD_SIZE) but 8 (openmpi: OMPI_COMM_WORLD_SIZE)",
+        ),
+        (
+            "deepspeed_mpich",
+            "MPI_LOCALNRANKS=4",
+            "2 ranks per node (deepspeed: LOCAL_SIZE) but 4 (mpich",
+        ),
     ],
 )
 def test_contradicting_launchers_are_refused(name: str, changes: str, complaint: str) -> None:
@@ -165,7 +208,12 @@ def test_a_preset_takes_its_nodes_from_the_ranks() -> None:
         ("frontier", {}, 12, "world size 12 does not fill whole nodes of preset 'frontier'"),
         (EMULATED, {}, 4, "2 nodes x 2 GPUs x 2 ranks = 8 ranks but the job has 4"),
         (EMULATED, DEEPSPEED, None, "8 ranks but the job has 16"),
-        ({"nodes": 1, "gpus_per_node": 3, "ranks_per_gpu": 1}, {}, 4, "= 3 ranks but the job has 4; start 3 ranks"),
+        (
+            {"nodes": 1, "gpus_per_node": 3, "ranks_per_gpu": 1},
+            {},
+            4,
+            "= 3 ranks but the job has 4; start 3 ranks",
+        ),
         ("frontire", {}, 8, "topology 'frontire' is unknown; did you mean 'frontier'"),
         ("Auto", {}, 8, "did you mean 'auto'"),
         ({"emulated": 3}, {}, 8, "emulated is 3; it must be an object"),
@@ -173,11 +221,18 @@ def test_a_preset_takes_its_nodes_from_the_ranks() -> None:
         ({"preset": "frontier"}, {}, 8, "preset: unknown key"),
         (None, {}, 8, "topology is None; it must be 'auto', a preset"),
         ("auto", {}, 0, "world size: must be a whole number of at least 1, got 0"),
-        ("auto", DEEPSPEED, 8, "the job has 8 ranks but its environment describes 16 (deepspeed: WORLD_SIZE)"),
+        (
+            "auto",
+            DEEPSPEED,
+            8,
+            "the job has 8 ranks but its environment describes 16 (deepspeed: WORLD_SIZE)",
+        ),
         (f"{SAMPLES}/", {}, 4, "cannot be read"),
     ],
 )
-def test_wrong_settings_are_refused(setting: Any, env: dict[str, str], world_size: int | None, complaint: str) -> None:
+def test_wrong_settings_are_refused(
+    setting: Any, env: dict[str, str], world_size: int | None, complaint: str
+) -> None:
     """Without a given world size the launcher is the judge; a folder is no topology."""
     with pytest.raises(ValueError, match=re.escape(complaint)):
         resolve_topology(setting, env, world_size)
@@ -195,7 +250,9 @@ def test_a_stated_tree_gets_the_launchers_placement() -> None:
 def test_a_stated_order_is_kept_even_where_launchers_contradict_each_other() -> None:
     env = sample("slurm_env_script", RANK="1")
     order = [3, 2, 1, 0]
-    topology = resolve_topology({"nodes": 2, "gpus_per_node": 2, "ranks_per_gpu": 1, "order": order}, env, 4)
+    topology = resolve_topology(
+        {"nodes": 2, "gpus_per_node": 2, "ranks_per_gpu": 1, "order": order}, env, 4
+    )
     assert topology.order == tuple(order)
 
 

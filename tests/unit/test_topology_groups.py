@@ -19,7 +19,9 @@ def test_each_group_has_its_own_order_on_the_machine() -> None:
     machine = emulated(2, 2, 2)
     turned = (0, 1, 2, 3, 4, 7, 6, 5)
     groups = Groups(type(machine)("turned", 2, 2, 2, order=turned), ((0, 2, 4, 6), (1, 3, 5, 7)))
-    assert [(tree.nodes, tree.gpus_per_node, tree.ranks_per_gpu) for tree in groups.trees] == [(2, 2, 1)] * 2
+    assert [(tree.nodes, tree.gpus_per_node, tree.ranks_per_gpu) for tree in groups.trees] == [
+        (2, 2, 1)
+    ] * 2
     assert [tree.order for tree in groups.trees] == [None, (0, 1, 3, 2)]
     assert groups.ranks(5) == (1, 3, 5, 7)
     assert groups.tree(5) is groups.trees[1]
@@ -27,7 +29,9 @@ def test_each_group_has_its_own_order_on_the_machine() -> None:
 
 def test_groups_of_different_trees_are_refused_with_their_ranks() -> None:
     """Whole GPUs on one side, one rank of each on the other."""
-    with pytest.raises(ValueError, match=r"ranks \[\[0, 1, 2, 3\], \[4, 6\]\] of .* different trees") as error:
+    with pytest.raises(
+        ValueError, match=r"ranks \[\[0, 1, 2, 3\], \[4, 6\]\] of .* different trees"
+    ) as error:
         Groups(emulated(2, 2, 2), ((0, 1, 2, 3), (4, 6), (5, 7)))
     assert "\n" not in str(error.value)
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A topology is a regular tree with a placement: its arithmetic, its checks, its JSON and its picture."""
+"""A topology is a regular tree with a placement: its arithmetic, its checks, its JSON and its
+picture.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_coordinates_number_the_leaves_in_tree_order(topology: Topology) -> None
     for rank in range(topology.world_size):
         node, gpu, die = topology.coordinates(rank)
         assert 0 <= gpu < topology.gpus_per_node and 0 <= die < topology.ranks_per_gpu
-        assert (node * topology.gpus_per_node + gpu) * topology.ranks_per_gpu + die == topology.position(rank)
+        assert (
+            node * topology.gpus_per_node + gpu
+        ) * topology.ranks_per_gpu + die == topology.position(rank)
         assert topology.rank_at(topology.position(rank)) == rank
         assert rank in topology.node_ranks(node)
 
@@ -58,7 +62,11 @@ def test_coordinates_number_the_leaves_in_tree_order(topology: Topology) -> None
 def test_a_degree_belongs_to_the_smallest_domain_that_its_blocks_never_leave(
     topology: Topology, data: st.DataObject
 ) -> None:
-    degree = data.draw(st.sampled_from([d for d in range(1, topology.world_size + 1) if topology.world_size % d == 0]))
+    degree = data.draw(
+        st.sampled_from(
+            [d for d in range(1, topology.world_size + 1) if topology.world_size % d == 0]
+        )
+    )
 
     def holds(domain: str) -> bool:
         size = topology.degree(domain)
@@ -77,7 +85,9 @@ def test_a_degree_belongs_to_the_smallest_domain_that_its_blocks_never_leave(
         ((3, 4, 1), {3: "world", 6: "world"}),  # 3 ranks do not fit nodes of 4
     ],
 )
-def test_coinciding_domains_go_by_the_smaller_name(shape: tuple[int, int, int], expected: dict[int, str]) -> None:
+def test_coinciding_domains_go_by_the_smaller_name(
+    shape: tuple[int, int, int], expected: dict[int, str]
+) -> None:
     topology = Topology("test", *shape)
     assert {degree: topology.domain(degree) for degree in expected} == expected
 
@@ -101,7 +111,10 @@ def test_topologies_are_values(topology: Topology) -> None:
         ({"nodes": 0}, "nodes: must be a whole number of at least 1, got 0"),
         ({"gpus": True}, "gpus_per_node: must be a whole number of at least 1, got true"),
         ({"dies": 2.0}, "ranks_per_gpu: must be a whole number of at least 1, got 2.0"),
-        ({"memory_per_rank": -1}, "memory_per_rank: must be a whole number of bytes, at least 1, got -1"),
+        (
+            {"memory_per_rank": -1},
+            "memory_per_rank: must be a whole number of bytes, at least 1, got -1",
+        ),
         ({"order": (0, 1)}, "order has 2 entries but 2 nodes x 4 GPUs x 2 ranks are 16 ranks"),
         ({"order": (*range(15), 16)}, "order[15] is 16; tree positions are 0 to 15"),
         ({"order": (*range(15), 3)}, "ranks 3 and 15 both at tree position 3"),
@@ -116,7 +129,8 @@ def test_impossible_topologies_are_refused(fields: dict[str, Any], complaint: st
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "latency"), [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, -1), (1, float("nan"))]
+    ("bandwidth", "latency"),
+    [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, -1), (1, float("nan"))],
 )
 def test_impossible_links_are_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -161,7 +175,9 @@ def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) 
         (lambda topology: topology.degree("nod"), "unknown domain 'nod'; did you mean 'node'"),
     ],
 )
-def test_questions_about_what_is_not_there_are_refused(call: Callable[[Topology], int], complaint: str) -> None:
+def test_questions_about_what_is_not_there_are_refused(
+    call: Callable[[Topology], int], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         call(tree())
 
@@ -184,7 +200,16 @@ def test_the_picture_draws_equal_branches_once() -> None:
 
 def test_the_picture_names_hosts_and_ranks_that_are_not_plain() -> None:
     order = tuple(rank % 6 * 2 + rank // 6 for rank in range(12))
-    topology = Topology("c", 6, 2, 1, order=order, hosts=tuple("abcdef"), emulated=True, sources={"warning": "beware"})
+    topology = Topology(
+        "c",
+        6,
+        2,
+        1,
+        order=order,
+        hosts=tuple("abcdef"),
+        emulated=True,
+        sources={"warning": "beware"},
+    )
     lines = render_tree(topology).splitlines()
     assert lines[0] == "c: 12 ranks (emulated)"
     assert "  node 1 (b): ranks 1,7" in lines
@@ -192,14 +217,19 @@ def test_the_picture_names_hosts_and_ranks_that_are_not_plain() -> None:
     assert lines[-1] == "warning: beware"
 
 
-@given(st.lists(st.integers(0, 12), unique=True) | st.builds(range, SIZES, st.integers(5, 40), SIZES).map(list))
+@given(
+    st.lists(st.integers(0, 12), unique=True)
+    | st.builds(range, SIZES, st.integers(5, 40), SIZES).map(list)
+)
 def test_compressed_ranks_say_the_same_numbers(numbers: list[int]) -> None:
     said: list[int] = []
     for part in filter(None, compress(numbers).split(",")):
         ends, _, step = part.partition(":")
         first, _, last = ends.partition("-")
         stride = int(step or 1)
-        said += range(int(first), int(last) + stride // abs(stride), stride) if last else [int(first)]
+        said += (
+            range(int(first), int(last) + stride // abs(stride), stride) if last else [int(first)]
+        )
     assert said == numbers
 
 
@@ -222,19 +252,29 @@ def test_long_runs_are_compressed() -> None:
 def test_a_group_of_ranks_forms_a_tree_without_the_levels_inside_its_tensor_parallel_groups(
     ranks: range | list[int], shape: tuple[int, int, int]
 ) -> None:
-    """The rows of the table: one GCD of every GPU, of every second one, one of a node, whole nodes, a rank alone."""
+    """The rows of the table: one GCD of every GPU, of every second one, one of a node, whole nodes,
+    a rank alone.
+    """
     cut = tree(3).among(ranks)
     assert (cut.nodes, cut.gpus_per_node, cut.ranks_per_gpu) == shape
     assert cut.order is None
 
 
 @given(topologies(), st.data())
-def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(topology: Topology, data: st.DataObject) -> None:
-    """Whatever the placement, two ranks share a GPU or node in the cut tree exactly if they do in the machine."""
+def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(
+    topology: Topology, data: st.DataObject
+) -> None:
+    """Whatever the placement, two ranks share a GPU or node in the cut tree exactly if they do in
+    the machine.
+    """
     nodes = data.draw(st.integers(1, topology.nodes))
     gpus = data.draw(st.integers(1, topology.gpus_per_node))
     dies = data.draw(st.integers(1, topology.ranks_per_gpu))
-    first = [(0, topology.nodes - nodes), (0, topology.gpus_per_node - gpus), (0, topology.ranks_per_gpu - dies)]
+    first = [
+        (0, topology.nodes - nodes),
+        (0, topology.gpus_per_node - gpus),
+        (0, topology.ranks_per_gpu - dies),
+    ]
     node0, gpu0, die0 = (data.draw(st.integers(low, high)) for low, high in first)
     ranks = []
     for rank in range(topology.world_size):
@@ -260,5 +300,7 @@ def test_a_cyclic_placement_gives_the_group_of_consecutive_ranks_one_rank_of_eac
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3, 8, 10], [0, 1, 8]])
 def test_a_group_with_unequal_nodes_or_gpus_is_refused_with_its_ranks(ranks: list[int]) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"different numbers of the ranks {ranks} of one group")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"different numbers of the ranks {ranks} of one group")
+    ):
         tree(2).among(ranks)

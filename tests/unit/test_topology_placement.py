@@ -56,12 +56,20 @@ def test_groups_of_the_plan_hold_exactly_the_ranks_that_share_a_unit(
     tasks = deal(nodes, 8, {"block": 8, "cyclic": 1}.get(kind, int(size or 1)))
     if kind == "arbitrary":
         tasks = data.draw(st.permutations(tasks))
-    more = {"SLURM_GPU_BIND": f"map_gpu:{','.join(map(str, bound))}", "SLURM_ARBITRARY_NODELIST": named(tasks)}
+    more = {
+        "SLURM_GPU_BIND": f"map_gpu:{','.join(map(str, bound))}",
+        "SLURM_ARBITRARY_NODELIST": named(tasks),
+    }
     topology = discover(step(nodes, 8, distribution, **more), says(tree()))
     assert shape(topology) == (nodes, 4, 2)
     placements = [(node, bound[tasks[:rank].count(node)] // 2) for rank, node in enumerate(tasks)]
-    on_gpu = {frozenset(rank for rank, placement in enumerate(placements) if placement == gpu) for gpu in placements}
-    on_node = {frozenset(rank for rank, on in enumerate(tasks) if on == node) for node in range(nodes)}
+    on_gpu = {
+        frozenset(rank for rank, placement in enumerate(placements) if placement == gpu)
+        for gpu in placements
+    }
+    on_node = {
+        frozenset(rank for rank, on in enumerate(tasks) if on == node) for node in range(nodes)
+    }
     plan = Plan.build(topology, ("gpu", None, "node", "world"))
     assert set(map(frozenset, plan.groups(1, topology.degree("gpu")))) == on_gpu
     assert set(map(frozenset, plan.groups(1, topology.degree("node")))) == on_node
@@ -104,14 +112,20 @@ def test_visible_devices_order_local_ranks() -> None:
 
 
 def test_a_single_visible_device_says_nothing_of_other_ranks() -> None:
-    """With --gpus-per-task=1 each rank sees its own device only; the topology must not depend on which."""
-    found = {discover(step(1, 8, ROCR_VISIBLE_DEVICES=str(device)), says(tree())) for device in range(8)}
+    """With --gpus-per-task=1 each rank sees its own device only; the topology must not depend on
+    which.
+    """
+    found = {
+        discover(step(1, 8, ROCR_VISIBLE_DEVICES=str(device)), says(tree())) for device in range(8)
+    }
     assert len(found) == 1
 
 
 def test_nodes_that_use_different_devices_in_one_pattern_agree() -> None:
     for per_node, lists in ((1, ("3", "5")), (4, ("0,1,2,3", "6,7,4,5"))):
-        one, other = (discover(step(2, per_node, CUDA_VISIBLE_DEVICES=text), says(tree())) for text in lists)
+        one, other = (
+            discover(step(2, per_node, CUDA_VISIBLE_DEVICES=text), says(tree())) for text in lists
+        )
         assert one == other and one.sources == other.sources
 
 
@@ -123,13 +137,22 @@ def test_nodes_that_use_different_devices_in_one_pattern_agree() -> None:
         (step(2, 5), "old_nvidia_smi.txt", (2, 5, 1), "sees 4 devices but the launcher has 5"),
         (visible("4,5,6,7"), "old_nvidia_smi.txt", (1, 4, 1), "names the devices [4, 5, 6, 7]"),
     ],
-    ids=["dies that do not fill packages", "more devices", "fewer devices", "visible devices that are not there"],
+    ids=[
+        "dies that do not fill packages",
+        "more devices",
+        "fewer devices",
+        "visible devices that are not there",
+    ],
 )
 def test_a_tool_that_contradicts_the_launcher_is_noted_and_leaves_every_rank_a_gpu(
     env: dict[str, str], tool: str, expected: tuple[int, int, int], note: str
 ) -> None:
     topology = discover(env, says(tree(tool)))
-    assert shape(topology) == expected and not topology.links and note in topology.sources["device tools"]
+    assert (
+        shape(topology) == expected
+        and not topology.links
+        and note in topology.sources["device tools"]
+    )
 
 
 def test_a_node_in_full_use_that_lacks_a_die_is_refused() -> None:
@@ -140,7 +163,10 @@ def test_a_node_in_full_use_that_lacks_a_die_is_refused() -> None:
 def test_a_tool_gives_links_and_says_so() -> None:
     topology = resolve_topology("auto", step(2, 8), 16, says(tree("dgx_h100_nvidia_smi.txt")))
     assert shape(topology) == (2, 8, 1) and topology.links["node"].bandwidth == 450e9
-    assert topology.sources["links"] == "nvidia-smi, NVLink taken for 25 GB/s a link, half of B200's; latency assumed"
+    assert (
+        topology.sources["links"]
+        == "nvidia-smi, NVLink taken for 25 GB/s a link, half of B200's; latency assumed"
+    )
     assert topology.sources["nodes"].startswith("ranks (slurm")
     assert Topology.from_json(topology.to_json()) == topology
 
@@ -151,7 +177,11 @@ def test_a_group_without_a_launcher_is_still_asked_for_its_devices() -> None:
 
 def test_no_tool_runs_where_the_machine_is_known() -> None:
     machine = {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}
-    for setting in ("frontier", machine, {"emulated": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}}):
+    for setting in (
+        "frontier",
+        machine,
+        {"emulated": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}},
+    ):
         resolve_topology(setting, step(2, 8), 16, never)
     preset = discover(step(2, 8, SLURM_CLUSTER_NAME="frontier"), never)
     assert preset.links == load_preset("frontier", 16).links
@@ -160,13 +190,17 @@ def test_no_tool_runs_where_the_machine_is_known() -> None:
 
 def test_without_tools_nothing_changes() -> None:
     env = step(2, 8, "cyclic", SLURM_GPU_BIND="closest")
-    assert discover(env) == discover(env, says(None)) and "device tools" not in discover(env).sources
+    assert (
+        discover(env) == discover(env, says(None)) and "device tools" not in discover(env).sources
+    )
 
 
 @given(st.permutations(range(6)), st.permutations(range(3)))
 def test_reordering_keeps_nodes(order: list[int], places: list[int]) -> None:
     moved = reorder(order, 6, places) or tuple(range(6))
-    assert sorted(moved) == list(range(6)) and all(new // 3 == old // 3 for new, old in zip(moved, order, strict=True))
+    assert sorted(moved) == list(range(6)) and all(
+        new // 3 == old // 3 for new, old in zip(moved, order, strict=True)
+    )
 
 
 def test_a_device_for_two_local_ranks_is_not_believed() -> None:
@@ -192,7 +226,9 @@ class Runner:
 def test_the_first_tool_that_knows_packages_ends_the_questions() -> None:
     run = Runner(amd_smi=text("frontier_amd_smi.json"))
     devices, notes = ask_tools(run, completing=())
-    assert devices is not None and devices.tool == "amd-smi" and run.asked == ["amd_smi"] and not notes
+    assert (
+        devices is not None and devices.tool == "amd-smi" and run.asked == ["amd_smi"] and not notes
+    )
 
 
 def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
@@ -210,7 +246,12 @@ def test_a_missing_or_failing_tool_is_passed_over_with_a_note() -> None:
 
 
 def test_a_tool_without_packages_is_completed_by_the_next() -> None:
-    old = text("frontier_amd_smi_old.json").replace("50000-", "0-").replace("-200000", "-0").replace("-100000", "-0")
+    old = (
+        text("frontier_amd_smi_old.json")
+        .replace("50000-", "0-")
+        .replace("-200000", "-0")
+        .replace("-100000", "-0")
+    )
     run = Runner(amd_smi=old.replace("-50000", "-0"), rocm_smi=text("frontier_rocm_smi.txt"))
     devices, _ = ask_tools(run, completing=())
     assert devices is not None and devices.shape() == (4, 2) and devices.tool == "amd-smi"

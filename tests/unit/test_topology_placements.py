@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ranks that do not sit on the hosts and GPUs of the topology are found before training, by the name of the odd one."""
+"""Ranks that do not sit on the hosts and GPUs of the topology are found before training, by the
+name of the odd one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def placement(node: int, device: int) -> Placement:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_a_placement_passes_exactly_if_nodes_and_hosts_match(nodes: int, per_node: int, data: st.DataObject) -> None:
+def test_a_placement_passes_exactly_if_nodes_and_hosts_match(
+    nodes: int, per_node: int, data: st.DataObject
+) -> None:
     world = nodes * per_node
     order = tuple(data.draw(st.permutations(range(world))))
     topology = Topology("test", nodes, per_node, 1, order=order)
@@ -44,10 +48,18 @@ def test_a_placement_passes_exactly_if_nodes_and_hosts_match(nodes: int, per_nod
 @pytest.mark.parametrize(
     ("shape", "hosts", "complaint"),
     [
-        ((2, 2, 1), "aabc", "puts ranks 2-3 on node 1, but of these host 'c' runs 3 and host 'b' others"),
+        (
+            (2, 2, 1),
+            "aabc",
+            "puts ranks 2-3 on node 1, but of these host 'c' runs 3 and host 'b' others",
+        ),
         ((2, 2, 1), "abab", "puts ranks 0-1 on node 0, but of these host 'b' runs 1"),
         ((2, 2, 1), "aab", "3 ranks report a host but topology 'test' has 4 ranks"),
-        ((3, 1, 1), "aab", "host 'a' runs the ranks 0 and 1, which topology 'test' puts on nodes 0 and 1"),
+        (
+            (3, 1, 1),
+            "aab",
+            "host 'a' runs the ranks 0 and 1, which topology 'test' puts on nodes 0 and 1",
+        ),
         ((1, 2, 1), "ab", "host 'b' runs 1"),
     ],
 )
@@ -68,13 +80,20 @@ def test_many_nodes_on_one_machine_must_be_said_to_be_emulated_and_are_then_not_
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
-    placed = [replace(placement(node, device), host="localhost") for node in range(2) for device in range(4)]
+    placed = [
+        replace(placement(node, device), host="localhost")
+        for node in range(2)
+        for device in range(4)
+    ]
     check_placements(Topology("test", 2, 2, 2), placed)
 
 
 def test_ranks_on_different_gpus_may_not_be_taken_for_dies_of_one() -> None:
     placed = [placement(0, device) for device in (0, 2, 1, 3)]
-    with pytest.raises(ValueError, match=r"puts ranks 0 and 1 on one GPU, but on host 'n0' they run on 0000:c0:00\.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"puts ranks 0 and 1 on one GPU, but on host 'n0' they run on 0000:c0:00\.0",
+    ):
         check_placements(Topology("test", 1, 2, 2), placed)
     check_placements(Topology("test", 1, 2, 2, order=(0, 2, 1, 3)), placed)
     check_placements(Topology("test", 1, 4, 1), placed)
@@ -84,7 +103,9 @@ def test_ranks_on_different_gpus_may_not_be_taken_for_dies_of_one() -> None:
 
 def test_hosts_are_still_checked() -> None:
     with pytest.raises(ValueError, match="puts ranks 0-3 on node 0, but of these host 'n1' runs"):
-        check_placements(Topology("test", 2, 2, 2), [placement(rank % 2, rank // 2) for rank in range(8)])
+        check_placements(
+            Topology("test", 2, 2, 2), [placement(rank % 2, rank // 2) for rank in range(8)]
+        )
 
 
 def test_a_seat_is_taken_by_bus_id() -> None:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Known machines have the published shape and rates, and refuse a number of ranks that does not fill their nodes."""
+"""Known machines have the published shape and rates, and refuse a number of ranks that does not
+fill their nodes.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,19 @@ SHAPE = {"nodes": 2, "gpus_per_node": 2}
         (load_machine, "", r"unknown machine '' \(known: "),
         (emulated_from_json, SHAPE, "missing key 'gcds_per_gpu'"),
         (emulated_from_json, SHAPE | {"ranks_per_gpu": 2}, "did you mean 'gcds_per_gpu'"),
-        (emulated_from_json, SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2}, "gpus_per_node: must be .*, got -2"),
+        (
+            emulated_from_json,
+            SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2},
+            "gpus_per_node: must be .*, got -2",
+        ),
     ],
 )
-def test_what_is_no_machine_is_refused(make: Callable[[Any], object], given: Any, complaint: str) -> None:
-    """Ranks that do not fill nodes, with the way out; an unknown name, with the nearest; a wrong emulation."""
+def test_what_is_no_machine_is_refused(
+    make: Callable[[Any], object], given: Any, complaint: str
+) -> None:
+    """Ranks that do not fill nodes, with the way out; an unknown name, with the nearest; a wrong
+    emulation.
+    """
     with pytest.raises(ValueError, match=complaint):
         make(given)
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Slurm's host lists, tasks per node and distributions put every rank on the host on which Slurm starts it."""
+"""Slurm's host lists, tasks per node and distributions put every rank on the host on which Slurm
+starts it.
+"""
 
 from __future__ import annotations
 
@@ -83,23 +85,46 @@ BROKEN_TASKS = ("8x2", "(x2)", "8(x)", "8,", "a", "8(x2")
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        *(({HOSTS: text}, f"{HOSTS} is {text!r}, which is no Slurm host list") for text in BROKEN_HOSTS),
-        *(({TASKS: text}, f"{TASKS} is {text!r}, which is no list of tasks per node") for text in BROKEN_TASKS),
-        ({HOSTS: "n[1-3]", TASKS: "8,7,8"}, "host 'n2' has 7 tasks but others have 8 (SLURM_STEP_TASKS_PER_NODE)"),
+        *(
+            ({HOSTS: text}, f"{HOSTS} is {text!r}, which is no Slurm host list")
+            for text in BROKEN_HOSTS
+        ),
+        *(
+            ({TASKS: text}, f"{TASKS} is {text!r}, which is no list of tasks per node")
+            for text in BROKEN_TASKS
+        ),
+        (
+            {HOSTS: "n[1-3]", TASKS: "8,7,8"},
+            "host 'n2' has 7 tasks but others have 8 (SLURM_STEP_TASKS_PER_NODE)",
+        ),
         ({HOSTS: "n[1-3]"}, "names 3 hosts but SLURM_STEP_TASKS_PER_NODE has tasks on 2"),
-        ({"SLURM_STEP_NUM_TASKS": "9"}, "SLURM_STEP_NUM_TASKS is 9 but SLURM_STEP_TASKS_PER_NODE adds up to 8"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "9"},
+            "SLURM_STEP_NUM_TASKS is 9 but SLURM_STEP_TASKS_PER_NODE adds up to 8",
+        ),
         ({KIND: "spiral"}, "SLURM_DISTRIBUTION is 'spiral', an unknown distribution"),
         ({KIND: "plane"}, "nor SLURM_DIST_PLANESIZE gives the plane's size"),
         ({KIND: "arbitrary"}, "SLURM_ARBITRARY_NODELIST"),
-        ({KIND: "arbitrary", "SLURM_ARBITRARY_NODELIST": "n0,n1"}, "does not put 4 tasks on each of n0, n1"),
-        ({"SLURM_STEP_NUM_TASKS": "eight"}, "SLURM_STEP_NUM_TASKS is 'eight'; it must be a whole number"),
+        (
+            {KIND: "arbitrary", "SLURM_ARBITRARY_NODELIST": "n0,n1"},
+            "does not put 4 tasks on each of n0, n1",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "eight"},
+            "SLURM_STEP_NUM_TASKS is 'eight'; it must be a whole number",
+        ),
         ({"SLURM_STEP_NUM_TASKS": "-8"}, "SLURM_STEP_NUM_TASKS is '-8'"),
         ({"SLURM_PROCID": "8"}, "rank 8 (slurm: SLURM_PROCID) is out of range"),
-        ({"SLURM_PROCID": "5", "SLURM_LOCALID": "2"}, "rank 5 has local rank 2 (slurm: SLURM_LOCALID)"),
+        (
+            {"SLURM_PROCID": "5", "SLURM_LOCALID": "2"},
+            "rank 5 has local rank 2 (slurm: SLURM_LOCALID)",
+        ),
         ({"SLURM_PROCID": "5", "SLURM_NODEID": "0"}, "rank 5 has node 0 (slurm: SLURM_NODEID)"),
     ],
 )
-def test_broken_and_contradicting_variables_are_refused_by_name(more: dict[str, str], complaint: str) -> None:
+def test_broken_and_contradicting_variables_are_refused_by_name(
+    more: dict[str, str], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
         discover(step(2, 4, **more))
 
@@ -115,7 +140,9 @@ def test_broken_and_contradicting_variables_are_refused_by_name(more: dict[str, 
         ({"SLURM_NPROCS": "3"}, (1, 3)),
     ],
 )
-def test_missing_variables_are_made_up_from_the_others(env: dict[str, str], shape: tuple[int, int]) -> None:
+def test_missing_variables_are_made_up_from_the_others(
+    env: dict[str, str], shape: tuple[int, int]
+) -> None:
     topology = discover(env)
     assert (topology.nodes, topology.ranks_per_node) == shape
 
@@ -126,7 +153,8 @@ def test_totals_that_do_not_spread_evenly_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_node", "expected", "linked"), [(8, (2, 4, 2), True), (4, (2, 4, 1), False), (16, (2, 16, 1), False)]
+    ("per_node", "expected", "linked"),
+    [(8, (2, 4, 2), True), (4, (2, 4, 1), False), (16, (2, 16, 1), False)],
 )
 def test_a_known_cluster_lends_its_packages_if_its_nodes_are_full(
     per_node: int, expected: tuple[int, int, int], linked: bool

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Torch has every name that zero_topo uses: what makes releases possible that are not tested wholly."""
+"""Torch has every name that zero_topo uses: what makes releases possible that are not tested
+wholly.
+"""
 
 from __future__ import annotations
 

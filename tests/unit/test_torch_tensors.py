@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Every tensor that the package creates names its dtype and its device: a script may set other defaults."""
+"""Every tensor that the package creates names its dtype and its device: a script may set other
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,45 @@ import pytest
 from tests.house import sources
 
 FACTORIES = {
-    *("arange", "asarray", "as_tensor", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
-    *("logspace", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "zeros"),
+    *(
+        "arange",
+        "asarray",
+        "as_tensor",
+        "empty",
+        "empty_permuted",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+    ),
+    *(
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "range",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+    ),
 }
-"""Functions of torch whose result has the default dtype or the default device unless the call names them."""
+"""Functions of torch whose result has the default dtype or the default device unless the call names
+them.
+"""
 
 NAMED = {"dtype", "device"}
 PASSED_ON = {"zero_topo/quant/ops.py", "zero_topo/collectives/transport.py"}
-"""Where ``torch.empty`` itself is what allocates messages (``Group.allocate``): who calls it names both."""
+"""Where ``torch.empty`` itself is what allocates messages (``Group.allocate``): who calls it names
+both.
+"""
 
 
 def unnamed(tree: ast.AST) -> Iterator[str]:
-    """References to a factory that are not a call with a dtype and a device; a ``dtype=None`` is none."""
+    """References to a factory that are not a call with a dtype and a device; a ``dtype=None`` is
+    none.
+    """
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or node.attr not in FACTORIES:
@@ -36,20 +65,38 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(call or node)}"
 
 
-@pytest.mark.parametrize("code", ["torch.zeros(3)", "make = torch.empty", "torch.full((), 0, dtype=None, device=d)"])
+@pytest.mark.parametrize(
+    "code", ["torch.zeros(3)", "make = torch.empty", "torch.full((), 0, dtype=None, device=d)"]
+)
 def test_a_tensor_of_the_default_dtype_is_seen(code: str) -> None:
-    """The rule below is broken by a call without a dtype, a function passed on, and a dtype that is None."""
+    """The rule below is broken by a call without a dtype, a function passed on, and a dtype that is
+    None.
+    """
     assert list(unnamed(ast.parse(code)))
 
 
-@pytest.mark.parametrize("part", ["engine", "sync", "quant", "collectives", "hook", "mesh.py", "measure.py"])
+@pytest.mark.parametrize(
+    "part", ["engine", "sync", "quant", "collectives", "hook", "mesh.py", "measure.py"]
+)
 def test_every_tensor_names_its_dtype_and_device(part: str) -> None:
-    """A script with another default dtype or device trains as any other: no tensor of ours follows the default."""
-    found = [source for source in sources("zero_topo") if source.name.startswith(f"zero_topo/{part}")]
+    """A script with another default dtype or device trains as any other: no tensor of ours follows
+    the default.
+    """
+    found = [
+        source for source in sources("zero_topo") if source.name.startswith(f"zero_topo/{part}")
+    ]
     assert found
     broken = [(source.name, place) for source in found for place in unnamed(source.tree)]
-    assert not [one for one in broken if not (one[0] in PASSED_ON and one[1].endswith(": torch.empty"))]
-    calls = [node for source in found for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    assert not [
+        one for one in broken if not (one[0] in PASSED_ON and one[1].endswith(": torch.empty"))
+    ]
+    calls = [
+        node for source in found for node in ast.walk(source.tree) if isinstance(node, ast.Call)
+    ]
     allocating = [call for call in calls if ast.unparse(call.func).endswith("allocate")]
     assert all({word.arg for word in call.keywords} >= NAMED for call in allocating)
-    assert not [source.name for source in found if "torch.Tensor(" in source.text or "FloatTensor" in source.text]
+    assert not [
+        source.name
+        for source in found
+        if "torch.Tensor(" in source.text or "FloatTensor" in source.text
+    ]

@@ -22,7 +22,9 @@ def test_parts_hold_all_parameters_once(model: Transformer) -> None:
     modules = model.modules()
     assert len(modules) == 1 + model.layers + 1 == len(model.module_flops(1))
     assert sum(model.numels()) == sum(map(sum, modules)) == model.params and not model.unknown
-    matrices = sum(numel for numel, dims in zip(model.numels(), model.dims(), strict=True) if dims == 2)
+    matrices = sum(
+        numel for numel, dims in zip(model.numels(), model.dims(), strict=True) if dims == 2
+    )
     assert model.params * 0.99 < matrices < model.params and set(model.dims()) == {1, 2}
 
 

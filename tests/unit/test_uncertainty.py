@@ -23,7 +23,9 @@ CONFIG, JOB = resolve(PAIR, scheme="zero3"), Job(MODEL, 1, 1, checkpointing=Fals
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("unknown", SURE)
 def test_each_unknown_moves_its_own_part_of_the_step(unknown: Unknown, rings: bool) -> None:
-    """Three gathers and scatters for each of three modules: latency, bytes, and FLOPs, each slower by its share."""
+    """Three gathers and scatters for each of three modules: latency, bytes, and FLOPs, each slower
+    by its share.
+    """
     seconds = {
         "latency": 9 * 0.25,
         "links": 3 * sum(-(-numel // 2) for numel in MODEL.numels()) * 2 / 1e6,
@@ -32,17 +34,34 @@ def test_each_unknown_moves_its_own_part_of_the_step(unknown: Unknown, rings: bo
     }
     found: dict[Collective, dict[str, Ring]] = {"gather": {"gpu": Ring(1e6, 0.25)}} if rings else {}
     rates = replace(RATES, spread={**SURE, unknown: 0.2}, rings=found)
-    step, within = predict_step(CONFIG, JOB, rates).seconds, step_range(CONFIG, JOB, rates, predict_step)
-    assert within.high_s - step == pytest.approx(seconds[unknown] * (1 / 0.8 - 1), rel=1e-5, abs=1e-6)
-    assert step - within.low_s == pytest.approx(seconds[unknown] * (1 - 1 / 1.2), rel=1e-5, abs=1e-6)
+    step, within = (
+        predict_step(CONFIG, JOB, rates).seconds,
+        step_range(CONFIG, JOB, rates, predict_step),
+    )
+    assert within.high_s - step == pytest.approx(
+        seconds[unknown] * (1 / 0.8 - 1), rel=1e-5, abs=1e-6
+    )
+    assert step - within.low_s == pytest.approx(
+        seconds[unknown] * (1 - 1 / 1.2), rel=1e-5, abs=1e-6
+    )
     assert within.depends_on[unknown] == pytest.approx((within.high_s - within.low_s) / step)
-    assert "overlap" not in within.depends_on and sum(within.depends_on.values()) == within.depends_on[unknown]
+    assert (
+        "overlap" not in within.depends_on
+        and sum(within.depends_on.values()) == within.depends_on[unknown]
+    )
 
 
 def test_overlap_is_part_of_the_range_unless_it_is_stated() -> None:
-    """The best case hides all it can, the worst nothing; what is not known counts as a third off."""
-    best, worst = (predict_step(CONFIG, replace(JOB, overlap=share), RATES).seconds for share in (1.0, 0.0))
-    within, stated = (step_range(CONFIG, replace(JOB, overlap=share), RATES, predict_step) for share in (None, 0.0))
+    """The best case hides all it can, the worst nothing; what is not known counts as a third
+    off.
+    """
+    best, worst = (
+        predict_step(CONFIG, replace(JOB, overlap=share), RATES).seconds for share in (1.0, 0.0)
+    )
+    within, stated = (
+        step_range(CONFIG, replace(JOB, overlap=share), RATES, predict_step)
+        for share in (None, 0.0)
+    )
     assert best < worst and (within.low_s, within.high_s) == pytest.approx((best, worst))
     usual = predict_step(CONFIG, replace(JOB, overlap=None), RATES).seconds
     assert within.depends_on["overlap"] == pytest.approx((worst - best) / usual)

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_count, format_rate, format_seconds
+from zero_topo.units import (
+    GB,
+    KB,
+    MB,
+    PB,
+    TB,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +50,9 @@ from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_count, form
         (format_seconds, -1.5, "-1.50 s"),
     ],
 )
-def test_numbers_are_written_in_the_unit_people_use(write: Callable[[float], str], number: float, text: str) -> None:
+def test_numbers_are_written_in_the_unit_people_use(
+    write: Callable[[float], str], number: float, text: str
+) -> None:
     """Bytes in the largest fitting one, rates a second."""
     assert write(number) == text
 
@@ -55,7 +67,13 @@ def test_a_written_size_says_the_number_within_its_rounding(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(999, "999"), (124_439_808, "124M"), (999_999_999, "1.00B"), (19_999_824_231, "20.0B"), (4 * 10**15, "4,000T")],
+    [
+        (999, "999"),
+        (124_439_808, "124M"),
+        (999_999_999, "1.00B"),
+        (19_999_824_231, "20.0B"),
+        (4 * 10**15, "4,000T"),
+    ],
 )
 def test_counts_are_written_to_three_digits(count: int, text: str) -> None:
     assert format_count(count) == text

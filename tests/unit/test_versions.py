@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One table says which releases are supported, and whoever meets another one says so and how to go on."""
+"""One table says which releases are supported, and whoever meets another one says so and how to go
+on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ INSIDE = [
 def test_a_release_outside_the_range_is_refused(package: str, version: str) -> None:
     """In one line: what was found, what is supported, the way out."""
     known, line = SUPPORTED[package], str(refusal(package, version))
-    assert f"{package} {version} is" in line and f"{known.oldest} to {known.newest}: install" in line
+    assert (
+        f"{package} {version} is" in line and f"{known.oldest} to {known.newest}: install" in line
+    )
     assert f"install {package} {known.pinned}, or" in line and "\n" not in line
 
 
@@ -42,21 +46,33 @@ def test_a_newer_deepspeed_is_left_to_the_seam() -> None:
     """It is not refused by its number; the log and `doctor` say that nobody has tried it."""
     newest = SUPPORTED["deepspeed"].newest
     assert refusal("deepspeed", "0.20.0") is None and refusal("deepspeed", "0.19.9.dev1") is None
-    assert str(untried("deepspeed", "0.20.0")).endswith(f"is newer than {newest}, the last release that was tried")
+    assert str(untried("deepspeed", "0.20.0")).endswith(
+        f"is newer than {newest}, the last release that was tried"
+    )
     assert untried("deepspeed", newest) is None and untried("deepspeed", "0.17.0") is None
 
 
 @pytest.mark.parametrize(("package", "version"), OUTSIDE)
-def test_the_import_refuses_it_before_the_hook(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook names privates that another release may not have: its own ImportError would not say which to install."""
+def test_the_import_refuses_it_before_the_hook(
+    package: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook names privates that another release may not have: its own ImportError would not say
+    which to install.
+    """
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__=version))
-    with pytest.raises(ImportError, match=f"^{package} {version.replace('+', '.')} is installed, but"):
+    with pytest.raises(
+        ImportError, match=f"^{package} {version.replace('+', '.')} is installed, but"
+    ):
         lazy_hook.install("no_module_of_this_name")
 
 
 @pytest.mark.parametrize(("package", "version"), OUTSIDE)
-def test_check_refuses_it(package: str, version: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """A config that is good would not start here; where nothing is installed, as on a login node, it is checked."""
+def test_check_refuses_it(
+    package: str, version: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """A config that is good would not start here; where nothing is installed, as on a login node,
+    it is checked.
+    """
     installed = {package: version}
 
     def told(name: str) -> str:
@@ -89,5 +105,8 @@ def test_the_docs_name_the_same_releases() -> None:
     """The README and the page of what works with what."""
     for name in ("README.md", "docs/works-with.md"):
         text = (ROOT / name).read_text()
-        for package, known in {"DeepSpeed": SUPPORTED["deepspeed"], "PyTorch": SUPPORTED["torch"]}.items():
+        for package, known in {
+            "DeepSpeed": SUPPORTED["deepspeed"],
+            "PyTorch": SUPPORTED["torch"],
+        }.items():
             assert f"{known.oldest.removesuffix('.0')} to {known.newest}" in text, (name, package)

@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Prose uses the field's terms: words that only this project gave a meaning stay out of pages, docstrings and messages.
+"""Prose uses the field's terms: words that only this project gave a meaning stay out of pages,
+docstrings and messages.
 
-Checked are README, docs, and of the package and the benchmarks every docstring, comment and text with a space in it:
-messages, help, descriptions of keys. Names in code font, names of parameters and fenced code are not prose.
+Checked are README, docs, and of the package and the benchmarks every docstring, comment and text
+with a space in it: messages, help, descriptions of keys. Names in code font, names of parameters
+and fenced code are not prose.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ WORDS = {
     "look": (r"\b(an?|one|each|no|per|of|the) looks?\b|\blooks at\b", "synchronization"),
     "pick": (r"\bpick(s|ed|ing)?\b", "selected element"),
     "held": (
-        r"\bheld\b|\b(ranks?|[GC]PUs?|plans?|modes?|memory|machine|who|what (it|each)) (alone )?holds?\b",
+        r"\bheld\b|\b(ranks?|[GC]PUs?|plans?|modes?|memory|machine|who|what (it|each)) (alone "
+        r")?holds?\b",
         "stored",
     ),
     "beside": (r"\bbeside\b", "in addition to; next to"),
@@ -50,22 +53,33 @@ WORDS = {
 """Words to avoid: a pattern of the sense that is meant, and what to write instead."""
 
 FIELDS_OWN = {
-    "lane": ("quant/reference.py", "quant/triton_sparse.py", "config/tagc_config.py", "docs/kernels.md"),
+    "lane": (
+        "quant/reference.py",
+        "quant/triton_sparse.py",
+        "config/tagc_config.py",
+        "docs/kernels.md",
+    ),
 }
 """Files in which a word is the field's own: lanes of a GPU's warp, and of TAGC's sketch."""
 
 NAMES = (r"``?[^`]+``?", r"\{\w+\}", r"^[^\n]*\bTensor(\(\w!\))? \w+,[^\n]*", r"^ +\w+(, \w+)*: ")
-"""Names in a text of Python: code font, fields of a format, an operator's schema, the parameter of an Args line."""
+"""Names in a text of Python: code font, fields of a format, an operator's schema, the parameter of
+an Args line.
+"""
 
 
 Line = tuple[Path, int, str]
 
 
 def prose_of_page(path: Path) -> Iterator[Line]:
-    """Yield ``(file, line number, text)`` of what people read in a page, without names in code font."""
+    """Yield ``(file, line number, text)`` of what people read in a page, without names in code
+    font.
+    """
     text = path.read_text()
     for code in (r"^```.*?^```", r"<!--.*?-->", r"`[^`]*`", r"(?<=\])\([^)]*\)"):
-        text = re.sub(code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.M | re.S)
+        text = re.sub(
+            code, lambda match: "`" + "\n" * match[0].count("\n"), text, flags=re.M | re.S
+        )
     yield from ((path, number, line) for number, line in enumerate(text.splitlines(), 1))
 
 
@@ -77,7 +91,9 @@ def prose_of_source(source: Source) -> Iterator[Line]:
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             lines = without_names(node.value).splitlines()
-            yield from ((source.path, node.lineno + number, line) for number, line in enumerate(lines))
+            yield from (
+                (source.path, node.lineno + number, line) for number, line in enumerate(lines)
+            )
 
 
 def without_names(text: str) -> str:
@@ -93,7 +109,8 @@ def test_words_of_ours_are_gone() -> None:
     found = [
         f"{instead}: {path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path, number, line in chain(
-            *map(prose_of_page, DOCUMENTS), *map(prose_of_source, sources("zero_topo", "benchmarks"))
+            *map(prose_of_page, DOCUMENTS),
+            *map(prose_of_source, sources("zero_topo", "benchmarks")),
         )
         if any_word.search(line)
         for name, (pattern, instead) in WORDS.items()

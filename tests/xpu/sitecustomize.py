@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Gives each Python that has this folder in ``PYTHONPATH`` an XPU: the library first, which torch asks once."""
+"""Gives each Python that has this folder in ``PYTHONPATH`` an XPU: the library first, which torch
+asks once.
+"""
 
 import ctypes
 import os

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Collectives between XPUs of the stand-in: gloo, which carries tensors of the CPU alone, with copies on both ends."""
+"""Collectives between XPUs of the stand-in: gloo, which carries tensors of the CPU alone, with
+copies on both ends.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from torch.utils import _pytree as pytree
 BACKEND = "stand_in"
 """Its name, as ``dist_backend`` of ``deepspeed.init_distributed``."""
 NAMES = {
-    **{name: name for name in ("allgather", "allreduce", "alltoall", "broadcast", "gather", "reduce", "scatter")},
+    **{
+        name: name
+        for name in (
+            "allgather",
+            "allreduce",
+            "alltoall",
+            "broadcast",
+            "gather",
+            "reduce",
+            "scatter",
+        )
+    },
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
     "reduce_scatter": "reduce_scatter",
@@ -44,7 +57,8 @@ class Group(dist.ProcessGroup):
 
 
 def _collective(name: str) -> Callable[..., dist.Work]:
-    flat = name.endswith("gather_base") or name.endswith("scatter_base")  # gloo takes no tables of messages
+    # Gloo takes no tables of messages
+    flat = name.endswith("gather_base") or name.endswith("scatter_base")
 
     def run(self: Group, *arguments: Any) -> dist.Work:
         tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]

@@ -27,5 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        print(f"zero-topo: {missing} is not installed: pip install 'zero_topo[{EXTRAS[missing]}]'", file=sys.stderr)
+        print(
+            f"zero-topo: {missing} is not installed: pip install 'zero_topo[{EXTRAS[missing]}]'",
+            file=sys.stderr,
+        )
         return 2

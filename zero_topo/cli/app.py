@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The list of commands, and how wrong input ends: one line on stderr, exit status 2.
 
-To add a command, write its function in a file of its own, with heavy imports (torch, matplotlib) inside the function,
-and add it to :data:`COMMANDS`. Only the file of the command that is run is imported, so that each starts at once.
+To add a command, write its function in a file of its own, with heavy imports (torch, matplotlib)
+inside the function, and add it to :data:`COMMANDS`. Only the file of the command that is run is
+imported, so that each starts at once.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ COMMANDS = (
     *("enable", "disable", "build", "launch"),
 )
 MODULES = {"disable": "enable"}
-"""Command -> the module of this package with the function, or group of commands, of its name; if it is another."""
+"""Command -> the module of this package with the function, or group of commands, of its name; if it
+is another.
+"""
 
-JSON, NOT_OURS = "--json", "--"
+JSON = "--json"
+NOT_OURS = "--"
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
 READER_GONE = 128 + 13  # and for SIGPIPE
@@ -40,7 +44,8 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 def build(word: str = "") -> typer.Typer:
     """The application with the command that a word names, or with all if it names none."""
     app = typer.Typer(name="zero-topo", pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.callback(invoke_without_command=True)(_common)  # a command stays a command where it is the only one
+    # A command stays a command where it is the only one
+    app.callback(invoke_without_command=True)(_common)
     for name in [word] if word in COMMANDS else COMMANDS:
         found = getattr(importlib.import_module(f"{__package__}.{MODULES.get(name, name)}"), name)
         if isinstance(found, typer.Typer):
@@ -52,12 +57,18 @@ def build(word: str = "") -> typer.Typer:
 
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the versions of zero_topo, DeepSpeed and torch.")
+        bool,
+        typer.Option("--version", help="Print the versions of zero_topo, DeepSpeed and torch."),
     ] = False,
 ) -> None:
-    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. No command needs a GPU."""
+    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. No command
+    needs a GPU.
+    """
     if version:
-        ours, *others = (f"{name} {installed(name) or 'not installed'}" for name in ("zero-topo", "deepspeed", "torch"))
+        ours, *others = (
+            f"{name} {installed(name) or 'not installed'}"
+            for name in ("zero-topo", "deepspeed", "torch")
+        )
         print(f"{ours} ({', '.join(others)}, Python {platform.python_version()})")
         raise typer.Exit
 
@@ -68,7 +79,9 @@ def run(
     make: Callable[[str], typer.Typer] = build,
     program: str = "zero-topo",
 ) -> int:
-    """Run a command line and return the exit status; ``make`` gives the application for its first word."""
+    """Run a command line and return the exit status; ``make`` gives the application for its first
+    word.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         ours = list(takewhile(NOT_OURS.__ne__, words))

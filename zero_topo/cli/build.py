@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo build``: compile now, for all nodes that share the cache, what ranks would compile at first use."""
+"""``zero-topo build``: compile now, for all nodes that share the cache, what ranks would compile at
+first use.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def build(
         str,
         typer.Option(
             metavar="sm_90|gfx90a",
-            help="GPU architectures, comma-separated; default: those of this machine's GPUs, else all.",
+            help="GPU architectures, comma-separated; default: those of this machine's GPUs, else "
+            "all.",
         ),
     ] = "",
 ) -> None:

@@ -50,7 +50,9 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 
 
 class Cost(Document):
-    """Of a step of a rank, and the memory it needs; the limit is None if the memory is not known."""
+    """Of a step of a rank, and the memory it needs; the limit is None if the memory is not
+    known.
+    """
 
     seconds: float
     sent_by_domain: dict[str, int]
@@ -88,7 +90,9 @@ DOCUMENT = Checked | Automatic
 @taking(JobOptions)
 def check(
     options: JobOptions,
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
+    ds_config: Annotated[
+        str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')
+    ],
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
     refuse(installed_refusals())
@@ -114,27 +118,43 @@ def check(
     else:
         request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        resolved, cost = price.config, fill(Cost, price, request)
+        resolved = price.config
+        cost = fill(Cost, price, request)
         notes = [*resolved.notes, price_sentence(price), setting(request), *assumed_lines(request)]
-    if (loaded.get("expert_parallel") or {}).get("enabled") is True and (cost is None or request.job.expert == 1):
+    if (loaded.get("expert_parallel") or {}).get("enabled") is True and (
+        cost is None or request.job.expert == 1
+    ):
         notes.append(
-            "expert parallelism is priced only for a model with experts, such as --model mixtral-8x7b: plan, seconds, "
+            "expert parallelism is priced only for a model with experts, such as --model "
+            "mixtral-8x7b: plan, seconds, "
             "bytes and memory are those without it"
         )
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
-        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": translated})
+        print_json(
+            {
+                "topology": found.to_json(),
+                **resolved.to_json(),
+                "cost": cost,
+                "translated": translated,
+            }
+        )
         return
     print(f"{render_tree(found)}\n")
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes))
 
 
-def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
-    """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed for that."""
+def _machine(
+    options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]
+) -> tuple[Topology, list[str]]:
+    """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed
+    for that.
+    """
     if options.machine != AUTO and block.topology not in FOUND:
         raise ValueError(
-            f"--machine {options.machine}: the block already names its machine, {block.topology!r}; leave --machine out"
+            f"--machine {options.machine}: the block already names its machine, "
+            f"{block.topology!r}; leave --machine out"
         )
     where: Any = block.topology if options.machine == AUTO else options.machine
     named = replace(options, machine=where)
@@ -151,12 +171,15 @@ def _machine(options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, An
     if tensor > 1:
         group = found.world_size // tensor
         notes.append(
-            f"tensor parallelism: the plan is that of a data-parallel group, {group} of {found.world_size} ranks"
+            f"tensor parallelism: the plan is that of a data-parallel group, {group} of "
+            f"{found.world_size} ranks"
         )
     return found, notes
 
 
-def _largest(options: JobOptions, resolved: ResolvedConfig, found: Topology, loaded: Mapping[str, Any]) -> list[str]:
+def _largest(
+    options: JobOptions, resolved: ResolvedConfig, found: Topology, loaded: Mapping[str, Any]
+) -> list[str]:
     """How large a model fits a named plan, if the memory is known."""
     sized = scaled(USUAL[0], options.seq or SEQUENCE)
     request = request_of(options, found, sized, loaded)
@@ -164,29 +187,38 @@ def _largest(options: JobOptions, resolved: ResolvedConfig, found: Topology, loa
     if most is None or request.limit is None:
         return []
     return [
-        f"this plan trains models of up to {format_count(most)} parameters in {format_bytes(request.limit)} of each "
+        f"this plan trains models of up to {format_count(most)} parameters in "
+        f"{format_bytes(request.limit)} of each "
         f"rank, of conventional shape, {sized.sequence} tokens a sequence, activations recomputed"
     ]
 
 
 def _forecast(
-    options: JobOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
+    options: JobOptions,
+    block: ZeroTopoConfig,
+    found: Topology,
+    loaded: Mapping[str, Any],
+    translated: list[str],
 ) -> None:
     """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, tree_of(found, tensor_of(options, loaded)))
     chosen = {
-        params: rank_plans(block, request_of(options, found, scaled(params, options.seq or SEQUENCE), loaded))
+        params: rank_plans(
+            block, request_of(options, found, scaled(params, options.seq or SEQUENCE), loaded)
+        )
         for params in USUAL
         if found.memory_per_rank is not None
     }
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
-        f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
+        f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is "
+        "predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME",
         setting(chosen[USUAL[0]].request)
         if chosen
-        else f"the memory of a rank of {found.name} is not known here, so the plan is not known either; a job reads it "
+        else f"the memory of a rank of {found.name} is not known here, so the plan is not known "
+        "either; a job reads it "
         "from its devices; here give --machine, such as --machine dgx-h100",
     ]
     if options.as_json:
@@ -194,7 +226,13 @@ def _forecast(
             {"params": params, "chosen": plan_json(ranking.timed[0], {}) if ranking.timed else None}
             for params, ranking in chosen.items()
         ]
-        of = {"scheme": AUTO, "topology": found.to_json(), "forecasts": rows, "translated": translated, "notes": notes}
+        of = {
+            "scheme": AUTO,
+            "topology": found.to_json(),
+            "forecasts": rows,
+            "translated": translated,
+            "notes": notes,
+        }
         print_json(fill(Automatic, block, **of))
         return
     print(f"{render_tree(found)}\n")
@@ -205,14 +243,19 @@ def _forecast(
 
 
 def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
-    """Model by degrees, predicted step, memory, and how many times as fast ``"lossy": true`` would be."""
+    """Model by degrees, predicted step, memory, and how many times as fast ``"lossy": true`` would
+    be.
+    """
     title = "Chosen for models of these sizes, and the gain of a lossy one"
     table = figures_table(["parameters", "degrees", "step", "memory", "lossy"], title)
     for params, ranking in chosen.items():
         if not ranking.timed:
-            table.add_row(format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-")
+            table.add_row(
+                format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-"
+            )
             continue
-        best, faster = ranking.best, ranking.faster
+        best = ranking.best
+        faster = ranking.faster
         gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
         cells = degrees(best.config), format_seconds(best.seconds), format_bytes(best.stored), gain
         table.add_row(format_count(params), *cells)

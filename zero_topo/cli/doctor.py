@@ -29,14 +29,20 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    config: Annotated[str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check as well.")] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check as well.")
+    ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(autocompletion=MACHINES, help="Preset; default: detected from Slurm and loaded modules."),
+        typer.Option(
+            autocompletion=MACHINES, help="Preset; default: detected from Slurm and loaded modules."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Check for problems that make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
+    """Check for problems that make a run fail or slow. One line each, with the fix; exit status 1
+    for a failure.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -47,7 +53,8 @@ def doctor(
         load_machine(machine)
     seen = Surroundings(config=config, machine=machine)
     console = PlainConsole(highlight=False)
-    with Console(stderr=True).status("looking around"):  # torch takes seconds to import; shown on a terminal alone
+    # Torch takes seconds to import; shown on a terminal alone
+    with Console(stderr=True).status("looking around"):
         findings = list(examine(seen))
     states = [finding.state for finding in findings]
     if as_json:
@@ -58,6 +65,8 @@ def doctor(
             state = (f"{finding.state:<4}", COLOURS[finding.state])
             text = Text.assemble(state, f"  {finding.subject}: {finding.line()}")
             console.print(text, soft_wrap=True)
-        console.print(f"{len(findings)} checks: {states.count(WARN)} warnings, {states.count(FAIL)} failures")
+        console.print(
+            f"{len(findings)} checks: {states.count(WARN)} warnings, {states.count(FAIL)} failures"
+        )
     if FAIL in states:
         raise typer.Exit(SICK)

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo enable`` and ``zero-topo disable``: the hook in every process of this Python, without an import.
+"""``zero-topo enable`` and ``zero-topo disable``: the hook in every process of this Python, without
+an import.
 
 Note [The .pth file]
-    Python runs the line of a .pth file in site-packages at every start. Ours puts one small object in front of the
-    import system and imports nothing. When something imports DeepSpeed (or Accelerate, which reads DeepSpeed's configs)
-    the object goes away, and zero_topo is imported first; if it is not installed any more, the file goes away too.
-    Pip knows nothing of the file, so that an upgrade leaves the hook where it is.
+    Python runs the line of a .pth file in site-packages at every start. Ours puts one small object
+    in front of the import system and imports nothing. When something imports DeepSpeed (or
+    Accelerate, which reads DeepSpeed's configs) the object goes away, and zero_topo is imported
+    first; if it is not installed any more, the file goes away too. Pip knows nothing of the file,
+    so that an upgrade leaves the hook where it is.
 """
 
 from __future__ import annotations
@@ -51,10 +53,16 @@ def enable() -> None:
             path.write_text("\n".join([*made, line, ""]), encoding="utf-8")
         except OSError:
             continue
-        print(f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a program needs now')
+        print(
+            f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a '
+            "program needs now"
+        )
         return
     folders = " and ".join(str(path.parent) for path in _candidates())
-    raise ValueError(f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the script")
+    raise ValueError(
+        f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the "
+        "script"
+    )
 
 
 def disable() -> None:
@@ -77,7 +85,9 @@ def enabled() -> bool:
 
 
 def _candidates() -> list[Path]:
-    """Return folders for the file: the interpreter's site-packages, then the user's, if Python reads them."""
+    """Return folders for the file: the interpreter's site-packages, then the user's, if Python
+    reads them.
+    """
     folders = [sysconfig.get_path("purelib")]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())

@@ -20,9 +20,12 @@ from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
 
 LIKE_PARAMS = "20e9, 20B or 350M"
-MOST, MOST_MICRO_BATCHES = 10**24, 1024
+MOST = 10**24
+MOST_MICRO_BATCHES = 1024
 """A count, and what is simulated one by one."""
-_COUNT = re.compile(r"(?P<number>\d{1,99}(?:\.\d{0,99})?(?:[eE]\+?\d{1,3})?)(?P<suffix>[kKmMbBtT]?)", re.ASCII)
+_COUNT = re.compile(
+    r"(?P<number>\d{1,99}(?:\.\d{0,99})?(?:[eE]\+?\d{1,3})?)(?P<suffix>[kKmMbBtT]?)", re.ASCII
+)
 _SUFFIXES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -43,7 +46,9 @@ def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) ->
     if value < 1 or value != value.to_integral_value():
         raise ValueError(f"{what} {cut(text)!r} is not a positive whole number, such as {like}")
     if value > most:
-        raise ValueError(f"{what} {cut(text)!r} is more than {most:,}, the most that is planned for")
+        raise ValueError(
+            f"{what} {cut(text)!r} is more than {most:,}, the most that is planned for"
+        )
     return int(value)
 
 
@@ -53,7 +58,10 @@ def naming(source: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        lines = [line if source in line else f"{cut(source, 200)}: {line}" for line in str(error).splitlines()]
+        lines = [
+            line if source in line else f"{cut(source, 200)}: {line}"
+            for line in str(error).splitlines()
+        ]
         raise ValueError("\n".join(lines)) from None
 
 
@@ -76,7 +84,8 @@ def read_deepspeed_config(source: str) -> dict[str, Any]:
 
 
 def read_rates(text: str, preset: Rates | None) -> Rates:
-    """The preset's rates with the keys that the user gave; of ``link_efficiency`` and ``rings``, with their parts.
+    """The preset's rates with the keys that the user gave; of ``link_efficiency`` and ``rings``,
+    with their parts.
 
     Args:
         text: a JSON object, or the path of a file with one.
@@ -86,9 +95,13 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
         ValueError: for what are no rates, or incomplete ones without a preset.
     """
     try:
-        given = parse_object(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
+        given = parse_object(
+            text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates"
+        )
     except OSError as error:
-        raise ValueError(f"rates {text!r}: cannot be read ({error.strerror}); give a JSON file or object") from None
+        raise ValueError(
+            f"rates {text!r}: cannot be read ({error.strerror}); give a JSON file or object"
+        ) from None
     known = {} if preset is None else to_json(preset)
     merged = {**known, **given}
     for key in ("link_efficiency", "rings"):
@@ -115,7 +128,8 @@ def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topolog
     A preset without a number of ranks, outside of a job, is one node of that machine.
 
     Args:
-        setting: as the config's ``topology`` key; a string that starts with ``{`` is an inline object.
+        setting: as the config's ``topology`` key; a string that starts with ``{`` is an inline
+            object.
         world_size: ranks, or None to ask the launcher.
 
     Raises:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The machine, the model and the step that a command is about: options that mean the same in all commands."""
+"""The machine, the model and the step that a command is about: options that mean the same in all
+commands.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, PositiveInt
 
-from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
+from zero_topo.cli.inputs import (
+    LIKE_PARAMS,
+    MOST_MICRO_BATCHES,
+    counts,
+    machine,
+    read_count,
+    read_rates,
+)
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
 from zero_topo.config.deepspeed_parts import half_precision
 from zero_topo.cost.experts import expert_tree, experts_of, split
@@ -38,7 +47,13 @@ Machine = Annotated[
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks; in simulate a list."),
+    typer.Option(
+        "--ranks",
+        "--world-size",
+        "--gcds",
+        metavar="N",
+        help="Number of ranks; in simulate a list.",
+    ),
 ]
 
 
@@ -46,7 +61,9 @@ Ranks = Annotated[
 class JobOptions:
     """Options of all commands that predict."""
 
-    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
+    params: Annotated[
+        str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -55,18 +72,23 @@ class JobOptions:
             help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
         ),
     ] = None
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")
+    ] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch; default: the config's, or 1."
+            min=1,
+            max=MOST_MICRO_BATCHES,
+            help="Sequences per rank and micro-batch; default: the config's, or 1.",
         ),
     ] = None
     micro_batches: Annotated[
         str | None,
         typer.Option(
             metavar="K",
-            help="Micro-batches per optimizer step; default: the config's, or 1. In simulate a list; default: 1,8.",
+            help="Micro-batches per optimizer step; default: the config's, or 1. In simulate a "
+            "list; default: 1,8.",
         ),
     ] = None
     tensor_parallel: Annotated[
@@ -74,23 +96,37 @@ class JobOptions:
         typer.Option(
             min=1,
             metavar="N",
-            help="Ranks that share each micro-batch by tensor parallelism; default: the config's, or 1.",
+            help="Ranks that share each micro-batch by tensor parallelism; default: the config's, "
+            "or 1.",
         ),
     ] = None
     overlap: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Share that computation hides of the communication it may hide; default: 0."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share that computation hides of the communication it may hide; default: 0.",
+        ),
     ] = None
     machine: Machine = "auto"
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
     ranks: Ranks = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
-    checkpointing: Annotated[bool | None, Rare("false keeps activations instead of recomputing them")] = None
-    attention: Annotated[Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = (
+        False
+    )
+    checkpointing: Annotated[
+        bool | None, Rare("false keeps activations instead of recomputing them")
+    ] = None
+    attention: Annotated[
+        Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)
+    ] = "flash"
     fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
-    reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
+    reserve: Annotated[
+        Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")
+    ] = None
     expert_parallel: Annotated[
-        PositiveInt | None, Rare("ranks that share the experts of each layer; default: the config's, or 1")
+        PositiveInt | None,
+        Rare("ranks that share the experts of each layer; default: the config's, or 1"),
     ] = None
     rates: Annotated[str | None, Rare("rates of a rank and its links, a file or JSON")] = None
 
@@ -107,7 +143,8 @@ def machines_of(options: JobOptions) -> list[Topology]:
         found = [count * _ranks_per_node(options.machine, count) for count in nodes]
         if ranks not in (None, found):
             raise ValueError(
-                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} ranks, but --ranks is "
+                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} "
+                "ranks, but --ranks is "
                 f"{options.ranks}; give one of the two"
             )
         ranks = found
@@ -138,11 +175,14 @@ def _ranks_per_node(setting: str, nodes: int) -> int:
         return count
     if setting == "auto":
         known = ", ".join(preset_names())
-        raise ValueError(f"--nodes {nodes}: of which machine? give --machine (known: {known}; or a .json file)")
+        raise ValueError(
+            f"--nodes {nodes}: of which machine? give --machine (known: {known}; or a .json file)"
+        )
     described = machine(setting, None)
     if described.nodes != nodes:
         raise ValueError(
-            f"--nodes {nodes}: {setting} describes {described.nodes} nodes; leave --nodes out, or change the "
+            f"--nodes {nodes}: {setting} describes {described.nodes} nodes; leave --nodes out, or "
+            "change the "
             "description"
         )
     return described.ranks_per_node
@@ -175,7 +215,9 @@ def need_model(options: JobOptions) -> Model:
     return found
 
 
-def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Mapping[str, Any] = NO_CONFIG) -> Request:
+def request_of(
+    options: JobOptions, topology: Topology, model: Model, loaded: Mapping[str, Any] = NO_CONFIG
+) -> Request:
     """Machine, model and job; what neither the options nor the config say is 1, in 16 bits.
 
     Args:
@@ -203,8 +245,14 @@ def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Ma
         expert=expert_of(options, loaded, model, topology),
         **deepspeed_settings(loaded),
     )
-    request = Request(topology, job, reserve=RESERVE if options.reserve is None else options.reserve)
-    return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
+    request = Request(
+        topology, job, reserve=RESERVE if options.reserve is None else options.reserve
+    )
+    return (
+        request
+        if options.rates is None
+        else replace(request, own_rates=read_rates(options.rates, request.rates))
+    )
 
 
 def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
@@ -216,8 +264,11 @@ def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def expert_of(options: JobOptions, loaded: Mapping[str, Any], model: Model, topology: Topology) -> int:
-    """The number of ranks that share the experts of each layer; 1 if only a config has it, and the model no experts.
+def expert_of(
+    options: JobOptions, loaded: Mapping[str, Any], model: Model, topology: Topology
+) -> int:
+    """The number of ranks that share the experts of each layer; 1 if only a config has it, and the
+    model no experts.
 
     Raises:
         ValueError: if it does not divide the experts, or the machine along its nodes and GPUs.
@@ -234,15 +285,20 @@ def expert_of(options: JobOptions, loaded: Mapping[str, Any], model: Model, topo
 
 
 def _batches(options: JobOptions, ranks: int, loaded: Mapping[str, Any]) -> tuple[int, int]:
-    """Sequences of a micro-batch, and micro-batches of a step, of each of so many data-parallel ranks."""
+    """Sequences of a micro-batch, and micro-batches of a step, of each of so many data-parallel
+    ranks.
+    """
     micro, steps = (
         value if isinstance(value := loaded.get(key), int) and value > 0 else None
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     micro = options.micro_batch or micro or 1
-    batch, sharing = loaded.get("train_batch_size"), loaded.get("sequence_parallel_size")
+    batch = loaded.get("train_batch_size")
+    sharing = loaded.get("sequence_parallel_size")
     if steps is None and isinstance(batch, int):
         steps = batch * (sharing if isinstance(sharing, int) else 1) // (micro * ranks)
     if options.micro_batches is not None:
-        steps = one(counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES), "--micro-batches")
+        steps = one(
+            counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES), "--micro-batches"
+        )
     return micro, max(1, steps or 1)

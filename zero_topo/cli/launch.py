@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch``: print a job's script for Slurm, Flux or PBS, or a machine's variables for a shell."""
+"""``zero-topo launch``: print a job's script for Slurm, Flux or PBS, or a machine's variables for a
+shell.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def slurm(options: BatchJob) -> None:
 @launch.command(context_settings=OWN_OPTIONS)
 @taking(BatchJob)
 def flux(options: BatchJob) -> None:
-    """Print a Flux batch script. Read it, then submit it: zero-topo launch flux ... | flux batch."""
+    """Print a Flux batch script. Read it, then submit it: zero-topo launch flux ... | flux
+    batch.
+    """
     _print_script(options, FLUX)
 
 
@@ -66,8 +70,8 @@ def _print_script(options: BatchJob, scheduler: Scheduler) -> None:
 def env(machine: MachineName = "generic", master_port: Port = PORT) -> None:
     """Print a machine's variables for a shell. Use: eval "$(zero-topo launch env --machine NAME)".
 
-    Variables that are set already are left out. Inside of a Slurm job MASTER_ADDR and MASTER_PORT come with them, for
-    torchrun.
+    Variables that are set already are left out. Inside of a Slurm job MASTER_ADDR and MASTER_PORT
+    come with them, for torchrun.
     """
     known = load_launch_machine(machine)
     for setting in (*known.variables, *known.doctors):

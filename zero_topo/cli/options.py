@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Commands with many options: the options are the fields of a frozen dataclass, the rarely needed ones in ``--set``."""
+"""Commands with many options: the options are the fields of a frozen dataclass, the rarely needed
+ones in ``--set``.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from zero_topo.topology.presets import preset_names
 
 SET = "settings"
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")
+]
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the names that complete an option's value in a shell; in a list, they complete the last word.
+    """Return the names that complete an option's value in a shell; in a list, they complete the
+    last word.
 
     Args:
         names: all that there are.
@@ -35,7 +40,8 @@ def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return offered
 
 
-MACHINES, MODEL_NAMES = offering(preset_names), offering(lambda: MODELS)
+MACHINES = offering(preset_names)
+MODEL_NAMES = offering(lambda: MODELS)
 SCHEME_NAMES = offering(lambda: (*SCHEMES, *(f"stock-{name}" for name in SCHEMES)))
 SPARSE_NAMES = tuple(mode.MODE for mode in SPARSE_MODES)
 
@@ -66,34 +72,49 @@ def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
         if not used(field.name) and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise ValueError(
-                f"--{f'set {name}' if field.name in _rare(type(options)) else name} would not count: {why}"
+                f"--{f'set {name}' if field.name in _rare(type(options)) else name} would not "
+                f"count: {why}"
             )
 
 
 def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function whose first argument is a dataclass: each field is an option, as typer sees it.
+    """Make a command of a function whose first argument is a dataclass: each field is an option, as
+    typer sees it.
 
-    The function's other arguments are options of this command alone. Fields marked as :class:`Rare` share one option,
-    ``--set KEY=VALUE``.
+    The function's other arguments are options of this command alone. Fields marked as :class:`Rare`
+    share one option, ``--set KEY=VALUE``.
 
     Args:
-        options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
+        options: a dataclass whose fields all have defaults and are annotated as typer wants
+            parameters to be.
     """
-    hints, rare = get_type_hints(options, include_extras=True), _rare(options)
+    hints = get_type_hints(options, include_extras=True)
+    rare = _rare(options)
     own = inspect.get_annotations(options)  # those of a base class come after them
     names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(options, name),
+            annotation=hints[name],
+        )
         for name in names
         if name not in rare
     ]
     if rare:
         keys = "; ".join(f"{name.replace('_', '-')}: {of.help}" for name, (_, of) in rare.items())
-        known = [f"{name}={value}" for name, (_, of) in rare.items() for value in of.values or ("",)]
+        known = [
+            f"{name}={value}" for name, (_, of) in rare.items() for value in of.values or ("",)
+        ]
         about = f"A rarely needed setting; repeatable. {keys}."
-        option = typer.Option("--set", metavar="KEY=VALUE", help=about, autocompletion=offering(lambda: known))
+        option = typer.Option(
+            "--set", metavar="KEY=VALUE", help=about, autocompletion=offering(lambda: known)
+        )
         kind: Any = Annotated[list[str] | None, option]
-        parameters.append(inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        parameters.append(
+            inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         _, *others = inspect.signature(function, eval_str=True).parameters.values()
@@ -103,7 +124,8 @@ def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
             own = {other.name: given.pop(other.name) for other in others}
             function(options(**given, **dict(settings)), **own)
 
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__name__ = function.__name__
+        command.__doc__ = function.__doc__
         command.__signature__ = inspect.Signature([*others, *parameters])  # type: ignore[attr-defined]
         return command
 
@@ -126,13 +148,19 @@ def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]
     key, _, value = text.partition("=")
     name = key.strip().replace("-", "_")
     if name not in rare or "=" not in text:
-        keys, wrong = [name.replace("_", "-") for name in rare], "unknown key" if "=" in text else "write KEY=VALUE"
-        raise ValueError(f"--set {cut(text)}: {wrong}{did_you_mean(key, keys, cutoff=0.5)} (keys: {', '.join(keys)})")
+        keys = [name.replace("_", "-") for name in rare]
+        wrong = "unknown key" if "=" in text else "write KEY=VALUE"
+        raise ValueError(
+            f"--set {cut(text)}: {wrong}{did_you_mean(key, keys, cutoff=0.5)} (keys: "
+            f"{', '.join(keys)})"
+        )
     kind, mark = rare[name]
     words = words_of(value)
     if strange := [word for word in words if mark.values and word not in mark.values]:
         near = did_you_mean(strange[0], mark.values)
-        raise ValueError(f"--set {name}={cut(strange[0])}: unknown{near} (choose among {', '.join(mark.values)})")
+        raise ValueError(
+            f"--set {name}={cut(strange[0])}: unknown{near} (choose among {', '.join(mark.values)})"
+        )
     if kind == tuple[str, ...]:
         return name, tuple(words)
     try:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What commands print: nothing that a terminal would obey, and where ``--json`` is given the JSON and nothing else."""
+"""What commands print: nothing that a terminal would obey, and where ``--json`` is given the JSON
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ from pydantic_core import to_jsonable_python
 from zero_topo.strict import plain
 
 _DOCUMENTS: ContextVar[TextIO | None] = ContextVar("documents", default=None)
-STDOUT, STDERR = 1, 2
+STDOUT = 1
+STDERR = 2
 
 
 class _Plain:
-    """A stream that writes control characters as escapes, for names come from files and from other people."""
+    """A stream that writes control characters as escapes, for names come from files and from other
+    people.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self.rich_proxied_file = stream  # rich writes there what its consoles, see PlainConsole, have cleaned
+        self.rich_proxied_file = (
+            stream  # rich writes there what its consoles, see PlainConsole, have cleaned
+        )
 
     def write(self, text: str) -> int:
         return self.rich_proxied_file.write(plain(text))
@@ -43,7 +50,9 @@ def plain_output() -> Iterator[None]:
 
 @contextmanager
 def only_json() -> Iterator[None]:
-    """Sends all that is printed to standard error, programs that are started included, but for :func:`print_json`."""
+    """Sends all that is printed to standard error, programs that are started included, but for
+    :func:`print_json`.
+    """
     with _real_stdout() as documents, redirect_stdout(sys.stderr):
         token = _DOCUMENTS.set(documents)
         try:
@@ -81,10 +90,16 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def fill(kind: Any, *sources: object, **given: Any) -> dict[str, Any]:
-    """Return an object of a :class:`Document`: its keys are given, or attributes of the first source that has them."""
+    """Return an object of a :class:`Document`: its keys are given, or attributes of the first
+    source that has them.
+    """
 
     def value(key: str) -> Any:
-        return given[key] if key in given else next(getattr(of, key) for of in sources if hasattr(of, key))
+        return (
+            given[key]
+            if key in given
+            else next(getattr(of, key) for of in sources if hasattr(of, key))
+        )
 
     return {key: value(key) for key in kind.__annotations__}
 
@@ -95,4 +110,8 @@ def print_json(content: Mapping[str, Any]) -> None:
     Raises:
         PydanticSerializationError: for what JSON has no form of.
     """
-    print(json.dumps(to_jsonable_python(content), indent=2), file=_DOCUMENTS.get() or sys.stdout, flush=True)
+    print(
+        json.dumps(to_jsonable_python(content), indent=2),
+        file=_DOCUMENTS.get() or sys.stdout,
+        flush=True,
+    )

@@ -30,7 +30,15 @@ from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
-from zero_topo.cost.planner import Priced, Ranking, Request, max_params, rank_experts, rank_plans, rank_tensor
+from zero_topo.cost.planner import (
+    Priced,
+    Ranking,
+    Request,
+    max_params,
+    rank_experts,
+    rank_plans,
+    rank_tensor,
+)
 from zero_topo.cost.step import Range, deepspeed_settings, method_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
@@ -55,23 +63,35 @@ class PlanOptions(JobOptions):
     """Of ``plan``."""
 
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="List the fastest plans that fit, and explain the first.")
+        bool,
+        typer.Option("--recommend", help="List the fastest plans that fit, and explain the first."),
     ] = False
     max_params: Annotated[
-        bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
+        bool,
+        typer.Option("--max-params", help="Show the largest model that each scheme can train."),
     ] = False
-    lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the ten best plans of --recommend.")] = (
-        None
-    )
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")
+    ] = False
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the ten best plans of --recommend."),
+    ] = None
     force: Force = False
     trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
-    states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
-    scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
-    sparse: Annotated[
-        tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
+    states_only: Annotated[
+        bool, Rare("count weights, gradients and optimizer states alone, as papers do")
+    ] = False
+    scheme: Annotated[
+        tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))
     ] = ()
-    deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose optimizer, buckets and offload count")] = None
+    sparse: Annotated[
+        tuple[str, ...],
+        Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES),
+    ] = ()
+    deepspeed_config: Annotated[
+        str | None, Rare("DeepSpeed JSON whose optimizer, buckets and offload count")
+    ] = None
 
 
 @taking(PlanOptions)
@@ -85,11 +105,15 @@ def plan(options: PlanOptions) -> None:
     if options.plot is not None and not options.recommend:
         raise ValueError("--plot draws the plans of --recommend; add it, or leave --plot out")
     check_files([(options.plot, ".png", RANKING)], options.force)
-    view = recommendation if options.recommend else largest_models if options.max_params else schemes
+    view = (
+        recommendation if options.recommend else largest_models if options.max_params else schemes
+    )
     if view is schemes:
         refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend or --max-params")
     else:
-        refuse_others(options, lambda name: name != "trainable", "leave out --recommend and --max-params")
+        refuse_others(
+            options, lambda name: name != "trainable", "leave out --recommend and --max-params"
+        )
     view(options)
 
 
@@ -99,7 +123,9 @@ def _request(options: PlanOptions) -> Request:
     Raises:
         ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
     """
-    loaded = {} if options.deepspeed_config is None else read_deepspeed_config(options.deepspeed_config)
+    loaded = (
+        {} if options.deepspeed_config is None else read_deepspeed_config(options.deepspeed_config)
+    )
     request = request_of(options, machine_of(options), need_model(options))
     with naming(options.deepspeed_config or ""):
         settings = deepspeed_settings(loaded)
@@ -119,7 +145,7 @@ def _schemes(options: PlanOptions, topology: Topology) -> dict[str, ResolvedConf
     return {name: resolve_config(block, topology) for name, block in blocks.items()}
 
 
-# -- all schemes -------------------------------------------------------------------------------------------------------
+# -- all schemes -----------------------------------------------------------------------------------
 
 
 class _Sent(Document):
@@ -147,49 +173,86 @@ class Schemes(Document):
 def schemes(options: PlanOptions) -> None:
     """Prints degrees, memory and bytes sent of each scheme."""
     request = _states(options)
-    found, trained, frozen = request.topology, sum(request.work.numels), sum(request.frozen)
+    found = request.topology
+    trained = sum(request.work.numels)
+    frozen = sum(request.frozen)
     prices = {name: request.price(config) for name, config in _schemes(options, found).items()}
     if options.as_json:
         rows: list[Any] = [
             {
                 **price.config.to_json(),
                 "memory": price.memory,
-                "sent": [{"phase": phase, "domain": domain, "bytes": n} for (phase, domain), n in price.sent.items()],
+                "sent": [
+                    {"phase": phase, "domain": domain, "bytes": n}
+                    for (phase, domain), n in price.sent.items()
+                ],
                 "sent_by_domain": price.sent_by_domain,
             }
             for price in prices.values()
         ]
-        counts = {"params": trained + frozen, "trainable": trained, "micro_batches": request.job.micro_batches}
+        counts = {
+            "params": trained + frozen,
+            "trainable": trained,
+            "micro_batches": request.job.micro_batches,
+        }
         print_json({"topology": found.to_json(), **counts, "schemes": rows})
         return
     configs = {name: price.config for name, price in prices.items()}
     part = f", {trained:,} of them trained," if frozen else ""
-    shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
+    shape = (
+        f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
+    )
     show(places_table(configs, f"{trained + frozen:,} parameters{part} on {found.name}: {shape}"))
-    show(memory_table({name: price.memory for name, price in prices.items()}, found.memory_per_rank))
-    show(volume_table({name: price.sent_by_domain for name, price in prices.items()}, request.job.micro_batches))
+    show(
+        memory_table({name: price.memory for name, price in prices.items()}, found.memory_per_rank)
+    )
+    show(
+        volume_table(
+            {name: price.sent_by_domain for name, price in prices.items()},
+            request.job.micro_batches,
+        )
+    )
     if found.name == ALONE:
-        print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
+        print(
+            "- no machine is named, and this is no job: one rank; for another --machine frontier "
+            "--nodes 48"
+        )
     print_notes(need_model(options).notes if options.model else ())
     if len(configs) == 1:
         print_notes(next(iter(configs.values())).notes)
 
 
 def _states(options: PlanOptions) -> Request:
-    """The job, of which states count; a number of parameters is one matrix, trained in part if the options say so."""
+    """The job, of which states count; a number of parameters is one matrix, trained in part if the
+    options say so.
+    """
     muon = options.deepspeed_config and method_of(read_deepspeed_config(options.deepspeed_config))
     counted = options.params is not None and not muon
-    request = replace(_request(replace(options, params="1B") if counted else options), states_only=True)
+    request = replace(
+        _request(replace(options, params="1B") if counted else options), states_only=True
+    )
     if not counted and options.trainable is None:
         return request
-    params = read_count(options.params or "", "--params", LIKE_PARAMS) if counted else request.job.model.params
-    trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
+    params = (
+        read_count(options.params or "", "--params", LIKE_PARAMS)
+        if counted
+        else request.job.model.params
+    )
+    trained = (
+        params
+        if options.trainable is None
+        else read_count(options.trainable, "trainable", LIKE_PARAMS)
+    )
     if trained > params:
-        raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
-    return replace(request, numels=(trained,), frozen=(params - trained,) if trained < params else ())
+        raise ValueError(
+            f"trainable {trained:,} is more than the {params:,} parameters of the model"
+        )
+    return replace(
+        request, numels=(trained,), frozen=(params - trained,) if trained < params else ()
+    )
 
 
-# -- the best plan -----------------------------------------------------------------------------------------------------
+# -- the best plan ---------------------------------------------------------------------------------
 
 
 class Ranked(Document):
@@ -269,15 +332,19 @@ def recommendation(options: PlanOptions) -> None:
         divided = [_divided_json(of.best, machine) for of in tensor]
         print_json({**_ranking_json(ranking, reasons, pipeline, machine), "tensor": divided})
         return
-    model, found = request.job.model, request.topology
-    shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
+    model = request.job.model
+    found = request.topology
+    shape = (
+        f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
+    )
     title = f"{shape} on {found.world_size} ranks of {found.name}"
     divided_plans = [of.best for of in tensor]
     plans = ranking.timed[:SHOWN_PLANS]
     show(with_bars(lambda bars: ranking_table(plans, title, divided_plans, pipeline, bars)))
     print(f"{DEGREES}\n")
     print_notes([setting(ranking.best.request), *reasons])
-    print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
+    block = {**_machine(options), **ranking.best.candidate.settings}
+    print(f"\n{json.dumps({ROOT: block}, indent=2)}")
     if options.plot is not None:
         print(f"\nWritten: {options.plot}")
 
@@ -285,20 +352,30 @@ def recommendation(options: PlanOptions) -> None:
 def _draw(path: Path, ranking: Ranking) -> None:
     from zero_topo.observe.plots import ranked_plans
 
-    model, found = ranking.request.job.model, ranking.request.topology
-    title = f"{format_count(model.params)} parameters on {found.world_size} ranks of {found.name}, predicted"
+    model = ranking.request.job.model
+    found = ranking.request.topology
+    title = (
+        f"{format_count(model.params)} parameters on {found.world_size} ranks of {found.name}, "
+        "predicted"
+    )
     plans = ranking.timed[:DRAWN_PLANS]
     rows = []
     for plan in plans:
         on_device = {role: nbytes for role, nbytes in plan.memory.items() if role != HOST}
         rows.append((drawn_name(plan), plan.seconds, plan.range, on_device))
-    write_png(ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"), path, RANKING, dpi=200)
+    write_png(
+        ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"),
+        path,
+        RANKING,
+        dpi=200,
+    )
 
 
 def _ranking_json(
     ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    request, job = ranking.request, ranking.best.request.job
+    request = ranking.request
+    job = ranking.best.request.job
     return fill(
         Recommendation,
         job,
@@ -315,7 +392,10 @@ def _ranking_json(
         lossier=[plan_json(plan, machine) for plan in ranking.lossier],
         tensor=[],
         pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
-        refused=[fill(_Refused, plan, name=plan.candidate.name, needs=plan.stored) for plan in ranking.refused],
+        refused=[
+            fill(_Refused, plan, name=plan.candidate.name, needs=plan.stored)
+            for plan in ranking.refused
+        ],
     )
 
 
@@ -324,7 +404,9 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
     of = plan.candidate
     places = {"degrees": plan.config.plan.degrees(), "quantize": plan.config.to_json()["quantize"]}
     block = {**machine, **of.settings}
-    return fill(Ranked, plan, plan.request.job, name=of.name, **places, losses=of.words, block=block)
+    return fill(
+        Ranked, plan, plan.request.job, name=of.name, **places, losses=of.words, block=block
+    )
 
 
 def _divided_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
@@ -338,10 +420,14 @@ def _divided_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
 def _machine(options: PlanOptions) -> dict[str, Any]:
     """The key of a block that names the machine."""
     setting = options.machine
-    return {} if setting == "auto" else {"topology": json.loads(setting) if setting.startswith("{") else setting}
+    return (
+        {}
+        if setting == "auto"
+        else {"topology": json.loads(setting) if setting.startswith("{") else setting}
+    )
 
 
-# -- the largest models ------------------------------------------------------------------------------------------------
+# -- the largest models ----------------------------------------------------------------------------
 
 
 class MaxParams(Document):
@@ -361,22 +447,32 @@ def largest_models(options: PlanOptions) -> None:
     machine = request.topology
     if request.limit is None:
         raise ValueError(
-            f'--max-params: the memory of a rank of {machine.name} is not known; give "memory_per_rank" (bytes) '
+            f"--max-params: the memory of a rank of {machine.name} is not known; give "
+            '"memory_per_rank" (bytes) '
             "in a .json file of the machine, or take a preset"
         )
-    found = {name: max_params(config, request) for name, config in _schemes(options, request.tree).items()}
-    assumed = f"models of conventional shape; {setting(request).partition('; ')[2]}"  # not of the request's size
+    found = {
+        name: max_params(config, request)
+        for name, config in _schemes(options, request.tree).items()
+    }
+    # Not of the request's size
+    assumed = f"models of conventional shape; {setting(request).partition('; ')[2]}"
     if options.as_json:
         schemes = {name: {"max_params": n} for name, n in found.items()}
         place = {"topology": machine.to_json(), "memory_limit": request.limit}
         print_json(fill(MaxParams, request, **place, setting=assumed, schemes=schemes))
         return
-    table = figures_table(["", "parameters"], f"Largest model on {machine.world_size} ranks of {machine.name}")
+    table = figures_table(
+        ["", "parameters"], f"Largest model on {machine.world_size} ranks of {machine.name}"
+    )
     for name, params in found.items():
         table.add_row(name, f"{params:,}" if params else "-")
     show(table)
     counted = "weights, gradients and optimizer alone; " if request.states_only else ""
-    print(f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in reserve)")
+    print(
+        f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in "
+        "reserve)"
+    )
     print(f"- {assumed}")
 
 

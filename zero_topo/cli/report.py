@@ -17,15 +17,23 @@ DOCUMENT = Report
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, such as runs/NAME.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print report.json instead of tables.")] = False,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a run, such as runs/NAME.")
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json instead of tables.")
+    ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="File for the HTML page; default: report.html in the folder."),
+        typer.Option(
+            metavar="FILE.html", help="File for the HTML page; default: report.html in the folder."
+        ),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as well."""
+    """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as
+    well.
+    """
     from zero_topo.observe.files import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
@@ -42,6 +50,8 @@ def report(
         try:
             write_page(found, read_metrics(folder), file)
         except PermissionError as error:
-            raise ValueError(f"{error}: name a file that you may write with --html FILE.html") from None
+            raise ValueError(
+                f"{error}: name a file that you may write with --html FILE.html"
+            ) from None
         if not as_json:
             print(f"Written: {file}")

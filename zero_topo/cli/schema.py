@@ -19,17 +19,25 @@ def schema(
         bool, typer.Option("--whole-file", help="Schema of a whole DeepSpeed config, for editors.")
     ] = False,
     of: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Schema of what a command prints with --json.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="Schema of what a command prints with --json."),
     ] = None,
 ) -> None:
     """Print the JSON schema of the block, or of a --json output."""
-    print_json(json_schema(whole_file) if of is None else document(of).json_schema(mode="serialization"))
+    print_json(
+        json_schema(whole_file) if of is None else document(of).json_schema(mode="serialization")
+    )
 
 
 def documents() -> dict[str, Any]:
     """Command -> the type of what it prints with ``--json``: ``DOCUMENT`` of its module."""
-    modules = {name: importlib.import_module(f"{__package__}.{MODULES.get(name, name)}") for name in COMMANDS}
-    return {name: module.DOCUMENT for name, module in modules.items() if hasattr(module, "DOCUMENT")}
+    modules = {
+        name: importlib.import_module(f"{__package__}.{MODULES.get(name, name)}")
+        for name in COMMANDS
+    }
+    return {
+        name: module.DOCUMENT for name, module in modules.items() if hasattr(module, "DOCUMENT")
+    }
 
 
 def document(command: str) -> TypeAdapter[Any]:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo simulate``: how long a step takes under each scheme, how far that may be off, and on what it depends."""
+"""``zero-topo simulate``: how long a step takes under each scheme, how far that may be off, and on
+what it depends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes
 
-RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
+RANKS = "64,128,256,384"
+MICRO_BATCHES = "1,8"
 STOCK = "stock"
 SHOWN = {
     "compute": ("compute", "optimizer"),
@@ -56,12 +59,14 @@ class Options(JobOptions):
         str,
         typer.Option(
             autocompletion=SCHEME_NAMES,
-            help="Comma-separated: schemes, blocks (.json), degrees as plan prints them (2/-/8/384), stock-NAME as "
+            help="Comma-separated: schemes, blocks (.json), degrees as plan prints them "
+            "(2/-/8/384), stock-NAME as "
             "unmodified DeepSpeed sends it, pipeline or pipeline-STAGESxTENSOR with ZeRO-1.",
         ),
     ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count."),
     ] = None
     force: Force = False
 
@@ -101,12 +106,15 @@ DOCUMENT = Simulated
 
 @taking(Options)
 def simulate(options: Options) -> None:
-    """Predict how long a step takes under each scheme. Shows TFLOP/s and what each step waits for."""
+    """Predict how long a step takes under each scheme. Shows TFLOP/s and what each step waits
+    for.
+    """
     check_files([(options.plot, ".png", SCALING)], options.force)
     named = options.model or options.params
     options = options if named else replace(options, model="gpt-neox-20b")
     steps = counts(options.micro_batches or MICRO_BATCHES, "--micro-batches", MOST_MICRO_BATCHES)
-    places, names = list(_places(options)), words_of(options.schemes)
+    places = list(_places(options))
+    names = words_of(options.schemes)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"schemes {names} must be at least one, each named once")
     prices = {
@@ -127,7 +135,15 @@ def simulate(options: Options) -> None:
         notes=[*job.model.notes, *assumed_lines(places[0])],
         assumed=assumptions(places[0].topology.name),
         results=[
-            fill(Point, price, price.step, price.request.job, scheme=name, ranks=ranks, micro_batches=count)
+            fill(
+                Point,
+                price,
+                price.step,
+                price.request.job,
+                scheme=name,
+                ranks=ranks,
+                micro_batches=count,
+            )
             for (name, ranks, count), price in prices.items()
         ],
     )
@@ -159,25 +175,37 @@ def _price(name: str, place: Request, count: int) -> Price:
     """
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
     content = read_deepspeed_config(plain) if plain.endswith(".json") else {}
-    job = replace(place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK))
+    job = replace(
+        place.job, micro_batches=count, muon=method_of(content), stock=name.startswith(STOCK)
+    )
     request = replace(place, job=job)
     if name.startswith(NAME):
-        tried = {plan.name: pipeline_price(plan, request) for plan in pipelines(place.topology, job)}
+        tried = {
+            plan.name: pipeline_price(plan, request) for plan in pipelines(place.topology, job)
+        }
         if name != NAME and name not in tried:
             raise ValueError(
-                f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has {NAME}-STAGESxTENSOR "
+                f"unknown scheme {name!r}: on {place.topology.world_size} ranks this model has "
+                f"{NAME}-STAGESxTENSOR "
                 f"with {', '.join(plan.removeprefix(f'{NAME}-') for plan in tried)}"
             )
-        return tried.get(name) or best_pipeline(request) or min(tried.values(), key=lambda price: price.stored)
+        return (
+            tried.get(name)
+            or best_pipeline(request)
+            or min(tried.values(), key=lambda price: price.stored)
+        )
     if degrees := DEGREES.fullmatch(plain):
         pairs = zip(ROLES, degrees.groups(), strict=True)
         content = {role: int(degree) for role, degree in pairs if degree != "-"}
     elif plain in SCHEMES:
         content = {"scheme": plain}
     elif not plain.endswith(".json"):
-        near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES), NAME], cutoff=0.4)
+        near = did_you_mean(
+            name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES), NAME], cutoff=0.4
+        )
         raise ValueError(
-            f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
+            f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as "
+            "2/-/8/384, a .json file with "
             f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
     elif ROOT not in content:
@@ -191,8 +219,11 @@ def _price(name: str, place: Request, count: int) -> Price:
 def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
     from zero_topo.observe.plots import job_line, scaling
 
-    points, where = content["results"], content["machine"]
-    notes = [job_line(place.job, (p["ranks"] for p in points), (p["micro_batches"] for p in points))]
+    points = content["results"]
+    where = content["machine"]
+    notes = [
+        job_line(place.job, (p["ranks"] for p in points), (p["micro_batches"] for p in points))
+    ]
     notes += [content["setting"], "bars: all that is not known at its best and at its worst"]
     if content["assumed"]:
         notes.append(f"assumed for {where}: {', '.join(content['assumed'])}")
@@ -206,28 +237,51 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         shown = {key: price for key, price in prices.items() if key[2] == count}
         show(with_bars(partial(_steps_table, shown, title)))
     print(f"- {content['setting']}")
-    recomputed = [f"{key[0]} on {key[1]:,} ranks" for key, price in prices.items() if price.request.job.checkpointing]
+    recomputed = [
+        f"{key[0]} on {key[1]:,} ranks"
+        for key, price in prices.items()
+        if price.request.job.checkpointing
+    ]
     print(f"- activations are recomputed by {', '.join(dict.fromkeys(recomputed)) or 'none'}")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:
-            kind = f" ({price.config.name})" if isinstance(price, PipelinePrice) and key[0] == NAME else ""
+            kind = (
+                f" ({price.config.name})"
+                if isinstance(price, PipelinePrice) and key[0] == NAME
+                else ""
+            )
             print(f"- {key[0]}{kind} at {key[1]:,} ranks: {range_sentence(price)}")
         if not price.fits and key[2] == last[2]:
             limit = format_bytes(price.request.limit or 0)
-            print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.stored)} of {limit}")
+            print(
+                f"- {key[0]} on {key[1]:,} ranks does not fit: it needs "
+                f"{format_bytes(price.stored)} of {limit}"
+            )
     print_notes(content["notes"])
 
 
 def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str, bars: int = 0) -> Table:
-    """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
+    """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what
+    took time.
+    """
     steps = [price.step.breakdown for price in prices.values()]
-    parts = {name: phases for name, phases in SHOWN.items() if any(phases[0] in step for step in steps)}
-    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts, *([" "] if bars else [])], title, ("", " "))
+    parts = {
+        name: phases for name, phases in SHOWN.items() if any(phases[0] in step for step in steps)
+    }
+    table = figures_table(
+        ["", "ranks", "step", "TFLOP/s", "range", *parts, *([" "] if bars else [])],
+        title,
+        ("", " "),
+    )
     drawn = bar_cells([price.step.seconds for price in prices.values()], bars)
     for ((scheme, ranks, _), price), drawn_bar in zip(prices.items(), drawn, strict=True):
-        found, within = price.step, price.range
-        shares = (sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds for phases in parts.values())
+        found = price.step
+        within = price.range
+        shares = (
+            sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds
+            for phases in parts.values()
+        )
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
         flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"

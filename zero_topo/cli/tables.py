@@ -17,8 +17,10 @@ from zero_topo.observe.tables import bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
-NARROWEST, WIDEST = 80, 1000
-SHORTEST_BAR, LONGEST_BAR = 8, 40
+NARROWEST = 80
+WIDEST = 1000
+SHORTEST_BAR = 8
+LONGEST_BAR = 40
 DEGREES = "degrees: ranks that share weights/secondary/gradients/optimizer"
 
 
@@ -31,7 +33,8 @@ def show(table: Table) -> None:
 
 
 def with_bars(make: Callable[[int], Table]) -> Table:
-    """Return a table with a column of bars if stdout is a terminal that has room for it, else the table without.
+    """Return a table with a column of bars if stdout is a terminal that has room for it, else the
+    table without.
 
     Args:
         make: the width of the bars in columns, or 0 -> the table.
@@ -51,7 +54,9 @@ def bar_cells(values: Sequence[float], width: int) -> list[tuple[str, ...]]:
 
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
-    """Scheme by role: the domain, its number of ranks if not all, and the bits in which it is sent or stored."""
+    """Scheme by role: the domain, its number of ranks if not all, and the bits in which it is sent
+    or stored.
+    """
     table = figures_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
         cells = []
@@ -71,10 +76,17 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
-    """Scheme by role: bytes per rank, and their share of its memory if that is known and fits the terminal."""
-    more = [role for role in ("frozen", "residual", HOST) if any(role in sizes for sizes in rows.values())]
+    """Scheme by role: bytes per rank, and their share of its memory if that is known and fits the
+    terminal.
+    """
+    more = [
+        role
+        for role in ("frozen", "residual", HOST)
+        if any(role in sizes for sizes in rows.values())
+    ]
     shares = "frozen" not in more
-    roles, title = [*ROLES, *more], f"Memory per rank{', and share of it' if shares else ''} (no activations)"
+    roles = [*ROLES, *more]
+    title = f"Memory per rank{', and share of it' if shares else ''} (no activations)"
     table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
     for name, sizes in rows.items():
         total = on_device(sizes)
@@ -85,7 +97,9 @@ def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) ->
 
 
 def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> Table:
-    """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each collective spans."""
+    """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each
+    collective spans.
+    """
     plural = "es" if micro_batches > 1 else ""
     title = f"Sent by each rank per step of {micro_batches} micro-batch{plural}"
     table = figures_table(["", *LINKED_DOMAINS, "total"], title)
@@ -106,14 +120,25 @@ def ranking_table(
 
     The best plans with tensor and expert parallelism follow, then the pipeline to compare with.
     """
-    columns = ["scheme", "degrees", "lossy", "sync", "step", "range", "memory", *([""] if bars else [])]
+    columns = [
+        "scheme",
+        "degrees",
+        "lossy",
+        "sync",
+        "step",
+        "range",
+        "memory",
+        *([""] if bars else []),
+    ]
     table = figures_table(columns, title, ("scheme", "degrees", ""))
     prices = [*plans, *tensor, *([] if pipeline is None else [pipeline])]
     drawn = bar_cells([price.seconds for price in prices], bars)
     for plan, drawn_bar in zip((*plans, *tensor), drawn, strict=False):
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         job = plan.request.job
-        divided = f"EP {job.expert}" if job.expert > 1 else f"TP {job.tensor}" if job.tensor > 1 else ""
+        divided = (
+            f"EP {job.expert}" if job.expert > 1 else f"TP {job.tensor}" if job.tensor > 1 else ""
+        )
         if divided:
             scheme = divided if scheme == "-" else f"{divided}, {scheme}"
         loses = "yes" if plan.candidate.losses else "no"
@@ -131,7 +156,9 @@ def drawn_name(plan: Priced) -> str:
 
 
 def _sync(plan: Priced) -> str:
-    """Return the mode of a plan's sync, or its format; "-" if nothing is to be reduced across nodes."""
+    """Return the mode of a plan's sync, or its format; "-" if nothing is to be reduced across
+    nodes.
+    """
     config = plan.config
     if config.plan.gradients == config.plan.world_size:
         return "-"
@@ -149,4 +176,6 @@ def _costs(price: Price) -> tuple[str, str, str]:
 
 def degrees(config: ResolvedConfig) -> str:
     """Ranks that share each role, such as ``8/-/8/32``; :data:`DEGREES` says of what."""
-    return "/".join("-" if degree is None else str(degree) for degree in config.plan.degrees().values())
+    return "/".join(
+        "-" if degree is None else str(degree) for degree in config.plan.degrees().values()
+    )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered, as described, or as measured."""
+"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered, as described, or as
+measured.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,36 @@ from zero_topo.topology.render import render_devices, render_tree
 
 DOCUMENT = Topology
 WRONG_INPUT = 2
-HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
+HOW = (
+    "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology "
+    "--measure"
+)
 FROM_HELP = (
-    "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
+    "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, "
+    "rocm-smi --showtopo "
     "--shownodesbw, or nvidia-smi topo -m. Of several captures the most reliable is used."
 )
 
 
 def topology(
     source: Annotated[
-        list[str] | None, typer.Option("--from", autocompletion=MACHINES, metavar="FILE|PRESET", help=FROM_HELP)
+        list[str] | None,
+        typer.Option("--from", autocompletion=MACHINES, metavar="FILE|PRESET", help=FROM_HELP),
     ] = None,
     ranks: Ranks = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --from can read.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, which --from can read.")
+    ] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
+        bool,
+        typer.Option(
+            "--measure", help="Measure the links between the ranks of a job; run it on every rank."
+        ),
     ] = False,
 ) -> None:
-    """Show a machine. By default it is that of this job, from its launcher and this node's device tools."""
+    """Show a machine. By default it is that of this job, from its launcher and this node's device
+    tools.
+    """
     if measure:
         return measure_command(source, as_json)
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
@@ -56,11 +70,12 @@ def topology(
         print(f"warning: {warning}")
 
 
-# -- as discovered or described --------------------------------------------------------------------------------------
+# -- as discovered or described --------------------------------------------------------------------
 
 
 def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology, Asked]:
-    """Detect the machine of this job, or outside of a job this node, and its devices; each tool runs at most once.
+    """Detect the machine of this job, or outside of a job this node, and its devices; each tool
+    runs at most once.
 
     Args:
         world_size: ranks, or None to ask the launcher.
@@ -76,18 +91,20 @@ def this_machine(world_size: int | None, ask: Ask = ask_tools) -> tuple[Topology
 
 
 def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology, Asked]:
-    """Return the machine that the sources describe, and one node's devices if they are captured; no tool is run.
+    """Return the machine that the sources describe, and one node's devices if they are captured; no
+    tool is run.
 
-    One source may state the whole machine: the JSON of a topology, a preset or an inline object. Otherwise the sources
-    are outputs of tools on one node, and the machine has as many such nodes as ``world_size`` ranks fill.
+    One source may state the whole machine: the JSON of a topology, a preset or an inline object.
+    Otherwise the sources are outputs of tools on one node, and the machine has as many such nodes
+    as ``world_size`` ranks fill.
 
     Args:
         sources: as given to ``--from``.
         world_size: ranks, or None.
 
     Raises:
-        ValueError: if a source is not recognised or broken, one of several states a machine, or the ranks do not fill
-            nodes.
+        ValueError: if a source is not recognised or broken, one of several states a machine, or the
+            ranks do not fill nodes.
     """
     texts = {source: text for source in sources if (text := _captured(source)) is not None}
     stated = next((source for source in sources if source not in texts), None)
@@ -98,13 +115,15 @@ def described(sources: Sequence[str], world_size: int | None) -> tuple[Topology,
     tree = read_captures(list(texts.items()))
     if world_size is not None and world_size % tree.count:
         raise ValueError(
-            f"{world_size} ranks do not fill nodes of {tree.count} devices ({tree.tool}); give a multiple of that"
+            f"{world_size} ranks do not fill nodes of {tree.count} devices ({tree.tool}); give a "
+            "multiple of that"
         )
     return tree.topology((world_size or tree.count) // tree.count), (tree, ())
 
 
 def _captured(source: str) -> str | None:
-    """The text of a source that is a file of captured output; None if it states a machine, or is no file.
+    """The text of a source that is a file of captured output; None if it states a machine, or is no
+    file.
 
     Raises:
         ValueError: if the file is neither.
@@ -117,24 +136,31 @@ def _captured(source: str) -> str | None:
         return text
     if source.endswith(".json") or text.lstrip().startswith("{"):
         return None
-    raise ValueError(f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
+    raise ValueError(
+        f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}"
+    )
 
 
-# -- as measured -----------------------------------------------------------------------------------------------------
+# -- as measured -----------------------------------------------------------------------------------
 
 
 def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
-    """Measure the machine from inside a job and let rank 0 print it; never returns: the ranks leave together.
+    """Measure the machine from inside a job and let rank 0 print it; never returns: the ranks leave
+    together.
 
     Args:
         stated: what ``--from`` names; nothing, if one measures.
         as_json: print JSON that ``--from`` and the config's ``topology`` read, instead of a tree.
 
     Raises:
-        ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular tree.
+        ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular
+            tree.
     """
     if stated:
-        raise ValueError(f"--measure detects the machine, and --from {stated[0]} describes it; give one of the two")
+        raise ValueError(
+            f"--measure detects the machine, and --from {stated[0]} describes it; give one of the "
+            "two"
+        )
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 
@@ -147,7 +173,10 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         with bar("measuring", quiet=dist.get_rank() > 0) as move:
-            found = measure(device, lambda words, done, total: move(description=words, completed=done, total=total))
+            found = measure(
+                device,
+                lambda words, done, total: move(description=words, completed=done, total=total),
+            )
     except ValueError:  # the same on every rank; one complaint is enough
         dist.barrier()
         if dist.get_rank() == 0:
@@ -171,5 +200,8 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
     view = launcher_view(env)
     if view is None or view.world_size == 1:
         there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
-        raise ValueError(f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: {HOW}")
+        raise ValueError(
+            f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: "
+            f"{HOW}"
+        )
     return rank_environment(env)

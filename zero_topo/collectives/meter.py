@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes each exchange sends, per phase and domain, and the seconds a rank spends on each phase."""
+"""Counts the bytes each exchange sends, per phase and domain, and the seconds a rank spends on each
+phase.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ MOST_INTERVALS = 1 << 14  # 2 MB; evaluations without a step between them have n
 
 
 Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
-"""Called with a group, the operation ("all_gather", "all_to_all", "reduce_scatter"), the bytes that this rank sends to
-the others, and whether every group rank sends as many. It returns a context in which the exchange begins and ends, or
-None, so that it is not timed.
+"""Called with a group, the operation ("all_gather", "all_to_all", "reduce_scatter"), the bytes that
+this rank sends to the others, and whether every group rank sends as many. It returns a context in
+which the exchange begins and ends, or None, so that it is not timed.
 """
 
 
 class Meter:
-    """Counts the bytes this rank sends by ``(phase, domain)``, since the start and in the current optimizer step.
+    """Counts the bytes this rank sends by ``(phase, domain)``, since the start and in the current
+    optimizer step.
 
-    A member of a group of ``d`` ranks that contributes a message of ``b`` bytes sends ``(d - 1) * b``: the volume of
-    every bandwidth-optimal algorithm (ring, pairwise, direct), whatever algorithm the backend uses. Exchanges for which
-    a backend sends more (gloo's own reduce-scatter sends every byte twice) are never used.
+    A member of a group of ``d`` ranks that contributes a message of ``b`` bytes sends
+    ``(d - 1) * b``: the volume of every bandwidth-optimal algorithm (ring, pairwise, direct),
+    whatever algorithm the backend uses. Exchanges for which a backend sends more (gloo's own
+    reduce-scatter sends every byte twice) are never used.
 
     Args:
         enabled: False counts nothing.
@@ -38,7 +42,8 @@ class Meter:
         listener: times exchanges, counted or not.
         last_step: bytes of the last closed optimizer step.
         last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
-        last_intervals: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the previous step.
+        last_intervals: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the
+            previous step.
         total: bytes of all closed optimizer steps.
     """
 
@@ -49,15 +54,17 @@ class Meter:
         self._step: Counter[Key] = Counter()  # bytes of the current step
         self.last_step: Counter[Key] = Counter()
         self.total: Counter[Key] = Counter()
-        self.calls: Counter[str] = Counter()  # by phase, since the start; the watching rank compares them
-        # Host seconds by phase since `_began`, summed and as a sequence of intervals; the same for the last step.
+        # By phase, since the start; the watching rank compares them
+        self.calls: Counter[str] = Counter()
+        # Host seconds by phase since `_began`, summed and as a sequence of intervals; the same for
+        # the last step.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.last_seconds: Mapping[str, float] = {}
         self._began = time.perf_counter()
         self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.last_intervals: Collection[Interval] = ()
-        # Phases that the host is in, innermost last; `phase` reads them from any thread. Only the clock of the
-        # innermost phase runs, since `_mark`.
+        # Phases that the host is in, innermost last; `phase` reads them from any thread. Only the
+        # clock of the innermost phase runs, since `_mark`.
         self._open: list[str] = []
         self._mark = 0.0
         self.steps = 0
@@ -70,19 +77,23 @@ class Meter:
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
-        """Time a phase in which the host works or waits: encoding, blocking in a collective, decoding.
+        """Time a phase in which the host works or waits: encoding, blocking in a collective,
+        decoding.
 
-        Work that overlaps the computation counts only from when the host waits for it. An inner phase stops the clock
-        of the outer one. On a GPU only host time is measured. A profiler shows ``zero_topo.<phase>``, even if the meter
-        is off.
+        Work that overlaps the computation counts only from when the host waits for it. An inner
+        phase stops the clock of the outer one. On a GPU only host time is measured. A profiler
+        shows ``zero_topo.<phase>``, even if the meter is off.
         """
-        # Without a profiler, torch.profiler.record_function takes 20 us, 30 times as long as this (0.7 us).
+        # Without a profiler, torch.profiler.record_function takes 20 us, 30 times as long as this
+        # (0.7 us).
         with _RecordFunctionFast(f"zero_topo.{phase}"):
             self._tick()
             self._open.append(phase)
             try:
                 yield
-            except RuntimeError as error:  # backends raise it when a rank has died; it names an address at best
+            except (
+                RuntimeError
+            ) as error:  # backends raise it when a rank has died; it names an address at best
                 error.add_note(f"zero_topo: in {phase} of step {self.steps}")
                 raise
             finally:
@@ -90,7 +101,9 @@ class Meter:
                 self._open.pop()
 
     def phase(self) -> str:
-        """Return the phase that the host works or waits for now, from any thread; empty outside of all phases."""
+        """Return the phase that the host works or waits for now, from any thread; empty outside of
+        all phases.
+        """
         return next(reversed(self._open), "")
 
     def _tick(self) -> None:
@@ -103,8 +116,10 @@ class Meter:
     def end_step(self) -> None:
         """Close an optimizer step: :attr:`last_step` then has its counts."""
         self.total.update(self._step)
-        self.last_step, self._step = self._step, Counter()
-        self.last_seconds, self.last_intervals = self._seconds, self._intervals
+        self.last_step = self._step
+        self._step = Counter()
+        self.last_seconds = self._seconds
+        self.last_intervals = self._intervals
         self._restart_clock()
         self.steps += 1
 
@@ -114,4 +129,6 @@ class Meter:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._began, self._seconds, self._intervals = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_INTERVALS)
+        self._began = time.perf_counter()
+        self._seconds = defaultdict(float)
+        self._intervals = deque(maxlen=MOST_INTERVALS)

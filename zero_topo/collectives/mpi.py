@@ -14,10 +14,11 @@ from zero_topo.collectives.transport import Group, host_counts
 
 
 class Mpi(Group):
-    """Exchanges messages over MPI, copied through the host; the received bits equal those of the other transports.
+    """Exchanges messages over MPI, copied through the host; the received bits equal those of the
+    other transports.
 
-    It is meant for machines on which MPI is faster than torch's backends, and for jobs that ``mpirun`` or ``srun``
-    started.
+    It is meant for machines on which MPI is faster than torch's backends, and for jobs that
+    ``mpirun`` or ``srun`` started.
 
     Args:
         like: the group to carry over MPI.
@@ -27,30 +28,40 @@ class Mpi(Group):
     sums = False
 
     def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter)
+        super().__init__(
+            like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group, like.meter
+        )
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
+        sent = message.cpu()
+        received = torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
         return Handle(request.Wait, (sent,), lambda: received.to(message.device))
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        sent, received = table.cpu(), torch.empty_like(table, device="cpu")
+        sent = table.cpu()
+        received = torch.empty_like(table, device="cpu")
         request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
         return Handle(request.Wait, (sent,), lambda: received.to(table.device))
 
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+    def _all_to_all_uneven(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
+        received = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu")
+        width = rows.shape[1]
         lengths, due = (width * host_counts(counts).numpy() for counts in (sizes, expected))
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu"), rows.shape[1]
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * host_counts(sizes).numpy()])
+        received = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu")
+        width = rows.shape[1]
+        self._comm.Allgatherv(
+            rows.cpu().numpy(), [received.numpy(), width * host_counts(sizes).numpy()]
+        )
         return Handle(None, (), lambda: received.to(rows.device))
 
 

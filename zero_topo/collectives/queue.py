@@ -1,22 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Runs collectives asynchronously: in parallel with the computation, and finished in one order on all ranks.
+"""Runs collectives asynchronously: in parallel with the computation, and finished in one order on
+all ranks.
 
 Note [Overlap]
-    On a CPU, a collective progresses in the backend's threads; its follow-up work (decoding, a second collective) runs
-    when the result is needed. On a GPU, both are queued on the queue's own stream, and the reader's stream waits for an
-    event. In both cases overlap changes when the operations run, and neither the operations nor their values.
+    On a CPU, a collective progresses in the backend's threads; its follow-up work (decoding, a
+    second collective) runs when the result is needed. On a GPU, both are queued on the queue's own
+    stream, and the reader's stream waits for an event. In both cases overlap changes when the
+    operations run, and neither the operations nor their values.
 
 Note [In order]
-    The follow-up of a collective may be another collective, so follow-ups must run in one order on all ranks. Ranks may
-    need results in different orders (DeepSpeed waits in the order of a set). Waiting for one result therefore finishes
-    all work that began before it.
+    The follow-up of a collective may be another collective, so follow-ups must run in one order on
+    all ranks. Ranks may need results in different orders (DeepSpeed waits in the order of a set).
+    Waiting for one result therefore finishes all work that began before it.
 
 Note [Stages]
-    A hierarchical collective has two exchanges with a kernel between them, so its handle has several stages: each
-    stage waits for one exchange, runs the kernels that read its result, and begins the next exchange. A queue that is
-    staged begins the next run before it takes the runs before it one stage further, the newer of them first. While one
-    run then crosses nodes, the next is exchanged inside the node, and kernels of both run on the queue's stream. Every
-    rank begins the same runs in the same order, so the order of exchanges is the same on all ranks.
+    A hierarchical collective has two exchanges with a kernel between them, so its handle has
+        several stages: each
+    stage waits for one exchange, runs the kernels that read its result, and begins the next
+    exchange. A queue that is staged begins the next run before it takes the runs before it one
+    stage further, the newer of them first. While one run then crosses nodes, the next is exchanged
+    inside the node, and kernels of both run on the queue's stream. Every rank begins the same runs
+    in the same order, so the order of exchanges is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +41,15 @@ class Handle(Generic[T]):
     """Owns the buffers of a collective until it is waited for, and then finishes it once.
 
     Args:
-        wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended; None if nothing moves.
+        wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended;
+            None if nothing moves.
         buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
-        finish: computes the result from the received buffers; runs once. If it returns a handle, that one's stages
-            follow, and its result is the result; see Note [Stages].
+        finish: computes the result from the received buffers; runs once. If it returns a handle,
+            that one's stages follow, and its result is the result; see Note [Stages].
     """
 
-    # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits for it.
+    # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits
+    # for it.
     event: torch.Event | None = None
 
     def __init__(
@@ -83,9 +89,11 @@ class Handle(Generic[T]):
             stages -= 1
             if self._wait is not None:
                 self._wait()
-            finish, self._finish = self._finish, None
+            finish = self._finish
+            self._finish = None
             found = finish()
-            self._wait, self._buffers = None, ()
+            self._wait = None
+            self._buffers = ()
             while isinstance(found, Handle) or self._following:
                 if not isinstance(found, Handle):
                     found = self._following.pop(0)(found)
@@ -93,7 +101,9 @@ class Handle(Generic[T]):
                     found = found._result
                 else:
                     # Nobody else has this handle, so its stages become those of the waiting one.
-                    self._wait, self._buffers, self._finish = found._wait, found._buffers, found._finish
+                    self._wait = found._wait
+                    self._buffers = found._buffers
+                    self._finish = found._finish
                     self._following = found._following + self._following
                     break
             else:
@@ -107,24 +117,30 @@ class OrderedQueue:
     Args:
         device: device of the tensors.
         overlap: False makes :meth:`run` finish the work before it returns.
-        staged: whether a GPU begins a run before it takes older ones one stage further; see Note [Stages].
-        priority: of the queue's stream on a GPU; -1 lets its kernels start before waiting kernels of the computation.
+        staged: whether a GPU begins a run before it takes older ones one stage further; see Note
+            [Stages].
+        priority: of the queue's stream on a GPU; -1 lets its kernels start before waiting kernels
+            of the computation.
 
     Attributes:
         overlaps: whether overlap is on.
     """
 
-    def __init__(self, device: torch.device, overlap: bool, staged: bool = False, priority: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, overlap: bool, staged: bool = False, priority: int = 0
+    ) -> None:
         self.overlaps = overlap
         self._staged = staged
         self._on_gpu = on_gpu(device)
-        # On a GPU with overlap, the stream of all work of this queue. It first waits for the caller's stream.
+        # On a GPU with overlap, the stream of all work of this queue. It first waits for the
+        # caller's stream.
         self._stream = torch.Stream(device, priority=priority) if overlap and self._on_gpu else None
         # Unfinished runs, oldest first: all ranks finish them in this order; see Note [In order].
         self._begun: deque[Handle[Any]] = deque()
 
     def run(self, start: Callable[[], Handle[T]], reads: Sequence[Tensor] = ()) -> Handle[T]:
-        """Begin ``start()``, and return its handle, which is finished already unless this queue overlaps.
+        """Begin ``start()``, and return its handle, which is finished already unless this queue
+        overlaps.
 
         Args:
             start: begins the work.
@@ -158,7 +174,9 @@ class OrderedQueue:
         return begun.wait()
 
     def _advance(self) -> None:
-        """Take all runs but the newest one stage further, the newer first, and finish all but two of them."""
+        """Take all runs but the newest one stage further, the newer first, and finish all but two
+        of them.
+        """
         for begun in list(self._begun)[-2::-1]:
             self._on_stream(partial(begun.wait, 1))
         self._end(3)
@@ -174,9 +192,11 @@ class OrderedQueue:
                 oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _on_stream(self, work: Callable[[], T]) -> T:
-        """Run work on the caller's stream, or on this queue's stream after all work on the caller's stream.
+        """Run work on the caller's stream, or on this queue's stream after all work on the caller's
+        stream.
 
-        Waiting for the caller's stream also protects memory of this stream that the caller has freed but still uses.
+        Waiting for the caller's stream also protects memory of this stream that the caller has
+        freed but still uses.
         """
         if self._stream is None:
             return work()
@@ -197,7 +217,8 @@ class Queues:
         overlap: whether sync and publish run in parallel with the computation.
 
     Attributes:
-        gathers: of the weights. The next module waits for it, so its kernels start before waiting ones.
+        gathers: of the weights. The next module waits for it, so its kernels start before waiting
+            ones.
         updates: of sync and publish.
         copies: between the device and the host's memory.
     """
@@ -209,5 +230,7 @@ class Queues:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return whether work on a device is queued on streams; on a CPU it is done when the call returns."""
+    """Return whether work on a device is queued on streams; on a CPU it is done when the call
+    returns.
+    """
     return device.type != "cpu"

@@ -1,24 +1,29 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the process groups through which a rank exchanges messages, and hierarchical collectives over them.
+"""Implements the process groups through which a rank exchanges messages, and hierarchical
+collectives over them.
 
-Members are counted in tree order. All calls are collective: every member makes the same ones in the same order. A
-buffer being sent must not change until its handle has been waited for. The mesh chooses the class of each group once.
+Members are counted in tree order. All calls are collective: every member makes the same ones in the
+same order. A buffer being sent must not change until its handle has been waited for. The mesh
+chooses the class of each group once.
 
 Note [Point to point on gloo]
-    gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's rate, an all-gather a
-    little more, and its reduce-scatter sends every byte twice. With gloo, :class:`Gloo` therefore sends whole messages
-    by ``isend`` and ``irecv``, all at once. Other backends use their own collectives.
+    gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's
+        rate, an all-gather a
+    little more, and its reduce-scatter sends every byte twice. With gloo, :class:`Gloo` therefore
+    sends whole messages by ``isend`` and ``irecv``, all at once. Other backends use their own
+    collectives.
 
 Note [Group order]
-    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the tree's order, one
-    copy on the device reorders the buffers that a collective sends and receives, by an index that stays on the device.
-    Point-to-point messages need no copy.
+    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the
+    tree's order, one copy on the device reorders the buffers that a collective sends and receives,
+    by an index that stays on the device. Point-to-point messages need no copy.
 
 Note [Works that are kept]
-    A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with fewer than two cores
-    each, this may take a time slice of the scheduler. Among four ranks on two cores, sending a byte took 2.9 ms; it
-    takes 1.3 ms if finished works are kept until a later exchange of the same group is waited for. A work keeps its
-    message alive, so works of long messages are released at once.
+    A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with
+    fewer than two cores each, this may take a time slice of the scheduler. Among four ranks on two
+    cores, sending a byte took 2.9 ms; it takes 1.3 ms if finished works are kept until a later
+    exchange of the same group is waited for. A work keeps its message alive, so works of long
+    messages are released at once.
 """
 
 from __future__ import annotations
@@ -44,24 +49,28 @@ KEPT = 1 << 22  # bytes
 
 
 class Group:
-    """One process group of this rank (Note [Process groups] in ``plan.py``), with the collectives of torch's backend.
+    """One process group of this rank (Note [Process groups] in ``plan.py``), with the collectives
+    of torch's backend.
 
     Attributes:
         lo: degree of the larger shard.
         hi: degree of the smaller shard.
         size: number of members.
         index: this rank's place among the members, in tree order.
-        group_ranks: ``group_ranks[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree
-            may not.
+        group_ranks: ``group_ranks[c]`` is the group rank of member ``c``: torch sorts a group by
+            global rank, the tree may not.
         members: ``members[r]`` is the member with group rank ``r``.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
-        sums: whether :meth:`sum_later` may be called: the backend's own reduce-scatter sends no more than needed.
+        sums: whether :meth:`sum_later` may be called: the backend's own reduce-scatter sends no
+            more than needed.
         done: finished works that are kept alive, see Note [Works that are kept].
         meter: counts the exchanges.
-        phase: the phase under which they count, one of ``plan.PHASES``; only a group of :meth:`metered` has one.
-        allocate: makes all buffers that this group sends or receives, but for weights that are sent from where they are
-            stored. Torch's own function, so that it costs nothing; a transport with memory of its own replaces it.
+        phase: the phase under which they count, one of ``plan.PHASES``; only a group of
+            :meth:`metered` has one.
+        allocate: makes all buffers that this group sends or receives, but for weights that are sent
+            from where they are stored. Torch's own function, so that it costs nothing; a transport
+            with memory of its own replaces it.
     """
 
     phase: str
@@ -78,11 +87,18 @@ class Group:
         group: dist.ProcessGroup | None,
         meter: Meter,
     ) -> None:
-        self.lo, self.hi, self.size, self.index = lo, hi, hi // lo, index
-        self.group_ranks, self.domain, self.group, self.meter = group_ranks, domain, group, meter
+        self.lo = lo
+        self.hi = hi
+        self.size = hi // lo
+        self.index = index
+        self.group_ranks = group_ranks
+        self.domain = domain
+        self.group = group
+        self.meter = meter
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
-        # Shared by all copies of the group, since they share its process group: see Note [Works that are kept].
+        # Shared by all copies of the group, since they share its process group: see Note [Works
+        # that are kept].
         self.done: list[dist.Work] = []
 
     def metered(self, phase: str) -> Self:
@@ -92,11 +108,15 @@ class Group:
         return metered
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
-        """Start an all-gather of ``x``, of one shape on all members; the result is ``[size, *x.shape]``."""
+        """Start an all-gather of ``x``, of one shape on all members; the result is
+        ``[size, *x.shape]``.
+        """
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
         shape = self.size, *x.shape
-        received = self._begin("all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x))
+        received = self._begin(
+            "all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x)
+        )
         return (
             received
             if x.dtype == torch.uint8 and x.dim() == 1
@@ -108,7 +128,8 @@ class Group:
         return self.gather_later(x).wait()
 
     def scatter_later(self, table: Tensor) -> Handle[Tensor]:
-        """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the entries for this rank.
+        """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the
+        entries for this rank.
 
         Args:
             table: ``[size, ...]`` of any dtype, contiguous, of one shape on all members.
@@ -116,7 +137,8 @@ class Group:
         if self.size == 1:
             return Handle(None, (), lambda: table)
         if table.dtype != torch.uint8:
-            dtype, shape = table.dtype, table.shape
+            dtype = table.dtype
+            shape = table.shape
             received = self.scatter_later(as_bytes(table).view(self.size, -1))
             return received.then(lambda message: message.view(-1).view(dtype).view(shape))
         nbytes = (self.size - 1) * (table.nbytes // self.size)
@@ -127,10 +149,12 @@ class Group:
         return self.scatter_later(table).wait()
 
     def sum_later(self, table: Tensor, dtype: torch.dtype) -> Handle[Tensor]:
-        """Start the backend's reduce-scatter: the sum of all members' entries for this rank, in the order of its ring.
+        """Start the backend's reduce-scatter: the sum of all members' entries for this rank, in the
+        order of its ring.
 
         Args:
-            table: ``[size, ...]`` of uint8, contiguous, of one shape on all members; entry ``c`` is for member ``c``.
+            table: ``[size, ...]`` of uint8, contiguous, of one shape on all members; entry ``c`` is
+                for member ``c``.
             dtype: the type of the values that it has, in which they are added.
 
         Returns:
@@ -140,22 +164,28 @@ class Group:
         return self._begin("reduce_scatter", nbytes, True, self._reduce_scatter, table.view(dtype))
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into ``[sum(sizes), ...]``."""
+        """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into
+        ``[sum(sizes), ...]``.
+        """
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
 
     def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
-        """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in member order.
+        """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in
+        member order.
 
         Args:
             rows: ``[sum(sizes), ...]``, contiguous.
             sizes: rows for each member, on the host.
-            expected: rows received from each member, equal to that member's entry of ``sizes`` for this rank.
+            expected: rows received from each member, equal to that member's entry of ``sizes`` for
+                this rank.
         """
         nbytes = (len(rows) - sizes[self.index]) * rows.shape[1:].numel() * rows.itemsize
         return self._uneven(rows, nbytes, self._all_to_all_uneven, sizes, expected)
 
     def _uneven(self, rows: Tensor, nbytes: int, begin: Any, *sizes: Sequence[int]) -> Tensor:
-        """Run an exchange of rows, and return the received rows in the shape and dtype of those given."""
+        """Run an exchange of rows, and return the received rows in the shape and dtype of those
+        given.
+        """
         if self.size == 1:
             return rows
         table = rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
@@ -172,7 +202,9 @@ class Group:
     ) -> Handle[Tensor]:
         """Begin and count an exchange; if the meter's listener times it, also finish it."""
         self.meter.record(self.phase, self.domain, nbytes)
-        timing = None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
+        timing = (
+            None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
+        )
         if timing is None:
             return begin(*arguments)
         with timing:
@@ -180,52 +212,78 @@ class Group:
             handle.wait()
         return handle
 
-    # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------------------------
+    # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
-        received = self.allocate(self.size, message.numel(), dtype=message.dtype, device=message.device)
+        """All-gather ``message`` (1-D, contiguous, of one length on all members) into
+        ``[size, numel]``.
+        """
+        received = self.allocate(
+            self.size, message.numel(), dtype=message.dtype, device=message.device
+        )
         work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
+        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result
+        has that shape.
+        """
         send = table if self.in_order else self._in_order(table, self.members)
         received = self.allocate(table.shape, dtype=table.dtype, device=table.device)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
         return self._ended(work, send, received)
 
     def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
-        """Sum entry ``index`` of the members' tables (``[size, ...]``, contiguous) into ``[1, ...]``, as uint8."""
+        """Sum entry ``index`` of the members' tables (``[size, ...]``, contiguous) into
+        ``[1, ...]``, as uint8.
+        """
         send = table if self.in_order else self._in_order(table, self.members)
         received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
-        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        name = (
+            "reduce_scatter_single"
+            if hasattr(dist, "reduce_scatter_single")
+            else "reduce_scatter_tensor"
+        )
         work = getattr(dist, name)(received, send, group=self.group, async_op=True)
         return Handle(work.wait, (send,), lambda: received.view(torch.uint8))
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
         in_order = self.in_order
-        return Handle(work.wait, (sent,), lambda: received if in_order else self._in_order(received, self.group_ranks))
+        return Handle(
+            work.wait,
+            (sent,),
+            lambda: received if in_order else self._in_order(received, self.group_ranks),
+        )
 
     def _in_order(self, table: Tensor, order: tuple[int, ...]) -> Tensor:
         """Return a copy with the entries in another order, which may be sent."""
         ordered = self.allocate(table.shape, dtype=table.dtype, device=table.device)
         return torch.index_select(table, 0, _index(order, table.device), out=ordered)
 
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
+    def _all_to_all_uneven(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Handle[Tensor]:
+        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``:
+        ``[sum(expected), width]``.
+        """
         received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
         if self.in_order:
-            work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
+            work = dist.all_to_all_single(
+                received, rows, list(expected), list(sizes), group=self.group, async_op=True
+            )
             return Handle(work.wait, (rows,), lambda: received)
         cpu = torch.device("cpu")
-        members, lengths = _index(self.members, cpu), host_counts(sizes)
-        due, send = host_counts(expected)[members], _regrouped(rows, lengths, members)
+        members = _index(self.members, cpu)
+        lengths = host_counts(sizes)
+        due = host_counts(expected)[members]
+        send = _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
-        return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
+        return Handle(
+            work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu))
+        )
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
@@ -233,7 +291,8 @@ class Group:
         places = received.split(list(sizes))
         if not self.in_order:
             places = itemgetter(*self.members)(places)
-        # A list of tensors: every rank is sent the same memory, and each message is received where it belongs.
+        # A list of tensors: every rank is sent the same memory, and each message is received where
+        # it belongs.
         work = dist.all_to_all(list(places), [rows] * self.size, group=self.group, async_op=True)
         return Handle(work.wait, (rows, places), lambda: received)
 
@@ -251,7 +310,9 @@ class Gloo(Group):
         received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
         return received.then(lambda rows: rows.view(table.shape))
 
-    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+    def _all_to_all_uneven(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Handle[Tensor]:
         received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
 
@@ -259,17 +320,23 @@ class Gloo(Group):
         received = self.allocate(sum(sizes), rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
-    def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor) -> Handle[Tensor]:
-        """Send a part to each other member and receive one from each, nearest neighbours in the ring first.
+    def _swap(
+        self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor
+    ) -> Handle[Tensor]:
+        """Send a part to each other member and receive one from each, nearest neighbours in the
+        ring first.
 
         Empty messages are not sent.
         """
-        members, size, own = self.members, self.size, self.group_ranks[self.index]
+        members = self.members
+        size = self.size
+        own = self.group_ranks[self.index]
         places[self.index].copy_(parts[self.index])
         works: list[Any] = []
         nbytes = 0
         for distance in range(1, size):
-            source, target = (own - distance) % size, (own + distance) % size
+            source = (own - distance) % size
+            target = (own + distance) % size
             if (place := places[members[source]]).numel():
                 nbytes += place.nbytes
                 works.append(dist.irecv(place, group=self.group, group_src=source))
@@ -288,16 +355,20 @@ class Gloo(Group):
 
 
 class Registered(Group):
-    """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers of its own.
+    """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers
+    of its own.
 
     Not run on a GPU. Source: "User buffer registration" of PyTorch's notes on CUDA.
     """
 
     def __init__(self, pools: list[Any], *place: Any) -> None:
         super().__init__(*place)
-        # One pool for all groups: what one receives, another may send. There is none before the first exchange.
+        # One pool for all groups: what one receives, another may send. There is none before the
+        # first exchange.
         self._pools = pools
-        self._registered: list[Any] = []  # shared by all copies of this group, like the process group
+        self._registered: list[
+            Any
+        ] = []  # shared by all copies of this group, like the process group
 
     def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._pools:
@@ -305,10 +376,13 @@ class Registered(Group):
         with torch.cuda.use_mem_pool(self._pools[0]):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def _begin(self, op: Any, nbytes: int, even: bool, begin: Any, *arguments: Any) -> Handle[Tensor]:
+    def _begin(
+        self, op: Any, nbytes: int, even: bool, begin: Any, *arguments: Any
+    ) -> Handle[Tensor]:
         begun = super()._begin(op, nbytes, even, begin, *arguments)
         if not self._registered and self.group is not None:
-            # Memory is registered with a communicator, which this group's first exchange has just made.
+            # Memory is registered with a communicator, which this group's first exchange has just
+            # made.
             backend: Any = self.group._get_backend(arguments[0].device)
             if not self._pools:
                 self._pools.append(torch.cuda.MemPool(backend.mem_allocator))
@@ -318,7 +392,8 @@ class Registered(Group):
 
 
 def transport(registered: bool = False) -> Callable[..., Group]:
-    """Return what makes groups for the world's backend; without a name torch chooses one for each device.
+    """Return what makes groups for the world's backend; without a name torch chooses one for each
+    device.
 
     Args:
         registered: whether NCCL is to register the memory of messages.
@@ -331,7 +406,8 @@ def transport(registered: bool = False) -> Callable[..., Group]:
         backend = "gloo"
     if registered and "nccl" not in dist.get_backend_config():
         raise ValueError(
-            f"zero_topo.registered_buffers = true needs NCCL, and the backend of this job is {backend}; remove the key"
+            "zero_topo.registered_buffers = true needs NCCL, and the backend of this job is "
+            f"{backend}; remove the key"
         )
     if registered:
         return partial(Registered, [])
@@ -339,7 +415,8 @@ def transport(registered: bool = False) -> Callable[..., Group]:
 
 
 class Hierarchy:
-    """The groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in ``plan.py``).
+    """The groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in
+    ``plan.py``).
 
     Attributes:
         groups: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
@@ -350,15 +427,20 @@ class Hierarchy:
     """
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
-        self.groups, self.lo, self.hi = groups, groups[0].lo, groups[-1].hi
-        self.size, self.index = self.hi // self.lo, 0
+        self.groups = groups
+        self.lo = groups[0].lo
+        self.hi = groups[-1].hi
+        self.size = self.hi // self.lo
+        self.index = 0
         for group in groups:
             self.index += group.lo // self.lo * group.index
         # Made once for each phase, so that a training step makes none.
         self._metered: dict[str, Hierarchy] = {}
 
     def metered(self, phase: str) -> Hierarchy:
-        """Return the same groups with their exchanges counted for a phase, as collectives need them."""
+        """Return the same groups with their exchanges counted for a phase, as collectives need
+        them.
+        """
         if phase not in self._metered:
             self._metered[phase] = Hierarchy(tuple(group.metered(phase) for group in self.groups))
         return self._metered[phase]
@@ -383,10 +465,12 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
     Args:
         flat: ``[..., numel]``, contiguous.
         plan: gives the world size and the order.
-        rank_at: the plan's ``rank_at`` as a tensor on the device of ``flat``, if that exists already.
+        rank_at: the plan's ``rank_at`` as a tensor on the device of ``flat``, if that exists
+            already.
 
     Returns:
-        ``[..., N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
+        ``[..., N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no
+        reordering are needed.
     """
     *stack, numel = flat.shape
     width = plan.shard_numel(numel)
@@ -402,10 +486,12 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
 
 
 def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
-    """Return a parameter's shards of a degree as one view of the whole: no copy, and no elements for the padding.
+    """Return a parameter's shards of a degree as one view of the whole: no copy, and no elements
+    for the padding.
 
     Args:
-        flat: ``[numel]`` in tree order; elements beyond its end read as zero. See :meth:`Layout.in_tree_order`.
+        flat: ``[numel]`` in tree order; elements beyond its end read as zero. See
+            :meth:`Layout.in_tree_order`.
         plan: gives the world size.
         degree: degree of the shards.
 
@@ -419,8 +505,10 @@ def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
 def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
     """All-gather one message per member.
 
-    1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
-    2. if there is an inner group: in a second stage, all-gather the received messages inside the node.
+    1. send ``message`` to the members of the outermost group, one in each node if there are two
+       groups;
+    2. if there is an inner group: in a second stage, all-gather the received messages inside the
+       node.
 
     A single member sends nothing and returns the message itself.
 
@@ -429,13 +517,18 @@ def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
 
     Returns:
-        ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at ``[m // inner, m % inner]``.
+        ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at
+            ``[m // inner, m % inner]``.
     """
     outer = hierarchy.groups[-1].gather_later(message)
     if len(hierarchy.groups) == 1:
         return outer.then(lambda received: received[None])
     inner = hierarchy.groups[0]
-    return outer.then(lambda received: inner.gather_later(received).then(lambda messages: messages.transpose(0, 1)))
+    return outer.then(
+        lambda received: inner.gather_later(received).then(
+            lambda messages: messages.transpose(0, 1)
+        )
+    )
 
 
 def all_gather_views(
@@ -457,24 +550,29 @@ def all_gather_views(
         spec: the format.
         message: the message of this rank, if it is encoded already.
         accumulate: add the decoded values to those that the views have.
-        own: also decode this rank's own message, so that all members have the same bits of a format that rounds.
+        own: also decode this rank's own message, so that all members have the same bits of a format
+            that rounds.
     """
     if message is None:
         own_views = [view.member(hierarchy.index) for view in views]
         message = quantize(own_views, spec, allocate=hierarchy.groups[-1].allocate)
 
     def finish(received: Tensor) -> None:
-        dequantize(received, spec, views, accumulate=accumulate, without=-1 if own else hierarchy.index)
+        dequantize(
+            received, spec, views, accumulate=accumulate, without=-1 if own else hierarchy.index
+        )
 
     return all_gather(hierarchy, message).then(finish)
 
 
 def all_gather_rows(hierarchy: Hierarchy, rows: Tensor, chunk_numel: int = 1 << 26) -> None:
-    """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks until done.
+    """All-gather a degree-``lo`` shard in place from the degree-``hi`` rows of each member; blocks
+    until done.
 
     Args:
         hierarchy: the members.
-        rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
+        rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid,
+            on return all are.
         chunk_numel: elements that one collective may carry.
     """
     if hierarchy.size == 1 or rows.numel() == 0:
@@ -498,16 +596,19 @@ def reduce_scatter(
 ) -> Handle[None]:
     """Sum over the members of ``hierarchy``; each member keeps its own part.
 
-    1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
-       scale with another, which may be a thousand times larger (a matrix next to a norm);
-    2. per group, the innermost first: one all-to-all sends each message to the member that represents its destination,
-       where the messages for one destination are summed in tree order (FP32) and, if a group follows, encoded again;
+    1. encode the parts of each member into one message for it; each part begins a block, so that it
+       does not share a scale with another, which may be a thousand times larger (a matrix next to a
+       norm);
+    2. per group, the innermost first: one all-to-all sends each message to the member that
+       represents its destination, where the messages for one destination are summed in tree order
+       (FP32) and, if a group follows, encoded again;
     3. the last sums go into ``out``.
 
-    Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums, ring order), it
-    cannot carry block-quantized values, and gloo's sends every byte twice. One all-to-all sends ``(d - 1) / d`` of the
-    input, as a ring does, and the same code serves INT4, INT8, 16-bit and FP32. Where a library's ring is faster than
-    its all-to-all, ``summing`` takes it for the last group, at that price.
+    Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums,
+    ring order), it cannot carry block-quantized values, and gloo's sends every byte twice. One
+    all-to-all sends ``(d - 1) / d`` of the input, as a ring does, and the same code serves INT4,
+    INT8, 16-bit and FP32. Where a library's ring is faster than its all-to-all, ``summing`` takes
+    it for the last group, at that price.
 
     Args:
         hierarchy: the members.
@@ -516,18 +617,21 @@ def reduce_scatter(
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
-        summing: the type of an unquantized ``spec``, if the backend is to sum in the last group; see ``Group.sums``.
+        summing: the type of an unquantized ``spec``, if the backend is to sum in the last group;
+            see ``Group.sums``.
 
     Returns:
-        A handle with a stage for each group, the last of which writes the sums. A single member sums nothing, and does
-        not quantize.
+        A handle with a stage for each group, the last of which writes the sums. A single member
+        sums nothing, and does not quantize.
     """
     if hierarchy.size == 1:
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
         return Handle(None, (), lambda: None)
     out = at_blocks(out, spec.block_size)
-    first, outer, numel = hierarchy.groups[0], hierarchy.groups[-1], total_numel(out)
+    first = hierarchy.groups[0]
+    outer = hierarchy.groups[-1]
+    numel = total_numel(out)
     last = outer.scatter_later if summing is None else partial(outer.sum_later, dtype=summing)
     send = _empty(first, hierarchy.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
@@ -550,7 +654,9 @@ def reduce_scatter(
 
 def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
-    return group.allocate(group.size, destinations // group.size, nbytes, dtype=torch.uint8, device=device)
+    return group.allocate(
+        group.size, destinations // group.size, nbytes, dtype=torch.uint8, device=device
+    )
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -571,8 +677,14 @@ def host_counts(counts: Sequence[int]) -> Tensor:
 
 
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    """Reorder consecutive groups of rows; ``sizes`` are the rows of each group (int64, on the host)."""
-    lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
-    shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
-    shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])
+    """Reorder consecutive groups of rows; ``sizes`` are the rows of each group (int64, on the
+    host).
+    """
+    lengths = sizes[order]
+    begins = (sizes.cumsum(0) - sizes)[order]
+    shifts = begins - (lengths.cumsum(0) - lengths)
+    counts = lengths.to(rows.device, non_blocking=True)
+    shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(
+        counts, output_size=rows.shape[0]
+    )
     return rows[torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device) + shifts]

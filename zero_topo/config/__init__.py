@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the ``"zero_topo"`` block of a DeepSpeed JSON config: models, schemes, and refused settings around it."""
+"""Defines the ``"zero_topo"`` block of a DeepSpeed JSON config: models, schemes, and refused
+settings around it.
+"""
 
 from __future__ import annotations
 

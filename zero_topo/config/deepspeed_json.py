@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads the DeepSpeed config around the block, and refuses settings that zero_topo does not support.
+"""Reads the DeepSpeed config around the block, and refuses settings that zero_topo does not
+support.
 
-Each refusal is one line: the key and its value, the reason, and what to do instead. Keys are those of DeepSpeed 0.19.8;
-``"auto"`` (Hugging Face) counts as absent, as it does in DeepSpeed.
+Each refusal is one line: the key and its value, the reason, and what to do instead. Keys are those
+of DeepSpeed 0.19.8; ``"auto"`` (Hugging Face) counts as absent, as it does in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
-from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.modes import (
+    AGED_REFUSED,
+    MUON_REFUSED,
+    MUON_WITH_EXPERTS,
+    SPARSE_MODES,
+    SYNC_MODES,
+)
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
@@ -31,26 +38,33 @@ MOST_BYTES = 1 << 20  # Hjson is slow to import
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Load a DeepSpeed config as a dict from any form that ``deepspeed.initialize(config=...)`` accepts.
+    """Load a DeepSpeed config as a dict from any form that ``deepspeed.initialize(config=...)``
+    accepts.
 
     Args:
         source: a dict, the path of a JSON (or Hjson) file, or URL-safe base64 of its text.
 
     Raises:
-        ValueError: for a missing file, broken JSON, a repeated key, JSON that is not an object, Accelerate's own file.
+        ValueError: for a missing file, broken JSON, a repeated key, JSON that is not an object,
+            Accelerate's own file.
     """
     if isinstance(source, Mapping):
         return dict(within_limits(source, "DeepSpeed config"))
     path = Path(source)
-    if os.path.exists(path):  # unlike Path.exists, false for base64 text that is longer than a path may be
+    # Unlike Path.exists, false for base64 text that is longer than a path may be
+    if os.path.exists(path):
         name = f"DeepSpeed config {path}"
         try:
             config = parse_object(read_text(path, name, MOST_BYTES), name)
         except OSError as error:
-            raise ValueError(f"{name}: cannot be read ({error.strerror}); give the path of a JSON file") from None
-        if "distributed_type" in config:  # a key of every file of Accelerate, whose YAML often passes for Hjson
             raise ValueError(
-                f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "
+                f"{name}: cannot be read ({error.strerror}); give the path of a JSON file"
+            ) from None
+        # A key of every file of Accelerate, whose YAML often passes for Hjson
+        if "distributed_type" in config:
+            raise ValueError(
+                f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON "
+                "that its "
                 "deepspeed_config_file names, or write one: only there can the block stand"
             )
         return config
@@ -59,22 +73,28 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
-        raise ValueError(f"DeepSpeed config {shown}: no such file, and not base64 of a JSON object either") from None
+        raise ValueError(
+            f"DeepSpeed config {shown}: no such file, and not base64 of a JSON object either"
+        ) from None
     return parse_object(text, f"DeepSpeed config {shown}, decoded from base64")
 
 
-def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the config with the block of ``ZERO_TOPO_BLOCK`` added, if the config is one of stage 3.
+def with_environment_block(
+    ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the config with the block of ``ZERO_TOPO_BLOCK`` added, if the config is one of stage
+    3.
 
-    The variable is a JSON object, or the path of a file with one (ends in ``.json``): the deepspeed launcher loses the
-    quotation marks of a value on its way to other nodes.
+    The variable is a JSON object, or the path of a file with one (ends in ``.json``): the deepspeed
+    launcher loses the quotation marks of a value on its way to other nodes.
 
     Args:
         ds_config: the DeepSpeed config; it is not changed.
         env: the launcher's environment.
 
     Raises:
-        ValueError: if the variable is not a JSON object or no such file, or the config has another block.
+        ValueError: if the variable is not a JSON object or no such file, or the config has another
+            block.
     """
     text = env.get(BLOCK_VARIABLE, "")
     if not text or _stage(ds_config):
@@ -84,7 +104,8 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
             content = read_text(Path(text), f"{BLOCK_VARIABLE} = {text}")
         except OSError as error:
             raise ValueError(
-                f"{BLOCK_VARIABLE} = {text}: cannot be read ({error.strerror}); give a path that every node can read"
+                f"{BLOCK_VARIABLE} = {text}: cannot be read ({error.strerror}); give a path that "
+                "every node can read"
             ) from None
         block = parse_object(content, f"{BLOCK_VARIABLE} = {text}")
     else:
@@ -92,13 +113,15 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
     if ds_config.get(ROOT, block) != block:
         own = cut(as_json(ds_config[ROOT]))
         raise ValueError(
-            f'{BLOCK_VARIABLE} = {cut(text)}: the config has another "{ROOT}" block, {own}; remove one of the two'
+            f'{BLOCK_VARIABLE} = {cut(text)}: the config has another "{ROOT}" block, {own}; remove '
+            "one of the two"
         )
     return {**ds_config, ROOT: block}
 
 
 def exported(block: str) -> str:
-    """Return the line of ``.deepspeed_env`` with which DeepSpeed's launcher sets the block on every node.
+    """Return the line of ``.deepspeed_env`` with which DeepSpeed's launcher sets the block on every
+    node.
 
     The launcher puts double quotes around the value and passes it to a shell.
 
@@ -110,7 +133,9 @@ def exported(block: str) -> str:
 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
+    """Return one line for each setting that zero_topo does not support; empty without any, or
+    without a block.
+    """
     if wrong := wrong_values(ds_config):
         return list(wrong.values())  # what is said of their keys would mislead
     found = [_misplaced(ds_config), _misspelt(ds_config)]
@@ -120,7 +145,7 @@ def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     return [*filter(None, found), *translate(ds_config).problems]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
@@ -138,12 +163,16 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}")
+        raise ValueError(
+            f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}"
+        )
     return dict(within_limits(value, name))
 
 
 def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
-    """Parse Hjson (comments, trailing commas), as DeepSpeed does, if its Hjson parser is installed."""
+    """Parse Hjson (comments, trailing commas), as DeepSpeed does, if its Hjson parser is
+    installed.
+    """
     try:
         hjson = importlib.import_module("hjson")
         value = hjson.loads(text, object_pairs_hook=_without_repeats)
@@ -161,20 +190,28 @@ def _no_constant(word: str) -> None:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     repeated = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
     if repeated:
-        raise ValueError(cut(f"repeated key {', '.join(map(repr, sorted(repeated)))}; keep one of each"))
+        raise ValueError(
+            cut(f"repeated key {', '.join(map(repr, sorted(repeated)))}; keep one of each")
+        )
     return dict(pairs)
 
 
-# -- refusing ----------------------------------------------------------------------------------------------------------
+# -- refusing --------------------------------------------------------------------------------------
 
 
 def refuse_value(
-    ds_config: Mapping[str, Any], *, key: str, refused: str, why: str, instead: str, beside: Mapping[str, str] = {}
+    ds_config: Mapping[str, Any],
+    *,
+    key: str,
+    refused: str,
+    why: str,
+    instead: str,
+    beside: Mapping[str, str] = {},
 ) -> str | None:
     """Refuse values of one key: ``key = value: why; instead``.
 
-    ``refused`` is one of :data:`TESTS`, or a word that refused values contain. ``beside`` maps other keys to the same
-    kind of test; the value is refused only if all of them hold.
+    ``refused`` is one of :data:`TESTS`, or a word that refused values contain. ``beside`` maps
+    other keys to the same kind of test; the value is refused only if all of them hold.
     """
     tests = {key: refused, **beside}
     if not all(_holds(test, lookup(ds_config, name)) for name, test in tests.items()):
@@ -196,8 +233,11 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def tensor_parallel_groups(ds_config: Mapping[str, Any], ranks: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return the data-parallel groups of AutoTP, which numbers the ranks that share a layer consecutively.
+def tensor_parallel_groups(
+    ds_config: Mapping[str, Any], ranks: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the data-parallel groups of AutoTP, which numbers the ranks that share a layer
+    consecutively.
 
     Args:
         ds_config: the whole config.
@@ -213,17 +253,26 @@ def tensor_parallel_groups(ds_config: Mapping[str, Any], ranks: int | None) -> t
     if not isinstance(size, int) or size <= 1 or ranks is None:
         return ()
     if ranks % size:
-        raise ValueError(f"tensor_parallel.autotp_size = {size}: it does not divide {ranks} ranks; choose a divisor")
+        raise ValueError(
+            f"tensor_parallel.autotp_size = {size}: it does not divide {ranks} ranks; choose a "
+            "divisor"
+        )
     return tuple(tuple(range(first, ranks, size)) for first in range(size))
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
+    """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without
+    a block.
+    """
     overlap = refuse_value(ds_config, **NO_OVERLAP)
     hints = [overlap] if overlap else []
-    if all(lookup(ds_config, f"timers.throughput.{key}") is not False for key in ("enabled", "synchronized")):
+    if all(
+        lookup(ds_config, f"timers.throughput.{key}") is not False
+        for key in ("enabled", "synchronized")
+    ):
         hints.append(
-            "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, "
+            "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device "
+            "twice per micro-batch, "
             "so the all-gather of updated weights cannot run under the next forward pass; set "
             '"timers": {"throughput": {"synchronized": false}}'
         )
@@ -243,15 +292,20 @@ def muon_clipping(ds_config: Mapping[str, Any], default: float) -> list[str]:
         return []
     whose = ", DeepSpeed's default" if given is ABSENT else ""
     return [
-        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, which depends only "
-        'on the sizes of the matrices, so it lowers the learning rate in every step; set "gradient_clipping": 0'
+        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, "
+        "which depends only "
+        "on the sizes of the matrices, so it lowers the learning rate in every step; set "
+        '"gradient_clipping": 0'
     ]
 
 
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
     if lookup(ds_config, f"{ZERO}.{ROOT}") is ABSENT:
         return None
-    return f'{ZERO}.{ROOT}: DeepSpeed does not know the block here; move "{ROOT}" to the top level of the config'
+    return (
+        f'{ZERO}.{ROOT}: DeepSpeed does not know the block here; move "{ROOT}" to the top level '
+        "of the config"
+    )
 
 
 def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
@@ -269,14 +323,22 @@ def _stage(ds_config: Mapping[str, Any]) -> str | None:
     why = "zero_topo places the shards of ZeRO-3"
     if stage is ABSENT:
         return f'{ZERO}.stage is not set: {why}; add "{ZERO}": {{"stage": 3}}'
-    return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
+    return (
+        f"{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 "
+        'with "weights": 1)'
+    )
 
 
 def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
-    named, given = lookup(ds_config, f"{ROOT}.sync.mode"), lookup(ds_config, "optimizer.type")
+    named = lookup(ds_config, f"{ROOT}.sync.mode")
+    given = lookup(ds_config, "optimizer.type")
     mode = next((cls for cls in SYNC_MODES if named == cls.MODE), DenseSync)
-    sparse, optimizer, said = mode in SPARSE_MODES, str(given).lower(), f"optimizer.type = {as_json(given)}"
-    if optimizer == "agedadamw" and not (sparse and lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False):
+    sparse = mode in SPARSE_MODES
+    optimizer = str(given).lower()
+    said = f"optimizer.type = {as_json(given)}"
+    if optimizer == "agedadamw" and not (
+        sparse and lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False
+    ):
         return f"{said}: {AGED_REFUSED}"
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
@@ -284,7 +346,10 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
         return f"{said}: {MUON_WITH_EXPERTS}"
     if given is ABSENT or optimizer == str(mode.OPTIMIZER or given).lower():
         return None
-    return f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to "{mode.OPTIMIZER}"'
+    return (
+        f'{said}: sync.mode = "{mode.MODE}" works with {mode.OPTIMIZER} alone; set it to '
+        f'"{mode.OPTIMIZER}"'
+    )
 
 
 NO_OVERLAP, *REFUSED_KEYS = packaged(__package__, "refused.json")

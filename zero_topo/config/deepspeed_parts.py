@@ -1,10 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads values of DeepSpeed's keys as DeepSpeed's own fields do, and refuses values of a wrong type.
+"""Reads values of DeepSpeed's keys as DeepSpeed's own fields do, and refuses values of a wrong
+type.
 
 Note [Truth]
-    DeepSpeed reads most switches as pydantic does: true, 1, "on" and "yes" are true, false, 0, "off" and "no" are
-    false, anything else is refused. The switches of :data:`TRUTHS` are read as Python does, where the text "false" is
-    true. A value that means on there and off elsewhere is refused.
+    DeepSpeed reads most switches as pydantic does: true, 1, "on" and "yes" are true, false, 0,
+        "off" and "no" are
+    false, anything else is refused. The switches of :data:`TRUTHS` are read as Python does, where
+    the text "false" is true. A value that means on there and off elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -18,35 +20,80 @@ from zero_topo.strict import as_json
 
 ABSENT = object()
 ZERO = "zero_optimization"
-_OBJECT, _NULL, _AUTO = "object", "null", "auto"
+_OBJECT = "object"
+_NULL = "null"
+_AUTO = "auto"
 PARTS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((ZERO, "bfloat16", "fp16", "optimizer", "scheduler", "activation_checkpointing"), (_OBJECT,)),
-    **dict.fromkeys(("comms_logger", "flops_profiler", "data_types", "checkpoint", "pipeline", "compile"), (_OBJECT,)),
-    **dict.fromkeys(("timers", "tensor_parallel", "hybrid_engine", "torch_autocast", "data_efficiency"), (_OBJECT,)),
+    **dict.fromkeys(
+        (ZERO, "bfloat16", "fp16", "optimizer", "scheduler", "activation_checkpointing"), (_OBJECT,)
+    ),
+    **dict.fromkeys(
+        ("comms_logger", "flops_profiler", "data_types", "checkpoint", "pipeline", "compile"),
+        (_OBJECT,),
+    ),
+    **dict.fromkeys(
+        ("timers", "tensor_parallel", "hybrid_engine", "torch_autocast", "data_efficiency"),
+        (_OBJECT,),
+    ),
     **dict.fromkeys(("bf16", "aio", "expert_parallel"), (_OBJECT, _NULL)),
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), (_OBJECT, _AUTO)),
     **dict.fromkeys(("optimizer.params", "scheduler.params"), (_OBJECT, _NULL)),
 }
-"""Parts of a config that DeepSpeed reads as JSON objects -> the kinds of values that it accepts there."""
-_CHECKPOINTING = ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "profile")
+"""Parts of a config that DeepSpeed reads as JSON objects -> the kinds of values that it accepts
+there.
+"""
+_CHECKPOINTING = (
+    "partition_activations",
+    "contiguous_memory_optimization",
+    "cpu_checkpointing",
+    "profile",
+)
 TRUTHS = (
-    *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown"),
-    *("memory_breakdown", "dump_state", "disable_allgather", "disable_python_gc", "dataloader_drop_last"),
-    *("managed_gradient_accumulation", "use_data_before_expert_parallelism", "torch_autocast.enabled"),
+    *(
+        "prescale_gradients",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "wall_clock_breakdown",
+    ),
+    *(
+        "memory_breakdown",
+        "dump_state",
+        "disable_allgather",
+        "disable_python_gc",
+        "dataloader_drop_last",
+    ),
+    *(
+        "managed_gradient_accumulation",
+        "use_data_before_expert_parallelism",
+        "torch_autocast.enabled",
+    ),
     *("data_efficiency.enabled", "flops_profiler.enabled", "flops_profiler.detailed"),
     *("checkpoint.load_universal", "checkpoint.use_node_local_storage", "optimizer.legacy_fusion"),
-    *(f"activation_checkpointing.{key}" for key in (*_CHECKPOINTING, "synchronize_checkpoint_boundary")),
+    *(
+        f"activation_checkpointing.{key}"
+        for key in (*_CHECKPOINTING, "synchronize_checkpoint_boundary")
+    ),
 )
 """Switches that DeepSpeed reads without a conversion, so that a text is true."""
-NUMBERS = tuple(f"optimizer.params.{key}" for key in ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"))
-WAYS_OUT = {ZERO: 'write {"stage": 3}', "optimizer": 'write {"type": "AdamW", "params": {"lr": 0.001}}'}
-"""What to write in place of a part that is no object; for other parts the switch is shown, or it is removed."""
+NUMBERS = tuple(
+    f"optimizer.params.{key}"
+    for key in ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr")
+)
+WAYS_OUT = {
+    ZERO: 'write {"stage": 3}',
+    "optimizer": 'write {"type": "AdamW", "params": {"lr": 0.001}}',
+}
+"""What to write in place of a part that is no object; for other parts the switch is shown, or it is
+removed.
+"""
 
 _FLAG: TypeAdapter[bool] = TypeAdapter(bool)
 
 
 def lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value of a key of a part, such as ``"bf16.enabled"``; :data:`ABSENT` for "auto" too."""
+    """Return the value of a key of a part, such as ``"bf16.enabled"``; :data:`ABSENT` for "auto"
+    too.
+    """
     value: Any = ds_config
     for key in dotted.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -62,7 +109,9 @@ def part_of(ds_config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
 
 
 def switch(value: Any) -> bool | None:
-    """Return whether DeepSpeed's fields take a value as true or as false; None if they refuse it."""
+    """Return whether DeepSpeed's fields take a value as true or as false; None if they refuse
+    it.
+    """
     try:
         return _FLAG.validate_python(value)
     except ValidationError:
@@ -85,11 +134,16 @@ def half_precision(ds_config: Mapping[str, Any]) -> bool:
 
 
 def wrong_values(ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line for each part of a wrong type, and each switch or number of one that means another value.
+    """Return a line for each part of a wrong type, and each switch or number of one that means
+    another value.
 
     The keys are dotted names, such as ``"optimizer.params"``.
     """
-    reasons = {**dict(_no_objects(ds_config)), **dict(_no_names(ds_config)), **dict(_no_values(ds_config))}
+    reasons = {
+        **dict(_no_objects(ds_config)),
+        **dict(_no_names(ds_config)),
+        **dict(_no_values(ds_config)),
+    }
     lines = {}
     for name, reason in reasons.items():
         parent, _, key = name.rpartition(".")
@@ -144,7 +198,9 @@ def _kind(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value may be a number: a config written in Python may hold those of other libraries."""
+    """Return whether a value may be a number: a config written in Python may hold those of other
+    libraries.
+    """
     return value is not None and not isinstance(value, str | bool | list | tuple | Mapping)
 
 

@@ -30,7 +30,10 @@ AUTO = "auto"
 def _check_topology(value: Any) -> Any:
     if isinstance(value, Mapping) or (isinstance(value, str) and value):
         return value
-    raise ValueError(f'must be "auto", a preset\'s name, a path to a .json file or an object, got {as_json(value)}')
+    raise ValueError(
+        'must be "auto", a preset\'s name, a path to a .json file or an object, got '
+        f"{as_json(value)}"
+    )
 
 
 def _check_two_hop(value: Any) -> Any:
@@ -40,107 +43,147 @@ def _check_two_hop(value: Any) -> Any:
 
 
 class ZeroTopoConfig(StrictModel):
-    """Over which ranks ZeRO-3's weights, gradients and optimizer states are sharded, and what is quantized."""
+    """Over which ranks ZeRO-3's weights, gradients and optimizer states are sharded, and what is
+    quantized.
+    """
 
     topology: Annotated[str | dict[str, Any], BeforeValidator(_check_topology)] = Field(
         "auto",
-        description='The machine: "auto" queries the launcher and device tools, "measured" times messages between '
+        description='The machine: "auto" queries the launcher and device tools, "measured" times '
+        "messages between "
         "ranks as the job starts; else the name of a preset, a path to a .json file, or the "
-        'description itself, such as {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}.',
+        'description itself, such as {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": '
+        "2}}.",
     )
     scheme: SchemeSetting | None = Field(
         None,
-        description='Named set of defaults that the keys below override. "auto" chooses, when training starts, what is '
-        "predicted to be fastest of all that fits into memory; the keys below are kept. Without a scheme and degrees "
+        description='Named set of defaults that the keys below override. "auto" chooses, when '
+        "training starts, what is "
+        "predicted to be fastest of all that fits into memory; the keys below are kept. Without a "
+        "scheme and degrees "
         'it is "topo" where a GPU has several ranks, else "auto".',
     )
     lossy: StrictBool = Field(
         False,
-        description='Whether "auto" may quantize more than the keys below ask for; false logs what that would gain.',
+        description='Whether "auto" may quantize more than the keys below ask for; false logs what '
+        "that would gain.",
     )
-    weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
+    weights: DegreeSetting = Field(
+        None, description="Ranks that share one copy of the weights: a domain or a degree."
+    )
     secondary: SecondarySetting = Field(
         None,
-        description="Ranks that share one secondary copy of the weights, from which the backward pass gathers; null "
+        description="Ranks that share one secondary copy of the weights, from which the backward "
+        "pass gathers; null "
         'or "none" keeps no copy and gathers the weights again.',
     )
     secondary_on: Place = Field(
         "device",
-        description='Memory in which the secondary copy is stored: "host" keeps it in page-locked memory of the host, '
+        description='Memory in which the secondary copy is stored: "host" keeps it in page-locked '
+        "memory of the host, "
         "from which the backward pass copies it to the device ahead of use.",
     )
-    frozen: FrozenConfig = Field(FrozenConfig(), description="The secondary copy of frozen weights, if it differs.")
-    gradients: DegreeSetting = Field(None, description="Ranks that share one gradient buffer; a multiple of weights.")
+    frozen: FrozenConfig = Field(
+        FrozenConfig(), description="The secondary copy of frozen weights, if it differs."
+    )
+    gradients: DegreeSetting = Field(
+        None, description="Ranks that share one gradient buffer; a multiple of weights."
+    )
     optimizer: DegreeSetting = Field(
-        None, description="Ranks that share one copy of the optimizer states; a multiple of gradients."
+        None,
+        description="Ranks that share one copy of the optimizer states; a multiple of gradients.",
     )
     quantize: QuantizeConfig = Field(
-        QuantizeConfig(), description="What is quantized before it is sent or stored; keys left out keep the scheme's."
+        QuantizeConfig(),
+        description="What is quantized before it is sent or stored; keys left out keep the "
+        "scheme's.",
     )
     sync: SyncConfig = Field(
         DenseSync(),
-        description="How gradient shards are reduced across gradient domains, once per optimizer step; keys "
+        description="How gradient shards are reduced across gradient domains, once per optimizer "
+        "step; keys "
         "left out keep the scheme's.",
     )
     publish: PublishConfig = Field(
-        PublishConfig(), description="How updated weights return to the weight shards, once per optimizer step."
+        PublishConfig(),
+        description="How updated weights return to the weight shards, once per optimizer step.",
     )
     accumulation_dtype: Dtype | None = Field(
         None,
-        description="Type of the gradient buffer; null takes DeepSpeed's data_types.grad_accum_dtype, which is the "
+        description="Type of the gradient buffer; null takes DeepSpeed's "
+        "data_types.grad_accum_dtype, which is the "
         "model's own type unless set. fp32 doubles its memory in 16-bit training.",
     )
-    meter: StrictBool = Field(True, description="Count the bytes each collective sends, by phase and domain.")
+    meter: StrictBool = Field(
+        True, description="Count the bytes each collective sends, by phase and domain."
+    )
     report: str | None = Field(
         None,
         min_length=1,
-        description="Folder into which rank 0 writes the run's log and, at its end, tables, plots and an HTML page.",
+        description="Folder into which rank 0 writes the run's log and, at its end, tables, plots "
+        "and an HTML page.",
     )
     seed: int | None = Field(
         None,
         ge=0,
         strict=True,
-        description="Seed Python's and torch's generators of rank r with seed + r when the engine is built; null "
+        description="Seed Python's and torch's generators of rank r with seed + r when the engine "
+        "is built; null "
         "leaves them alone.",
     )
     debug_checks: StrictBool = Field(
-        False, description="After each step check that all holders of a weight shard agree bit for bit."
+        False,
+        description="After each step check that all holders of a weight shard agree bit for bit.",
     )
     registered_buffers: StrictBool = Field(
         False,
-        description="Send and receive in memory that NCCL registers (ncclMemAlloc), so that it need not copy to "
+        description="Send and receive in memory that NCCL registers (ncclMemAlloc), so that it "
+        "need not copy to "
         "buffers of its own. Needs NCCL; not run on a GPU so far.",
     )
     two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
         True,
-        description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; "
-        '"gpu": gathers and the scatter inside a node also go through the GPU, if it has several ranks; false sends '
+        description="Collectives that span nodes go through the node, so that nothing crosses its "
+        "uplink twice; "
+        '"gpu": gathers and the scatter inside a node also go through the GPU, if it has several '
+        "ranks; false sends "
         "every message straight.",
     )
     overlap: StrictBool = Field(
         True,
-        description="Sync under the last backward pass and publish under the next forward pass; same bits without it.",
+        description="Sync under the last backward pass and publish under the next forward pass; "
+        "same bits without it.",
     )
 
     @model_validator(mode="after")
     def _all_degrees_or_a_scheme(self) -> ZeroTopoConfig:
-        given = [role for role in (*NEEDED_WITHOUT_SCHEME, "secondary") if getattr(self, role) is not None]
+        given = [
+            role
+            for role in (*NEEDED_WITHOUT_SCHEME, "secondary")
+            if getattr(self, role) is not None
+        ]
         missing = [role for role in NEEDED_WITHOUT_SCHEME if role not in given]
         if self.publish.delta is not None and self.publish.dtype is not None:
             raise ValueError(
-                f'{ROOT}: publish sends either differences ("delta": "{self.publish.delta}") or weights in a dtype '
+                f'{ROOT}: publish sends either differences ("delta": "{self.publish.delta}") or '
+                "weights in a dtype "
                 f'("{self.publish.dtype}"); give one of the two'
             )
-        if "lossy" in self.model_fields_set and (given if self.scheme is None else self.scheme != AUTO):
+        if "lossy" in self.model_fields_set and (
+            given if self.scheme is None else self.scheme != AUTO
+        ):
             what = "degrees that are given" if self.scheme is None else f"scheme {self.scheme}"
             raise ValueError(
-                f'{ROOT}: lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing to choose; remove '
+                f'{ROOT}: lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing '
+                "to choose; remove "
                 'one of the two: "quantize", "sync" and "publish" set what is quantized'
             )
         if self.scheme is None and given and missing:
             raise ValueError(
-                f"{ROOT}: {', '.join(given)} given without a scheme, and {', '.join(missing)} missing; "
-                'give weights, gradients and optimizer, or name a scheme whose other degrees you keep, such as "topo"'
+                f"{ROOT}: {', '.join(given)} given without a scheme, and {', '.join(missing)} "
+                "missing; "
+                "give weights, gradients and optimizer, or name a scheme whose other degrees you "
+                'keep, such as "topo"'
             )
         return self
 
@@ -149,7 +192,8 @@ class ZeroTopoConfig(StrictModel):
         """Parse a ``zero_topo`` block.
 
         Raises:
-            ValueError: in one line, naming the key, the value, and the nearest known key or the allowed values.
+            ValueError: in one line, naming the key, the value, and the nearest known key or the
+                allowed values.
         """
         try:
             return cls.model_validate(block)
@@ -158,7 +202,8 @@ class ZeroTopoConfig(StrictModel):
 
     @classmethod
     def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZeroTopoConfig | None:
-        """Parse a DeepSpeed config's ``zero_topo`` block and stock keys; return None if there is no such block.
+        """Parse a DeepSpeed config's ``zero_topo`` block and stock keys; return None if there is no
+        such block.
 
         Raises:
             ValueError: raised by :meth:`parse`.
@@ -167,10 +212,18 @@ class ZeroTopoConfig(StrictModel):
 
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:
-    """Return the JSON schema of the block, or of a DeepSpeed config with it (all other keys allowed)."""
+    """Return the JSON schema of the block, or of a DeepSpeed config with it (all other keys
+    allowed).
+    """
     block = {**ZeroTopoConfig.model_json_schema(), "title": ROOT}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if not whole_file:
         return {**head, **block}
     definitions, title = block.pop("$defs"), "DeepSpeed config with a zero_topo block"
-    return {**head, "title": title, "type": "object", "properties": {ROOT: block}, "$defs": definitions}
+    return {
+        **head,
+        "title": title,
+        "type": "object",
+        "properties": {ROOT: block},
+        "$defs": definitions,
+    }

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Lists the modes of ``sync``, of which the key ``mode`` selects one. A new mode is added to :data:`SPARSE_MODES`."""
+"""Lists the modes of ``sync``, of which the key ``mode`` selects one. A new mode is added to
+:data:`SPARSE_MODES`.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,21 @@ SPARSE_MODES: tuple[type[sparse.SparseSync], ...] = (
     sparse.TernarySync,
 )
 AGED_REFUSED = (
-    'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '
+    'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", '
+    "or sync.mode to a "
     "sparse one with error_feedback"
 )
 """Why AgedAdamW does not work with a mode that keeps no residual, and the way out."""
 MUON_REFUSED = (
-    "every element of Muon's update depends on all gradients of its matrix, of which a sparse mode sends a few per "
+    "every element of Muon's update depends on all gradients of its matrix, of which a sparse mode "
+    "sends a few per "
     'step; set sync.mode to "dense" or "quantized"'
 )
 """Why Muon does not work with sparse modes, and the way out."""
-MUON_WITH_EXPERTS = "Muon does not work with expert_parallel, whose experts have shards of their own; use Adam or AdamW"
+MUON_WITH_EXPERTS = (
+    "Muon does not work with expert_parallel, whose experts have shards of their "
+    "own; use Adam or AdamW"
+)
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 
@@ -46,5 +53,9 @@ def _mode_of(value: object) -> str | None:
 if TYPE_CHECKING:
     SyncConfig = SyncSettings
 else:
-    SyncConfig = Annotated[Union[*(Annotated[cls, Tag(cls.MODE)] for cls in SYNC_MODES)], Discriminator(_mode_of)]
-"""A ``sync`` block, validated with the model that its ``mode`` names; a block without ``mode`` is dense."""
+    SyncConfig = Annotated[
+        Union[*(Annotated[cls, Tag(cls.MODE)] for cls in SYNC_MODES)], Discriminator(_mode_of)
+    ]
+"""A ``sync`` block, validated with the model that its ``mode`` names; a block without ``mode`` is
+dense.
+"""

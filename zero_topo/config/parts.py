@@ -23,7 +23,10 @@ def _check_degree(value: Any) -> Any:
         return value
     names = ", ".join(f"'{name}'" for name in get_args(Domain))
     hint = did_you_mean(value, get_args(Domain), cutoff=0.5)
-    raise ValueError(f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer >= 1)")
+    raise ValueError(
+        f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer "
+        ">= 1)"
+    )
 
 
 _DegreeValue = Domain | Annotated[int, Field(ge=1)] | None
@@ -31,7 +34,8 @@ DegreeSetting = Annotated[_DegreeValue, BeforeValidator(_check_degree)]
 SecondarySetting = Annotated[
     DegreeSetting,
     BeforeValidator(
-        lambda value: None if value == "none" else value, json_schema_input_type=_DegreeValue | Literal["none"]
+        lambda value: None if value == "none" else value,
+        json_schema_input_type=_DegreeValue | Literal["none"],
     ),
 ]
 
@@ -42,20 +46,28 @@ Place = Literal["device", "host"]
 class QuantizeConfig(StrictModel):
     """What is quantized, in blocks of elements that share one scale."""
 
-    weights: Bits | None = Field(None, description="Weights in the gather before a forward; null sends them as stored.")
+    weights: Bits | None = Field(
+        None, description="Weights in the gather before a forward; null sends them as stored."
+    )
     secondary: Bits | None = Field(
-        None, description="The secondary copy, as stored and as gathered before a backward; null keeps 16 bits."
+        None,
+        description="The secondary copy, as stored and as gathered before a backward; null keeps "
+        "16 bits.",
     )
     gradients: GradientBits | None = Field(
         None,
-        description='Gradients in the scatter; null sends them unquantized. "nf4" has 4 bits in a codebook and blocks '
-        'of 64 with scales of one byte: about half of the squared error of "int4" in blocks of 256, or less, at the '
+        description='Gradients in the scatter; null sends them unquantized. "nf4" has 4 bits in a '
+        "codebook and blocks "
+        'of 64 with scales of one byte: about half of the squared error of "int4" in blocks of '
+        "256, or less, at the "
         "same bytes.",
     )
     resident: Literal["int8"] | None = Field(
         None,
-        description="Store the weight shard only as INT8. These weights are gathered as they are and updated from the "
-        "FP32 masters; the all-gather after a step sends their changes. Null keeps the model's type.",
+        description="Store the weight shard only as INT8. These weights are gathered as they are "
+        "and updated from the "
+        "FP32 masters; the all-gather after a step sends their changes. Null keeps the model's "
+        "type.",
     )
     block_size: BlockSize = 256
 
@@ -66,13 +78,19 @@ class QuantizeConfig(StrictModel):
 
 
 class PublishConfig(StrictModel):
-    """The all-gather after the optimizer step that brings the updated weights back to the weight shards."""
+    """The all-gather after the optimizer step that brings the updated weights back to the weight
+    shards.
+    """
 
-    dtype: Dtype | None = Field(None, description="Type of the values on the wire; null takes the model's own type.")
+    dtype: Dtype | None = Field(
+        None, description="Type of the values on the wire; null takes the model's own type."
+    )
     delta: Bits | None = Field(
         None,
-        description="Send the block-quantized difference between the new weights and those that all ranks store, "
-        "instead of the weights. The FP32 masters keep the rounding error, which is part of the next difference. Null "
+        description="Send the block-quantized difference between the new weights and those that "
+        "all ranks store, "
+        "instead of the weights. The FP32 masters keep the rounding error, which is part of the "
+        "next difference. Null "
         "sends the weights.",
     )
     block_size: BlockSize = 256
@@ -84,11 +102,16 @@ class PublishConfig(StrictModel):
 
 
 class FrozenConfig(StrictModel):
-    """The secondary copy of the weights that no optimizer updates; keys left out are those of the trained weights."""
+    """The secondary copy of the weights that no optimizer updates; keys left out are those of the
+    trained weights.
+    """
 
     secondary: SecondarySetting = Field(
         None,
-        description="Ranks that share the secondary copy of the frozen weights. If only secondary_on is given and the "
+        description="Ranks that share the secondary copy of the frozen weights. If only "
+        "secondary_on is given and the "
         "trained weights have no copy, it is the node.",
     )
-    secondary_on: Place | None = Field(None, description="Memory in which the copy of the frozen weights is stored.")
+    secondary_on: Place | None = Field(
+        None, description="Memory in which the copy of the frozen weights is stored."
+    )

@@ -2,9 +2,10 @@
 """Resolves settings to a plan: scheme defaults, then the user's keys, then the machine's degrees.
 
 1. The scheme gives every degree, what is quantized, and how sync reduces.
-2. A key the user wrote replaces the scheme's, even if its value is null. Degrees that are defined as equal to
-   ``weights`` take the user's value of it.
-3. The machine turns domains into degrees, and :class:`~zero_topo.plan.Plan` checks the dependency rule.
+2. A key the user wrote replaces the scheme's, even if its value is null. Degrees that are defined
+   as equal to ``weights`` take the user's value of it.
+3. The machine turns domains into degrees, and :class:`~zero_topo.plan.Plan` checks the dependency
+   rule.
 4. Each choice made for the user becomes one note.
 """
 
@@ -25,7 +26,15 @@ from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
 ROLES = ("weights", "secondary", "gradients", "optimizer")
-UNCHANGED = ("accumulation_dtype", "overlap", "meter", "report", "seed", "debug_checks", "registered_buffers")
+UNCHANGED = (
+    "accumulation_dtype",
+    "overlap",
+    "meter",
+    "report",
+    "seed",
+    "debug_checks",
+    "registered_buffers",
+)
 """Keys of the block whose value a scheme and the machine do not change."""
 
 
@@ -53,21 +62,26 @@ class ResolvedConfig:
         topology: the tree of the ranks that the plan is for.
         scheme: the scheme the defaults came from, or None for the free form.
         weights_spec: wire format of the gather before a forward; None sends weights as stored.
-        secondary_spec: format of the secondary copy, stored and sent; None stores it in the dtype of the weights.
+        secondary_spec: format of the secondary copy, stored and sent; None stores it in the dtype
+            of the weights.
         gradients_spec: wire format of the scatter; None sends gradients unquantized.
-        resident_spec: format of the INT8 weights stored in place of the weights, which gathers send unchanged; None
-            stores the weights themselves. ``coded_params`` of ``plan.py`` selects the parameters.
+        resident_spec: format of the INT8 weights stored in place of the weights, which gathers send
+            unchanged; None stores the weights themselves. ``coded_params`` of ``plan.py`` selects
+            the parameters.
         sync: settings of the mode of sync.
         publish: settings of publish.
         accumulation_dtype: dtype of the gradient buffer, or None for the model's own.
-        overlap: whether sync overlaps with the last backward pass and publish with the next forward pass.
+        overlap: whether sync overlaps with the last backward pass and publish with the next forward
+            pass.
         meter: whether collectives count their bytes.
         report: folder of the log and the report of a run, or None for none.
-        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them unchanged.
+        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them
+            unchanged.
         debug_checks: whether replicas are compared after each step.
         registered_buffers: whether messages lie in memory that NCCL registers.
         notes: one line for each choice made for the user.
-        groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for one group of all.
+        groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for
+            one group of all.
         secondary_on: the memory in which the secondary copy is stored.
         frozen: the secondary copy of the frozen weights; None if it is as that of the trained ones.
     """
@@ -95,21 +109,31 @@ class ResolvedConfig:
 
     @property
     def captured(self) -> bool:
-        """Return whether the secondary copy has weights that this rank's weight shard does not have."""
+        """Return whether the secondary copy has weights that this rank's weight shard does not
+        have.
+        """
         plan = self.plan
         return plan.secondary is not None and plan.secondary % plan.weights != 0
 
     def of_frozen(self) -> ResolvedConfig:
-        """Return the config of the frozen weights, of which a rank owns no more than its world shard."""
-        copy = self.frozen or FrozenCopy(self.plan.secondary, self.secondary_spec, self.secondary_on)
+        """Return the config of the frozen weights, of which a rank owns no more than its world
+        shard.
+        """
+        copy = self.frozen or FrozenCopy(
+            self.plan.secondary, self.secondary_spec, self.secondary_on
+        )
         plan = replace(self.plan, optimizer=self.plan.world_size, secondary=copy.degree)
         return replace(self, plan=plan, secondary_spec=copy.spec, secondary_on=copy.on)
 
     def without_training(self) -> ResolvedConfig:
-        """Return the config of an engine without an optimizer: the sharding of weights, and their wire format."""
+        """Return the config of an engine without an optimizer: the sharding of weights, and their
+        wire format.
+        """
         world = self.plan.world_size
         plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
-        return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync(), frozen=None)
+        return replace(
+            self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync(), frozen=None
+        )
 
     @property
     def kinds(self) -> set[str]:
@@ -119,13 +143,18 @@ class ResolvedConfig:
         return {spec.name for spec in specs if spec is not None}
 
     def log_lines(self) -> list[str]:
-        """Return the lines to log at the start of a run: the choices made for the user, and warnings on the machine."""
+        """Return the lines to log at the start of a run: the choices made for the user, and
+        warnings on the machine.
+        """
         doubt = self.topology.sources.get("warning")
         return [*self.notes, *([f"warning: {doubt}"] if doubt else [])]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the topology, in JSON types, for reports."""
-        specs = {role: getattr(self, f"{role}_spec") for role in ("weights", "secondary", "gradients", "resident")}
+        specs = {
+            role: getattr(self, f"{role}_spec")
+            for role in ("weights", "secondary", "gradients", "resident")
+        }
         return {
             "scheme": self.scheme,
             "world_size": self.plan.world_size,
@@ -136,13 +165,16 @@ class ResolvedConfig:
             "publish": self.publish.model_dump(),
             **{key: getattr(self, key) for key in UNCHANGED},
             "secondary_on": self.secondary_on,
-            "frozen": None if self.frozen is None else {"secondary": self.frozen.degree, "on": self.frozen.on},
+            "frozen": None
+            if self.frozen is None
+            else {"secondary": self.frozen.degree, "on": self.frozen.on},
             "notes": list(self.notes),
         }
 
 
 def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
-    """Return whether the plan is chosen for the model: by name, by the key "lossy", or by default on one-rank GPUs.
+    """Return whether the plan is chosen for the model: by name, by the key "lossy", or by default
+    on one-rank GPUs.
 
     On GPUs of one rank each, "topo" would store all weights on every rank.
     """
@@ -155,14 +187,20 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     """Resolve a config on a machine to plan, wire formats and notes; see the module's four steps.
 
     Raises:
-        ValueError: for an unaligned degree or a broken dependency rule, with what to do, or for an automatic config.
+        ValueError: for an unaligned degree or a broken dependency rule, with what to do, or for an
+            automatic config.
     """
     if is_automatic(config, topology):
         raise ValueError(
-            f'{ROOT}.scheme: "{AUTO}" is chosen for a model, which only a training run, check and plan do; '
+            f'{ROOT}.scheme: "{AUTO}" is chosen for a model, which only a training run, check and '
+            "plan do; "
             '"zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
         )
-    name = None if config.scheme is None and config.weights is not None else config.scheme or DEFAULT_SCHEME
+    name = (
+        None
+        if config.scheme is None and config.weights is not None
+        else config.scheme or DEFAULT_SCHEME
+    )
     block = config if name is None else _completed(config, SCHEMES[name])
     quantize = block.quantize
     plan = Plan.build(topology, [getattr(block, role) for role in ROLES], block.two_hop)
@@ -174,7 +212,8 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     if obstacle is not None:
         if "resident" in config.quantize.model_fields_set:
             raise ValueError(
-                f'{ROOT}.quantize.resident = "int8" does not go with {": ".join(obstacle)}, or set "resident" to null'
+                f'{ROOT}.quantize.resident = "int8" does not go with {": ".join(obstacle)}, or set '
+                '"resident" to null'
             )
         resident = None
     plan = plan if resident is None else replace(plan, secondary=None)
@@ -208,7 +247,10 @@ def _check_host(block: ZeroTopoConfig, plan: Plan, resident: BlockSpec | None) -
     if plan.weights == 1:
         why = "every rank stores all weights, so the backward pass gathers none; leave it out"
     elif resident is not None:
-        why = 'weights stored as INT8 have no secondary copy; leave it out, or set "quantize": {"resident": null}'
+        why = (
+            'weights stored as INT8 have no secondary copy; leave it out, or set "quantize": '
+            '{"resident": null}'
+        )
     key = "secondary_on" if trained else "frozen.secondary_on"
     raise ValueError(f'{ROOT}.{key} = "host": {why}')
 
@@ -223,40 +265,71 @@ def _frozen_copy(
     degree = plan.secondary
     if "secondary" in given or degree is None:
         place = block.frozen.secondary if "secondary" in given else "node"
-        degree = Plan.build(topology, [plan.weights, place, plan.gradients, plan.optimizer]).secondary
+        degree = Plan.build(
+            topology, [plan.weights, place, plan.gradients, plan.optimizer]
+        ).secondary
     spec = None if degree is None else block.quantize.spec("secondary")
     return FrozenCopy(degree, spec, block.frozen.secondary_on or block.secondary_on)
 
 
-def _resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> tuple[str, str] | None:
-    """Return the first setting that excludes ``quantize.resident``, and why with the remedy; None if none does.
+def _resident_obstacle(
+    quantize: QuantizeConfig, plan: Plan, publish: PublishConfig
+) -> tuple[str, str] | None:
+    """Return the first setting that excludes ``quantize.resident``, and why with the remedy; None
+    if none does.
 
     INT8 weights are possible if all gathers send them and publish sends their changes.
     """
-    w, copy = plan.weights, plan.secondary
-    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly; drop it"
+    w = plan.weights
+    copy = plan.secondary
+    gathers = "all gathers send the INT8 weights"
+    changes = "the changes of the INT8 weights are sent exactly; drop it"
     coded = f'{gathers}; set it to "int8"'
     rules = (
         (quantize.weights == "int8", "quantize.weights", quantize.weights, coded),
-        (copy in (None, w), "secondary", copy, f'{gathers}, which {w} ranks share; set "secondary" to null'),
-        (copy is None or quantize.secondary == "int8", "quantize.secondary", quantize.secondary, coded),
+        (
+            copy in (None, w),
+            "secondary",
+            copy,
+            f'{gathers}, which {w} ranks share; set "secondary" to null',
+        ),
+        (
+            copy is None or quantize.secondary == "int8",
+            "quantize.secondary",
+            quantize.secondary,
+            coded,
+        ),
         (publish.delta is None, "publish.delta", publish.delta, changes),
         (publish.dtype is None, "publish.dtype", publish.dtype, changes),
-        (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates; lower it"),
+        (
+            w < plan.optimizer,
+            "weights",
+            w,
+            "each rank stores exactly the weights that it updates; lower it",
+        ),
     )
-    return next(((f"{key} = {as_json(value)}", why) for holds, key, value, why in rules if not holds), None)
+    return next(
+        ((f"{key} = {as_json(value)}", why) for holds, key, value, why in rules if not holds), None
+    )
 
 
 def _completed(config: ZeroTopoConfig, scheme: Mapping[str, Any]) -> ZeroTopoConfig:
-    """Return the block with the scheme's value of each key that the user did not write; null counts as written.
+    """Return the block with the scheme's value of each key that the user did not write; null counts
+    as written.
 
-    A null degree of weights, gradients or optimizer states does not: only the secondary copy can be left out.
+    A null degree of weights, gradients or optimizer states does not: only the secondary copy can be
+    left out.
     """
     own = {key: getattr(config, key) for key in config.model_fields_set}
-    block = {**scheme, **{key: value for key, value in own.items() if value is not None or key == "secondary"}}
+    block = {
+        **scheme,
+        **{key: value for key, value in own.items() if value is not None or key == "secondary"},
+    }
     for key in ("quantize", "sync") if config.sync.MODE == DenseSync.MODE else ("quantize",):
         block[key] = {**scheme.get(key, {}), **getattr(config, key).model_dump(exclude_unset=True)}
-    return ZeroTopoConfig(**{key: block["weights"] if value == SAME else value for key, value in block.items()})
+    return ZeroTopoConfig(
+        **{key: block["weights"] if value == SAME else value for key, value in block.items()}
+    )
 
 
 def _notes(
@@ -270,29 +343,45 @@ def _notes(
         resolved: the result.
         refused: the setting that excludes the scheme's INT8 weights, or None.
     """
-    scheme, plan, topology, resident = resolved.scheme, resolved.plan, resolved.topology, resolved.resident_spec
+    scheme = resolved.scheme
+    plan = resolved.plan
+    topology = resolved.topology
+    resident = resolved.resident_spec
     given = "" if config.scheme or scheme is None else " (the default)"
     yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, block)}"
     if scheme == "mics" and config.weights is None:
-        yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
+        yield (
+            f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for '
+            "another group size"
+        )
     if plan.weights == 1 and plan.world_size > 1 and block.weights != "rank":
         yield _all_weights_note(block.weights, topology)
     if plan.weights == 1 and block.secondary is not None:
-        yield "no secondary copy of the weights: every rank stores all of them, so the backward pass gathers nothing"
+        yield (
+            "no secondary copy of the weights: every rank stores all of them, so the backward "
+            "pass gathers nothing"
+        )
     copies = {"the secondary copy": resolved}
     if resolved.frozen is not None:
         copies["the secondary copy of frozen weights"] = resolved.of_frozen()
     for what, of in copies.items():
         if of.secondary_on == "host":
-            where = "in host memory" if of.captured else "not stored: the backward pass sends this rank's own weights"
+            where = (
+                "in host memory"
+                if of.captured
+                else "not stored: the backward pass sends this rank's own weights"
+            )
             yield f"{what} is {where}"
     if plan.gradients < plan.world_size:
         groups = plan.world_size // plan.gradients
         words = _sync_words(resolved.sync)
-        yield f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {words}"
+        yield (
+            f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {words}"
+        )
     if resident is not None:
         yield (
-            f"weights are stored as INT8 only, one scale per {resident.block_size} values; vectors and small matrices "
+            f"weights are stored as INT8 only, one scale per {resident.block_size} values; vectors "
+            "and small matrices "
             "keep the model's own type"
         )
     if refused is not None:
@@ -302,12 +391,18 @@ def _notes(
         delta = config.publish.delta
         what = f"in {dtype}" if delta is None else f"as {delta.upper()} differences"
         what = what if resident is None else "as the INT8 values that changed, lossless"
-        yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
+        yield (
+            f"all-gather of updated weights after each step (publish): {what}, over "
+            f"{topology.domain(plan.optimizer)}"
+        )
     if len(plan.stages(1, plan.gradients)) > 1:
         (_, middle), (_, outer) = plan.stages(1, plan.gradients)
         unit = "GPU" if middle == plan.gpu else "node"
         units = outer // middle
-        yield f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then {units} {unit}s"
+        yield (
+            f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then "
+            f"{units} {unit}s"
+        )
 
 
 def _placement(resolved: ResolvedConfig, block: ZeroTopoConfig) -> str:
@@ -324,15 +419,21 @@ def _placement(resolved: ResolvedConfig, block: ZeroTopoConfig) -> str:
 
 
 def _all_weights_note(place: Degree | None, topology: Topology) -> str:
-    unit = f"{place} domain has one rank" if isinstance(place, str) else f"weights degree is {place}"
+    unit = (
+        f"{place} domain has one rank" if isinstance(place, str) else f"weights degree is {place}"
+    )
     wider = next((name for name in ("node", "world") if topology.degree(name) > 1), "world")
-    return f'{unit} on this machine: every rank stores all weights; set "weights": "{wider}" to shard them'
+    return (
+        f'{unit} on this machine: every rank stores all weights; set "weights": "{wider}" to '
+        "shard them"
+    )
 
 
 def _sync_words(sync: SyncSettings) -> str:
     settings = sync.model_dump(exclude_none=True, exclude={"mode"})
     words = (
-        key if value is True else f"no {key}" if value is False else f"{key} {value}" for key, value in settings.items()
+        key if value is True else f"no {key}" if value is False else f"{key} {value}"
+        for key, value in settings.items()
     )
     return ", ".join([sync.MODE, *words])
 

@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the named schemes: each is a block of defaults that any key of the user's block overrides.
+"""Defines the named schemes: each is a block of defaults that any key of the user's block
+overrides.
 
-Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's hybrid sharding),
-ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning"). ``topo-zero2`` is topo
-with the weights of ZeRO-2: every rank stores all of them, in INT8, so that nothing is gathered.
+Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's
+hybrid sharding), ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth
+Partitioning"). ``topo-zero2`` is topo with the weights of ZeRO-2: every rank stores all of them, in
+INT8, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -24,8 +26,17 @@ SCHEMES: Mapping[str, Mapping[str, Any]] = {
     "zero++": {**_ZERO3, "secondary": "node", "quantize": _SENT},
     "mics": {"weights": "node", "gradients": SAME, "optimizer": SAME},
     "hsdp": {"weights": "node", "gradients": "node", "optimizer": "node"},
-    "paper": {**_PAPER, "quantize": {**_SENT, "secondary": "int8"}, "sync": {"reduce": "all_reduce"}},
+    "paper": {
+        **_PAPER,
+        "quantize": {**_SENT, "secondary": "int8"},
+        "sync": {"reduce": "all_reduce"},
+    },
     "topo": {**_PAPER, "quantize": {**_SENT, "secondary": "int8", **_STORED}},
-    "topo-zero2": {"weights": "rank", "gradients": "node", "optimizer": "world", "quantize": {**_SENT, **_STORED}},
+    "topo-zero2": {
+        "weights": "rank",
+        "gradients": "node",
+        "optimizer": "world",
+        "quantize": {**_SENT, **_STORED},
+    },
 }
 DEFAULT_SCHEME = "topo"

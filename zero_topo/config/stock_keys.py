@@ -2,11 +2,12 @@
 """Translates DeepSpeed's own keys for ZeRO++, LoCo and MiCS to keys of the block.
 
 Note [Stock keys]
-    Their meaning in DeepSpeed 0.18 and 0.19 (0.19.7 refuses MiCS's keys whatever the value, 0.19.8 those of LoCo):
-    ``zero_hpz_partition_size`` is the number of ranks that share a 16-bit secondary copy. ``zero_quantized_weights``
-    sends every gather of weights in INT8, that of the secondary copy too. ``zero_quantized_gradients`` reduces in INT4
-    hierarchically, but only on more than one node. ``zeropp_loco_param`` feeds the error of that reduction back, and
-    has no effect alone. ``mics_shard_size`` is the number of ranks that share one copy of everything; with it, ZeRO++'s
+    Their meaning in DeepSpeed 0.18 and 0.19 (0.19.7 refuses MiCS's keys whatever the value, 0.19.8
+    those of LoCo): ``zero_hpz_partition_size`` is the number of ranks that share a 16-bit secondary
+    copy. ``zero_quantized_weights`` sends every gather of weights in INT8, that of the secondary
+    copy too. ``zero_quantized_gradients`` reduces in INT4 hierarchically, but only on more than one
+    node. ``zeropp_loco_param`` feeds the error of that reduction back, and has no effect alone.
+    ``mics_shard_size`` is the number of ranks that share one copy of everything; with it, ZeRO++'s
     keys have no effect.
 """
 
@@ -37,7 +38,9 @@ _COUNT: TypeAdapter[Any] = TypeAdapter(Annotated[int, Field(ge=0)])
 _WHOLE: TypeAdapter[Any] = TypeAdapter(int)
 _LOCO: TypeAdapter[Any] = TypeAdapter(dict[str, Any] | None)
 FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
-    **dict.fromkeys((QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HIERARCHICAL), (_FLAG, "true or false")),
+    **dict.fromkeys(
+        (QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HIERARCHICAL), (_FLAG, "true or false")
+    ),
     HPZ: (_COUNT, "a number of ranks"),
     LOCO: (_LOCO, "a JSON object, or null"),
     MICS: (_WHOLE, "a number of ranks"),
@@ -45,17 +48,30 @@ FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
 """The stock keys -> how DeepSpeed reads their values, and what they must be."""
 GONE = (LOCO, MICS, MICS_HIERARCHICAL)
 PERSISTENCE = "stage3_param_persistence_threshold"
-"""TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores it."""
+"""TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores
+it.
+"""
 PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
-OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
+OFFLOADED = (
+    "in training zero_topo stores each rank's shard of the weights on the device, and the "
+    "plan must fit there"
+)
 _FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
 IGNORED: Mapping[str, tuple[bool, str]] = {
     "stage3_use_all_reduce_for_fetch_params": (True, _FETCH),
     "use_all_reduce_for_fetch_params": (True, _FETCH),
-    "reduce_scatter": (False, "zero_topo scatters gradients to their shards, which sends half of an all-reduce"),
-    "pipeline_loading_checkpoint": (True, "each rank reads only its own files, and no state changes before all have"),
+    "reduce_scatter": (
+        False,
+        "zero_topo scatters gradients to their shards, which sends half of an all-reduce",
+    ),
+    "pipeline_loading_checkpoint": (
+        True,
+        "each rank reads only its own files, and no state changes before all have",
+    ),
 }
-"""Stage-3 settings that zero_topo supersedes -> the value that asks for something else, and why it has no effect."""
+"""Stage-3 settings that zero_topo supersedes -> the value that asks for something else, and why it
+has no effect.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,8 @@ class Translation:
     """Holds a DeepSpeed config whose stock keys have been translated to keys of the block.
 
     Attributes:
-        config: the config without the translated keys; keys that are wrong or contradict the block remain.
+        config: the config without the translated keys; keys that are wrong or contradict the block
+            remain.
         lines: one line for each translated key, with its replacement.
         problems: one line for each key that is wrong or contradicts the block.
     """
@@ -74,7 +91,9 @@ class Translation:
 
 
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18, as DeepSpeed reads it."""
+    """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18, as
+    DeepSpeed reads it.
+    """
     given, _ = read_stock(part_of(ds_config, ZERO))
     least = {HPZ: 2, MICS: 1}
     active = {}
@@ -86,8 +105,11 @@ def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stock(zero: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the stock keys as DeepSpeed's fields read them, and a line for each whose value they refuse."""
-    values, problems = {}, {}
+    """Return the stock keys as DeepSpeed's fields read them, and a line for each whose value they
+    refuse.
+    """
+    values = {}
+    problems = {}
     for key, (kind, expected) in FIELDS.items():
         value = zero.get(key, "auto")
         if value == "auto":
@@ -100,24 +122,34 @@ def read_stock(zero: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the placement that DeepSpeed's keys imply for a block without one; empty for MiCS, itself a scheme."""
+    """Return the placement that DeepSpeed's keys imply for a block without one; empty for MiCS,
+    itself a scheme.
+    """
     if MICS in active:
         return {}
     if active.keys() >= {LOCO, QUANTIZED_GRADIENTS}:
         return {"weights": "node", "gradients": "node", "optimizer": "world"}
-    return {"scheme": "zero++" if active.keys() >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS} else "zero3"}
+    return {
+        "scheme": "zero++"
+        if active.keys() >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS}
+        else "zero3"
+    }
 
 
 def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translation:
-    """Translate the stock keys of a config with a block to keys of the block; without a block change nothing.
+    """Translate the stock keys of a config with a block to keys of the block; without a block
+    change nothing.
 
-    A key of the block that the user wrote is never replaced: a different value is reported as a contradiction.
+    A key of the block that the user wrote is never replaced: a different value is reported as a
+    contradiction.
 
     Args:
         ds_config: the DeepSpeed config; it is not changed.
         optimizer: whether the caller passes an optimizer; a config may also name one.
     """
-    block, active, zero = ds_config.get(ROOT), switched_on(ds_config), part_of(ds_config, ZERO)
+    block = ds_config.get(ROOT)
+    active = switched_on(ds_config)
+    zero = part_of(ds_config, ZERO)
     _, wrong = read_stock(zero)
     off = {}
     for key in GONE:
@@ -125,26 +157,36 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
             off[key] = "DeepSpeed 0.19 refuses the key"
     off |= dict(_ignored(zero))
     device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
-    if device == "cpu" and (optimizer or "optimizer" in ds_config):  # others keep them there, and gather from there
+    # Others keep them there, and gather from there
+    if device == "cpu" and (optimizer or "optimizer" in ds_config):
         off["offload_param"] = OFFLOADED
-    # The policy gets the number that is meant: with another one the reference would round other parameters.
+    # The policy gets the number that is meant: with another one the reference would round other
+    # parameters.
     meant = ds_config.get(f"{ZERO}.{PERSISTENCE}") if zero.get(PERSISTENCE) == "auto" else None
     if not isinstance(block, Mapping) or not (active or off or wrong or meant is not None):
         return Translation(dict(ds_config))
-    config, lines, problems = deepcopy(dict(ds_config)), [], list(wrong.values())
+    config = deepcopy(dict(ds_config))
+    lines = []
+    problems = list(wrong.values())
     if meant is not None:
         config[ZERO][PERSISTENCE] = meant
-        lines.append(f'{ZERO}.{PERSISTENCE} = "auto" is taken as {meant}, the value of "{ZERO}.{PERSISTENCE}"')
+        lines.append(
+            f'{ZERO}.{PERSISTENCE} = "auto" is taken as {meant}, the value of '
+            f'"{ZERO}.{PERSISTENCE}"'
+        )
     for key, why in off.items():
         lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: {why}")
     if {HPZ, LOCO} & active.keys() and not any(block.get(key) is not None for key in PLACES):
         base = base_block(active)
         config[ROOT] |= base
         if base:
-            lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {json.dumps(base)}')
+            lines.append(
+                f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {json.dumps(base)}'
+            )
     wishes = _wishes(active)
     for key in active:
-        written, wish = f"{ZERO}.{key} = {as_json(zero[key])}", wishes.get(key, {})
+        written = f"{ZERO}.{key} = {as_json(zero[key])}"
+        wish = wishes.get(key, {})
         if contradiction := _contradiction(block, wish, ROOT):
             problems.append(f"{written}: it means {contradiction}; remove one of the two")
             continue
@@ -162,13 +204,23 @@ def _ignored(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the keys of the block for which each stock key stands; none or empty if the other keys disable it."""
+    """Return the keys of the block for which each stock key stands; none or empty if the other keys
+    disable it.
+    """
     if MICS in active:
-        return {MICS: {"scheme": "mics", "weights": int(active[MICS])}, MICS_HIERARCHICAL: {"two_hop": True}}
-    loco, gradients, weights = (each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS))
+        return {
+            MICS: {"scheme": "mics", "weights": int(active[MICS])},
+            MICS_HIERARCHICAL: {"two_hop": True},
+        }
+    loco, gradients, weights = (
+        each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS)
+    )
     fed_back = {"mode": "quantized", "bits": 4, "error_feedback": True}
     return {
-        HPZ: {"secondary": int(active.get(HPZ, 0)), **({"quantize": {"secondary": "int8"}} if weights else {})},
+        HPZ: {
+            "secondary": int(active.get(HPZ, 0)),
+            **({"quantize": {"secondary": "int8"}} if weights else {}),
+        },
         QUANTIZED_WEIGHTS: {"quantize": {"weights": "int8"}},
         QUANTIZED_GRADIENTS: {} if loco else {"quantize": {"gradients": "int4"}},
         LOCO: {"gradients": "node", "sync": fed_back} if gradients else {},
@@ -180,14 +232,20 @@ def _effect(key: str, active: Mapping[str, Any], wish: Mapping[str, Any]) -> str
         return f'is taken as "{ROOT}": {json.dumps(wish)}'
     if key == QUANTIZED_GRADIENTS and MICS not in active:
         return f"is taken together with {LOCO}"
-    missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HIERARCHICAL: f"does nothing without {MICS}"}
+    missing = {
+        LOCO: f"does nothing without {QUANTIZED_GRADIENTS}",
+        MICS_HIERARCHICAL: f"does nothing without {MICS}",
+    }
     return f"is left out: it {f'does nothing with {MICS}' if MICS in active else missing[key]}"
 
 
 def _contradiction(block: Mapping[str, Any], wish: Mapping[str, Any], path: str) -> str | None:
-    """Return the first key that the block sets to a different value, with both values; missing keys do not differ."""
+    """Return the first key that the block sets to a different value, with both values; missing keys
+    do not differ.
+    """
     for key, wanted in wish.items():
-        theirs, name = block.get(key, wanted), f"{path}.{key}"
+        theirs = block.get(key, wanted)
+        name = f"{path}.{key}"
         if isinstance(theirs, Mapping) and isinstance(wanted, Mapping):
             if found := _contradiction(theirs, wanted, name):
                 return found
@@ -198,5 +256,9 @@ def _contradiction(block: Mapping[str, Any], wish: Mapping[str, Any], path: str)
 
 def _filled(block: Mapping[str, Any], wish: Mapping[str, Any]) -> dict[str, Any]:
     """Return the block with the keys of the wish that it lacks."""
-    both = {key: _filled(block[key], value) for key, value in wish.items() if isinstance(value, dict) and key in block}
+    both = {
+        key: _filled(block[key], value)
+        for key, value in wish.items()
+        if isinstance(value, dict) and key in block
+    }
     return {**block, **{key: value for key, value in wish.items() if key not in block}, **both}

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the settings of the modes of ``sync`` and their costs: bytes sent, bytes stored, and scratch bytes.
+"""Defines the settings of the modes of ``sync`` and their costs: bytes sent, bytes stored, and
+scratch bytes.
 
-To add a mode, write its model here or in ``sparse_config.py``, with the formulas that are abstract in its base, and add
-the class to ``SYNC_MODES``. Nothing else in config and cost needs a change: the ``mode`` key selects the class, and
-the engine dispatches on it.
+To add a mode, write its model here or in ``sparse_config.py``, with the formulas that are abstract
+in its base, and add the class to ``SYNC_MODES``. Nothing else in config and cost needs a change:
+the ``mode`` key selects the class, and the engine dispatches on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from zero_topo.strict import StrictModel
 Dtype = Literal["fp32", "bf16", "fp16"]
 BlockSize = Annotated[
     Literal[64, 128, 256, 512, 1024, 2048],
-    Field(description="Elements of one parameter with one scale, in INT8 and INT4. Fewer: more exact, more scales."),
+    Field(
+        description="Elements of one parameter with one scale, in INT8 and INT4. Fewer: more "
+        "exact, more scales."
+    ),
 ]
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
@@ -30,7 +34,8 @@ FP32 = 4
 class Move(NamedTuple):
     """Records that a rank sends ``sent`` bytes in the process group ``(lo, hi)``.
 
-    ``gathers`` is true if every group rank gets the same buffer, false if each gets a buffer of its own.
+    ``gathers`` is true if every group rank gets the same buffer, false if each gets a buffer of its
+    own.
     """
 
     lo: int
@@ -40,7 +45,9 @@ class Move(NamedTuple):
 
 
 def gather_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
-    """Return an all-gather's moves: the outermost group first; inner groups then pass on everything received."""
+    """Return an all-gather's moves: the outermost group first; inner groups then pass on everything
+    received.
+    """
     moves = []
     for lo, hi in reversed(plan.stages(*pair)):
         moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
@@ -49,9 +56,13 @@ def gather_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
 
 
 def reduce_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
-    """Return a reduce-scatter's moves: each group carries the buffers for all destinations of the groups after it."""
+    """Return a reduce-scatter's moves: each group carries the buffers for all destinations of the
+    groups after it.
+    """
     stages = plan.stages(*pair)
-    return [Move(lo, hi, (hi // lo - 1) * (pair[1] // hi) * message, gathers=False) for lo, hi in stages]
+    return [
+        Move(lo, hi, (hi // lo - 1) * (pair[1] // hi) * message, gathers=False) for lo, hi in stages
+    ]
 
 
 class SyncSettings(StrictModel):
@@ -60,10 +71,12 @@ class SyncSettings(StrictModel):
     Attributes:
         MODE: the value of ``mode``, its default.
         OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
-        STAGED: whether each stage of a run returns before its exchange has ended, so that runs overlap.
+        STAGED: whether each stage of a run returns before its exchange has ended, so that runs
+            overlap.
 
     Raises:
-        TypeError: where a mode without a formula is used; Python's error for an abstract class names the formula.
+        TypeError: where a mode without a formula is used; Python's error for an abstract class
+            names the formula.
     """
 
     MODE: ClassVar[str]
@@ -77,7 +90,9 @@ class SyncSettings(StrictModel):
 
     @property
     def spec(self) -> BlockSpec | None:
-        """Return the format of blocks in which gradients cross nodes; None if they are not sent so."""
+        """Return the format of blocks in which gradients cross nodes; None if they are not
+        sent so.
+        """
         return None
 
     @property
@@ -87,11 +102,14 @@ class SyncSettings(StrictModel):
 
     @property
     def whole(self) -> bool:
-        """Return whether one collective carries all parameters, rather than runs of them as they are ready."""
+        """Return whether one collective carries all parameters, rather than runs of them as they
+        are ready.
+        """
         return False
 
     def run_numel(self, bucket: int | None, numel: int) -> int | None:
-        """Return the most parameter elements of a run; None if one collective carries all parameters.
+        """Return the most parameter elements of a run; None if one collective carries all
+        parameters.
 
         Args:
             bucket: DeepSpeed's ``reduce_bucket_size``, or None.
@@ -128,21 +146,28 @@ class SyncSettings(StrictModel):
         """
 
     @abstractmethod
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
-        """Return the scratch bytes of a rank in a sync, in addition to the shards and to :meth:`memory`.
+    def scratch(
+        self, plan: Plan, columns: int, run: Sequence[int], itemsize: int
+    ) -> tuple[int, int]:
+        """Return the scratch bytes of a rank in a sync, in addition to the shards and to
+        :meth:`memory`.
 
-        They are the peak, and the part of it that is kept until it is decided whether the step is skipped.
+        They are the peak, and the part of it that is kept until it is decided whether the step is
+        skipped.
 
         Args:
             plan: the degrees.
             columns: ``C``, elements of the rank's world shards.
-            run: elements, in a world shard, of each parameter of the largest run that is synced at a time.
+            run: elements, in a world shard, of each parameter of the largest run that is synced at
+                a time.
             itemsize: bytes of a gradient element that is sent dense.
         """
 
 
 def sync_pairs(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
-    """Return the group of a sync inside the node (None if gradients fill whole nodes) and the group across nodes."""
+    """Return the group of a sync inside the node (None if gradients fill whole nodes) and the group
+    across nodes.
+    """
     *inner, outer = plan.stages(*plan.pair_of("sync"))
     return (inner[0] if inner else None), outer
 
@@ -154,7 +179,9 @@ def sync_peers(plan: Plan) -> int:
 
 
 def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
-    """Return the bytes of a packed buffer of ``rows`` rows per parameter, each row padded to whole blocks."""
+    """Return the bytes of a packed buffer of ``rows`` rows per parameter, each row padded to whole
+    blocks.
+    """
     if spec is None:
         return rows * sum(widths) * itemsize
     return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
@@ -167,13 +194,18 @@ class DenseSync(SyncSettings):
     mode: Literal["dense"] = Field("dense", description="Reduce every element, unquantized.")
     reduce: Literal["reduce_scatter", "ring", "all_reduce"] = Field(
         "reduce_scatter",
-        description='"reduce_scatter" reduces a gradient shard straight to the optimizer shards, with sums in FP32; '
-        '"ring" lets NCCL or RCCL sum between nodes on the way, in the type on the wire, as unmodified ZeRO-3 does (on '
-        'other backends it is "reduce_scatter"); "all_reduce" reduces the shard to every rank that holds it, as step 4 '
+        description='"reduce_scatter" reduces a gradient shard straight to the optimizer shards, '
+        "with sums in FP32; "
+        '"ring" lets NCCL or RCCL sum between nodes on the way, in the type on the wire, as '
+        "unmodified ZeRO-3 does (on "
+        'other backends it is "reduce_scatter"); "all_reduce" reduces the shard to every rank that '
+        "holds it, as step 4 "
         "of the ZeRO-topo paper does, at twice the bytes.",
     )
     dtype: Dtype | None = Field(
-        None, description="Type of the values on the wire; null takes the type the gradients are accumulated in."
+        None,
+        description="Type of the values on the wire; null takes the type the gradients are "
+        "accumulated in.",
     )
 
     @property
@@ -182,35 +214,51 @@ class DenseSync(SyncSettings):
         return self.reduce == "ring"
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
-        """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""
-        row, shard = sum(widths) * itemsize, plan.gradients if self.reduce == "all_reduce" else plan.optimizer
-        return reduce_moves(plan, plan.pair_of("sync"), row) + gather_moves(plan, (shard, plan.world_size), row)
+        """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the
+        gradient shard.
+        """
+        row = sum(widths) * itemsize
+        shard = plan.gradients if self.reduce == "all_reduce" else plan.optimizer
+        return reduce_moves(plan, plan.pair_of("sync"), row) + gather_moves(
+            plan, (shard, plan.world_size), row
+        )
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
         """Return zero bytes: this mode stores nothing between steps."""
         return 0, 0
 
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
-        """Return the bytes of the buffers sent to the owners of all rows, and of the equally large ones received."""
+    def scratch(
+        self, plan: Plan, columns: int, run: Sequence[int], itemsize: int
+    ) -> tuple[int, int]:
+        """Return the bytes of the buffers sent to the owners of all rows, and of the equally large
+        ones received.
+        """
         rows = plan.world_size // plan.gradients
         return 2 * rows * sum(run) * itemsize if rows > 1 else 0, 0
 
 
 class QuantizedSync(SyncSettings):
-    """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
+    """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed
+    back.
+    """
 
     STAGED: ClassVar[bool] = True
-    mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
+    mode: Literal["quantized"] = Field(
+        "quantized", description="Block-quantize what crosses between gradient domains."
+    )
     bits: Literal[8, 4, "nf4"] = Field(
         4,
-        description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits in a codebook, in '
+        description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits '
+        "in a codebook, in "
         "blocks of 64 with scales of one byte.",
     )
     block_size: BlockSize = 256
     error_feedback: StrictBool = Field(
         True,
-        description="Keep what quantization took away and add it at the next step. It stays in the gradient shard, "
-        "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each gradient element a "
+        description="Keep what quantization took away and add it at the next step. It stays in the "
+        "gradient shard, "
+        "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each "
+        "gradient element a "
         "rank sends.",
     )
 
@@ -224,7 +272,10 @@ class QuantizedSync(SyncSettings):
         """Refuse block sizes that NF4 does not have."""
         if self.block_size == self.spec.block_size:
             return None
-        return f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove "block_size"'
+        return (
+            f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove '
+            '"block_size"'
+        )
 
     @property
     def spec(self) -> BlockSpec:
@@ -233,26 +284,42 @@ class QuantizedSync(SyncSettings):
         return BlockSpec.named(name, self.block_size)
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
-        """Return an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.
+        """Return an unquantized reduction inside the node if needed, one quantized row to each
+        owner, and a gather.
 
-        The gather returns the reduced rows, unquantized, to the ranks that share an optimizer shard.
+        The gather returns the reduced rows, unquantized, to the ranks that share an optimizer
+        shard.
         """
-        (inner, outer), row = sync_pairs(plan), sum(widths) * itemsize
-        within = reduce_moves(plan, inner, plan.world_size // inner[1] * row) if inner is not None else []
+        inner, outer = sync_pairs(plan)
+        row = sum(widths) * itemsize
+        within = (
+            reduce_moves(plan, inner, plan.world_size // inner[1] * row)
+            if inner is not None
+            else []
+        )
         across = reduce_moves(plan, outer, rows_message(1, widths, self.spec, itemsize))
         return within + across + gather_moves(plan, (plan.optimizer, plan.world_size), row)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> tuple[int, int]:
-        """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
-        return (sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
-
-    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> tuple[int, int]:
-        """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where those are needed.
-
-        Rows are copied if they are summed inside the node first, or if reduced rows are sent back. Received gradients
-        then overwrite the residual, so the copies store it until it is decided whether the step is skipped.
+        """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard
+        stores the residual.
         """
-        inner, peers = sync_pairs(plan)[0], sync_peers(plan)
+        return (
+            sync_peers(plan) - 1
+        ) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
+
+    def scratch(
+        self, plan: Plan, columns: int, run: Sequence[int], itemsize: int
+    ) -> tuple[int, int]:
+        """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where
+        those are needed.
+
+        Rows are copied if they are summed inside the node first, or if reduced rows are sent back.
+        Received gradients then overwrite the residual, so the copies store it until it is decided
+        whether the step is skipped.
+        """
+        inner = sync_pairs(plan)[0]
+        peers = sync_peers(plan)
         if peers == 1:
             return 0, 0
         replicated = plan.optimizer < plan.world_size

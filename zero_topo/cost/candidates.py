@@ -1,15 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Lists the plans among which the planner chooses: the named schemes, and free combinations of aligned degrees.
+"""Lists the plans among which the planner chooses: the named schemes, and free combinations of
+aligned degrees.
 
 Note [What is tried]
-    Degrees are those of the machine's units: the divisors of a node that do not cut a GPU apart, two and four nodes,
-    the world. Weights, gradients and optimizer follow the dependency rule; the optimizer is sharded over the world, or
-    replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
-    the bits of the ZeRO-topo paper, and additionally with sync and publish in INT4. If weights are sent in INT8, it is
-    also tried with resident INT8 weights, whose publish is exact and needs no INT4. Where GPUs have several ranks, each
-    plan whose collectives inside a node can go through the GPU is tried with that too (``"two_hop": "gpu"``). Sparse
-    modes change how training converges, so they are tried only if asked for. Keys that the user wrote override those of
-    every candidate.
+    Degrees are those of the machine's units: the divisors of a node that do not cut a GPU apart,
+    two and four nodes, the world. Weights, gradients and optimizer follow the dependency rule; the
+    optimizer is sharded over the world, or replicated between the smallest whole nodes that hold a
+    gradient buffer. Each placement is tried unquantized, with the bits of the ZeRO-topo paper, and
+    additionally with sync and publish in INT4. If weights are sent in INT8, it is also tried with
+    resident INT8 weights, whose publish is exact and needs no INT4. Where GPUs have several ranks,
+    each plan whose collectives inside a node can go through the GPU is tried with that too
+    (``"two_hop": "gpu"``). Sparse modes change how training converges, so they are tried only if
+    asked for. Keys that the user wrote override those of every candidate.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from zero_topo.config import AUTO, ROLES, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic
+from zero_topo.config import (
+    AUTO,
+    ROLES,
+    SCHEMES,
+    DenseSync,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    is_automatic,
+)
 from zero_topo.config.resolve import resolve_config
 from zero_topo.plan import PHASES, divisors
 from zero_topo.topology.launchers import launcher_view
@@ -53,14 +63,17 @@ class Candidate:
 
     @cached_property
     def losses(self) -> tuple[tuple[str, ...], ...]:
-        """Return what the plan quantizes or leaves out, inside a node and between nodes; empty if it is lossless.
+        """Return what the plan quantizes or leaves out, inside a node and between nodes; empty if
+        it is lossless.
 
         Each part is written as in ``("int8 weights", "int4 gradients")``.
         """
         used = _used(self.config)
         sync, publish = used.pop("sync"), used.pop("publish")
         inside = tuple(f"{spec.name} {what}" for what, spec in used.items() if spec is not None)
-        between = [] if publish is None or publish.spec is None else [f"{publish.spec.name} publish"]
+        between = (
+            [] if publish is None or publish.spec is None else [f"{publish.spec.name} publish"]
+        )
         if sync is not None and sync.MODE != DenseSync.MODE:
             few_bits = sync.spec
             between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
@@ -93,8 +106,11 @@ class Candidate:
         return "scheme" in self.settings
 
 
-def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
-    """Return all plans of different effect that keep the user's keys, named ones first; see Note [What is tried].
+def candidates(
+    asked: ZeroTopoConfig, topology: Topology, sparse: tuple[str, ...] = ()
+) -> tuple[Candidate, ...]:
+    """Return all plans of different effect that keep the user's keys, named ones first; see Note
+    [What is tried].
 
     Args:
         asked: the user's block; its scheme and its key ``lossy`` are ignored.
@@ -104,7 +120,9 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: tuple[str, ...
     Raises:
         ValueError: if the user's keys fit no plan, with the reason.
     """
-    return _candidates(asked.model_dump_json(exclude_unset=True, exclude={"scheme", "lossy"}), topology, sparse)
+    return _candidates(
+        asked.model_dump_json(exclude_unset=True, exclude={"scheme", "lossy"}), topology, sparse
+    )
 
 
 @lru_cache(maxsize=4)  # jobs with and without recomputation have the same
@@ -113,7 +131,9 @@ def _candidates(asked: str, topology: Topology, sparse: tuple[str, ...]) -> tupl
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
     plans = (*_schemes(sparse), *_free_forms(topology, sparse))
-    by_gpu = [{**settings, "two_hop": "gpu"} for settings in plans] if topology.ranks_per_gpu > 1 else []
+    by_gpu = (
+        [{**settings, "two_hop": "gpu"} for settings in plans] if topology.ranks_per_gpu > 1 else []
+    )
     for settings in (*plans, *by_gpu):
         try:
             chosen = ZeroTopoConfig.parse({**settings, **fixed})
@@ -124,12 +144,15 @@ def _candidates(asked: str, topology: Topology, sparse: tuple[str, ...]) -> tupl
         own = {key: value for key, value in settings.items() if key not in fixed}
         found.setdefault(_effect(config), Candidate(_name(own, config), own, chosen, config))
     if not found:
-        raise ValueError(f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}')
+        raise ValueError(
+            f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}'
+        )
     return tuple(found.values())
 
 
 def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
-    """Resolve the block while no model is known; for an automatic block, return the first plan that may be chosen.
+    """Resolve the block while no model is known; for an automatic block, return the first plan that
+    may be chosen.
 
     Raises:
         ValueError: raised by :func:`candidates` and ``resolve_config``.
@@ -140,7 +163,8 @@ def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
 
 
 def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str]) -> int | None:
-    """Return the fewest ranks on which a block can be checked where no job runs, such as on a login node.
+    """Return the fewest ranks on which a block can be checked where no job runs, such as on a login
+    node.
 
     Args:
         block: the ``zero_topo`` block.
@@ -148,10 +172,15 @@ def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str])
         env: environment variables.
 
     Returns:
-        Whole nodes of the preset that its numbers of ranks divide; None inside a job, or if the ranks are known.
+        Whole nodes of the preset that its numbers of ranks divide; None inside a job, or if the
+        ranks are known.
     """
     presets = preset_names()
-    if launcher_view(env) is not None or not isinstance(setting, str) or setting not in (AUTO, *presets):
+    if (
+        launcher_view(env) is not None
+        or not isinstance(setting, str)
+        or setting not in (AUTO, *presets)
+    ):
         return None
     node = load_machine(setting).ranks_per_node if setting in presets else None
     stated = (block.weights, block.secondary, block.gradients, block.optimizer, node)
@@ -161,14 +190,18 @@ def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str])
 
 def _name(own: Block, config: ResolvedConfig) -> str:
     """Return a name: the scheme or the degrees, then what the planner, not the user, added."""
-    degrees = (f"{role} {degree}" for role, degree in config.plan.degrees().items() if degree is not None)
+    degrees = (
+        f"{role} {degree}" for role, degree in config.plan.degrees().items() if degree is not None
+    )
     parts = [own["scheme"] if "scheme" in own else ", ".join(degrees)]
     quantize = own.get("quantize", {})
     if "weights" in quantize:
         parts.append("paper's formats")
     if quantize.get("resident"):
         parts.append("int8 stored")
-    elif "scheme" in own and "resident" in _quantized(own["scheme"]) and config.resident_spec is None:
+    elif (
+        "scheme" in own and "resident" in _quantized(own["scheme"]) and config.resident_spec is None
+    ):
         parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:
         sync = own.get("sync", FEW_BITS["sync"])
@@ -186,7 +219,9 @@ def _schemes(sparse: Sequence[str]) -> Iterator[Block]:
             continue
         coded = "resident" in _quantized(name)
         for codes in (False, True):
-            settings: Block = {} if codes == coded else {"quantize": {"resident": "int8" if codes else None}}
+            settings: Block = (
+                {} if codes == coded else {"quantize": {"resident": "int8" if codes else None}}
+            )
             for more in ({}, *_between_nodes(sparse, codes)):
                 yield {"scheme": name, **settings, **more}
 
@@ -197,35 +232,53 @@ def _quantized(scheme: str) -> Block:
 
 
 def _between_nodes(sparse: Sequence[str], codes: bool) -> Iterator[Block]:
-    """Yield the quantized and sparse settings of sync and publish; only of sync for resident INT8 weights."""
+    """Yield the quantized and sparse settings of sync and publish; only of sync for resident INT8
+    weights.
+    """
     for mode in (FEW_BITS["sync"], *({"mode": name} for name in sparse)):
         yield {"sync": mode} if codes else {"sync": mode, "publish": FEW_BITS["publish"]}
 
 
 def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
-    world, degrees = topology.world_size, aligned_degrees(topology)
+    world = topology.world_size
+    degrees = aligned_degrees(topology)
     for weights, gradients in product(degrees, repeat=2):
         replicated = max(gradients, topology.ranks_per_node)
         for optimizer in dict.fromkeys((world, replicated)) if gradients % weights == 0 else ():
             # Collectives that move nothing at these degrees have no settings.
-            moving = {name for name, moves in (("sync", gradients < world), ("publish", weights < optimizer)) if moves}
+            moving = {
+                name
+                for name, moves in (("sync", gradients < world), ("publish", weights < optimizer))
+                if moves
+            }
             for bits, secondary in _secondaries(topology, weights):
                 roles = zip(ROLES, (weights, secondary, gradients, optimizer), strict=True)
-                block: Block = {role: _place(topology, degree) for role, degree in roles if degree is not None}
+                block: Block = {
+                    role: _place(topology, degree) for role, degree in roles if degree is not None
+                }
                 if not bits:
                     yield block
                     if "sync" in moving and topology.nodes > 1:
                         yield {**block, **RING}
                     continue
-                for codes in (False, True) if secondary is None and weights < optimizer else (False,):
+                for codes in (
+                    (False, True) if secondary is None and weights < optimizer else (False,)
+                ):
                     quantize = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}
                     for more in ({}, *_between_nodes(sparse, codes)):
-                        yield {**block, "quantize": quantize, **{name: more[name] for name in more if name in moving}}
+                        yield {
+                            **block,
+                            "quantize": quantize,
+                            **{name: more[name] for name in more if name in moving},
+                        }
 
 
 def aligned_degrees(topology: Topology) -> tuple[int, ...]:
-    """Return the degrees that nest with the machine's units, ascending: parts of a node, few nodes, the world."""
-    gpu, node = topology.ranks_per_gpu, topology.ranks_per_node
+    """Return the degrees that nest with the machine's units, ascending: parts of a node, few nodes,
+    the world.
+    """
+    gpu = topology.ranks_per_gpu
+    node = topology.ranks_per_node
     inside = [d for d in divisors(node) if d % gpu == 0 or gpu % d == 0]
     nodes = [count * node for count in (1, 2, 4) if topology.nodes % count == 0]
     return tuple(sorted({*inside, *nodes, topology.world_size}))
@@ -234,10 +287,14 @@ def aligned_degrees(topology: Topology) -> tuple[int, ...]:
 def _secondaries(topology: Topology, weights: int) -> Iterator[tuple[bool, int | None]]:
     """Yield (whether to use the paper's bits, degree of the secondary copy).
 
-    A copy of the weights' degree or a larger one is useful only if quantized: otherwise it is a view. A smaller degree
-    is always useful.
+    A copy of the weights' degree or a larger one is useful only if quantized: otherwise it is a
+    view. A smaller degree is always useful.
     """
-    narrower = [d for d in (topology.ranks_per_gpu, topology.ranks_per_node) if 1 < d < weights and weights % d == 0]
+    narrower = [
+        d
+        for d in (topology.ranks_per_gpu, topology.ranks_per_node)
+        if 1 < d < weights and weights % d == 0
+    ]
     yield from ((bits, None) for bits in (False, True))
     yield from ((bits, degree) for degree in dict.fromkeys(narrower) for bits in (False, True))
     if weights > 1:
@@ -252,14 +309,17 @@ def _place(topology: Topology, degree: int) -> str | int:
 
 
 def _effect(config: ResolvedConfig) -> object:
-    """Return a key that distinguishes plans; formats of collectives that move nothing are ignored."""
+    """Return a key that distinguishes plans; formats of collectives that move nothing are
+    ignored.
+    """
     plan = config.plan
     stages = tuple(tuple(plan.stages(*plan.pair_of(phase))) for phase in PHASES)
     return tuple(plan.degrees().values()), stages, config.resident_spec, repr(_used(config))
 
 
 def _used(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the formats of the gathers and the scatter, and the settings of sync and publish; None if nothing moves.
+    """Return the formats of the gathers and the scatter, and the settings of sync and publish; None
+    if nothing moves.
 
     INT8 weights that are not gathered still have their format.
     """

@@ -1,35 +1,41 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes the bytes that one rank stores, by role: the shards between steps, and all else at the peak of a step.
+"""Computes the bytes that one rank stores, by role: the shards between steps, and all else at the
+peak of a step.
 
-The shards are exact, as the engine allocates them, and those of the paper's table. Sizes are those of Note [Sizes] in
-``volume.py``. A rank that stores INT8 weights still has the weights it updates, in DeepSpeed's own buffer, and the
-weights of parameters that are not quantized.
+The shards are exact, as the engine allocates them, and those of the paper's table. Sizes are those
+of Note [Sizes] in ``volume.py``. A rank that stores INT8 weights still has the weights it updates,
+in DeepSpeed's own buffer, and the weights of parameters that are not quantized.
 
 Note [Activations]
-    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
-    tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a layer keeps ``s b h (34 + 5 a s / h)``
-    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of one layer is stored
-    at a time; embedding and last norm take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores. Only
-    eager attention stores it; flash attention stores one FP32 number per head and token. ``Part.stored`` replaces the
-    ``34 h`` by a count of the tensors that a layer stores, which covers other widths, grouped-query attention and gated
-    layers.
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+    2205.05198), without
+    tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a layer keeps
+        ``s b h (34 + 5 a s / h)``
+    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of
+    one layer is stored at a time; embedding and last norm take ``4 s b h`` (section 4.3). The term
+    in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores one
+    FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors
+    that a layer stores, which covers other widths, grouped-query attention and gated layers.
 
-    The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's (transformers
-    5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then. Fused losses, which
-    never store the logits (``Job.fused_loss``), need none of it.
+    The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's
+        (transformers
+    5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then.
+    Fused losses, which never store the logits (``Job.fused_loss``), need none of it.
 
 Note [In flight]
-    DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by default), but at least
-    the module in use and the prefetched modules. The buffers of the all-gather come in addition. In a backward pass
-    gradients of up to ``reduce_bucket_size`` elements (5 * 10^8 by default) wait for their scatter, or one gradient if
-    it is larger. They are read in place: DeepSpeed's contiguous bucket is not allocated. The optimizer updates
-    ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
-    states and these copies are in host memory, which is not counted.
+    DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by
+    default), but at least the module in use and the prefetched modules. The buffers of the
+    all-gather come in addition. In a backward pass gradients of up to ``reduce_bucket_size``
+    elements (5 * 10^8 by default) wait for their scatter, or one gradient if
+    it is larger. They are read in place: DeepSpeed's contiguous bucket is not allocated. The
+        optimizer updates
+    ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With
+    ``offload_optimizer`` its states and these copies are in host memory, which is not counted.
 
 Note [Messages]
-    Sync and publish carry a run of parameters at a time (``packed_runs``). Of the packed buffers that a rank stores at
-    one time, sent and received, a hierarchical reduction of two groups needs most memory in the first group, an
-    all-gather in the last.
+    Sync and publish carry a run of parameters at a time (``packed_runs``). Of the packed buffers
+    that a rank stores at one time, sent and received, a hierarchical reduction of two groups needs
+    most memory in the first group, an all-gather in the last.
 """
 
 from __future__ import annotations
@@ -58,7 +64,10 @@ LOGITS = 3.52  # peak of the usual loss, in FP32 logits; see Note [Activations]
 
 
 def memory_bytes(
-    config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
+    config: ResolvedConfig,
+    work: Workload,
+    accumulation_itemsize: int,
+    optimizer_bytes: int = ADAM_BYTES,
 ) -> dict[str, int]:
     """Return the bytes per rank of each role's shard.
 
@@ -69,13 +78,14 @@ def memory_bytes(
         optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
 
     Returns:
-        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one, "host" only if the
-        host's memory has secondary copies. An unquantized secondary inside the weight shard is a view of it and costs
-        nothing.
+        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one,
+        "host" only if the host's memory has secondary copies. An unquantized secondary inside the
+        weight shard is a view of it and costs nothing.
     """
     plan = config.plan
     shards = work.shards(plan)
-    columns, n = sum(shards), plan.world_size
+    columns = sum(shards)
+    n = plan.world_size
     secondary, host = _secondary_bytes(config, work)
     sizes = {
         "weights": _weights_bytes(config, work),
@@ -83,7 +93,9 @@ def memory_bytes(
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
-    sizes["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
+    sizes["optimizer"] -= (
+        n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
+    )
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
         copied, more = _secondary_bytes(config.of_frozen(), work.frozen)
         sizes["frozen"] = _weights_bytes(config.of_frozen(), work.frozen) + copied
@@ -94,52 +106,70 @@ def memory_bytes(
 
 
 def padding_bytes(
-    config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
+    config: ResolvedConfig,
+    work: Workload,
+    accumulation_itemsize: int,
+    optimizer_bytes: int = ADAM_BYTES,
 ) -> dict[str, int]:
-    """Return the part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
+    """Return the part of :func:`memory_bytes` beyond an even split of the true parameters, rounded
+    up.
 
-    World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add scales and
-    alignment.
+    World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add
+    scales and alignment.
     """
     sizes = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
-    plan, true = config.plan, sum(work.numels)
+    plan = config.plan
+    true = sum(work.numels)
     coded = sum(m for m, kept in zip(work.numels, work.coded(config), strict=True) if kept)
     own = 0 if config.resident_spec is None else Fraction(true * work.itemsize, plan.optimizer)
-    copied = work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8)
+    copied = (
+        work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8)
+    )
     even: Mapping[str, Fraction] = {
         "weights": own + Fraction((true - coded) * work.itemsize + coded, plan.weights),
         "secondary": true * copied / Fraction(plan.secondary or 1),
         "gradients": Fraction(true * accumulation_itemsize, plan.gradients),
-        "optimizer": Fraction(true * optimizer_bytes - sum(work.of_muon()) * VARIANCE_BYTES, plan.optimizer),
+        "optimizer": Fraction(
+            true * optimizer_bytes - sum(work.of_muon()) * VARIANCE_BYTES, plan.optimizer
+        ),
     }
     return {role: sizes[role] - int(even[role]) if sizes[role] else 0 for role in ROLES}
 
 
 def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
-    plan, spec = config.plan, config.resident_spec
-    rows, shards = plan.world_size // plan.weights, work.shards(plan)
+    plan = config.plan
+    spec = config.resident_spec
+    rows = plan.world_size // plan.weights
+    shards = work.shards(plan)
     if spec is None:
         return rows * sum(shards) * work.itemsize
     coded = Counter(width for width, kept in zip(shards, work.coded(config), strict=True) if kept)
     plain = sum(shards) - sum(coded.elements())
     own = plan.world_size // plan.optimizer * sum(shards)
-    codes = sum(count * rows_message(rows, (width,), spec, work.itemsize) for width, count in coded.items())
+    codes = sum(
+        count * rows_message(rows, (width,), spec, work.itemsize) for width, count in coded.items()
+    )
     return (rows * plain + own) * work.itemsize + codes
 
 
 def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
     """Return the bytes of the secondary copy on the device, and in the host's memory."""
-    plan, spec = config.plan, config.secondary_spec
+    plan = config.plan
+    spec = config.secondary_spec
     if plan.secondary is None or plan.weights == 1:
         return 0, 0
-    rows, on_host = plan.world_size // plan.secondary, config.secondary_on == "host"
+    rows = plan.world_size // plan.secondary
+    on_host = config.secondary_on == "host"
     if not config.captured and (spec is None or on_host):  # rows of the primary
         return 0, 0
-    copied, shards = 0, work.shards(plan)
+    copied = 0
+    shards = work.shards(plan)
     for itemsize, part in work.by_itemsize(work.itemsize):
         sizes = Counter(shards[param_index] for param_index in part)
         stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
-        copied += sum(count * message_bytes(rows * width, spec, stored) for width, count in sizes.items())
+        copied += sum(
+            count * message_bytes(rows * width, spec, stored) for width, count in sizes.items()
+        )
     return (0, copied) if on_host else (copied, 0)
 
 
@@ -157,10 +187,12 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
         job: the model's shape, the micro-batch and DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`memory_bytes`; "masks" of sparse modes; and the roles of the largest moment, see
-        :func:`moments`. Roles of zero bytes are left out, except the four shards.
+        The roles of :func:`memory_bytes`; "masks" of sparse modes; and the roles of the largest
+        moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
     """
-    accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
+    accumulated = (
+        ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
+    )
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     sizes = memory_bytes(config, work, accumulated, states)
@@ -186,18 +218,25 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     Returns:
         One mapping of role to bytes for each of these moments, in order:
 
-        1. A backward pass: "gathered" parameters, "activations", the "bucket" of gradients that wait for their scatter,
-           and "messages" of sync if it overlaps.
-        2. The backward pass while a bucket is reduce-scattered, with the buffers of that in "messages".
+        1. A backward pass: "gathered" parameters, "activations", the "bucket" of gradients that
+           wait for their scatter, and "messages" of sync if it overlaps.
+        2. The backward pass while a bucket is reduce-scattered, with the buffers of that in
+           "messages".
         3. Sync after the backward pass.
-        4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
+        4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish
+           if it overlaps.
         5. Publish after the optimizer step.
     """
-    plan, work = config.plan, replace(work, run_numel=job.bucket)
+    plan = config.plan
+    work = replace(work, run_numel=job.bucket)
     columns = sum(work.shards(plan))
-    run = widest_run(config, replace(work, run_numel=config.sync.run_numel(job.bucket, sum(work.numels))))
+    run = widest_run(
+        config, replace(work, run_numel=config.sync.run_numel(job.bucket, sum(work.numels)))
+    )
     dtype = getattr(config.sync, "dtype", None) or config.accumulation_dtype
-    peak, kept = config.sync.scratch(plan, columns, run, ITEMSIZES[dtype] if dtype else work.itemsize)
+    peak, kept = config.sync.scratch(
+        plan, columns, run, ITEMSIZES[dtype] if dtype else work.itemsize
+    )
     publish = publish_bytes(config, work)
     rows = plan.world_size // plan.optimizer * columns
     copied = work.itemsize < 4 and not job.offload
@@ -217,23 +256,28 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
 
 
 def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
+    """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In
+    flight].
 
     Args:
         config: the wire formats.
-        job: the model, whose modules are gathered one by one, and how many elements DeepSpeed gathers ahead and keeps.
+        job: the model, whose modules are gathered one by one, and how many elements DeepSpeed
+            gathers ahead and keeps.
         itemsize: bytes per weight.
 
     Returns:
-        Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
-        flight, for which this rank stores its own buffer and those received from the outermost group.
+        Two totals: while one module is assembled from the buffers of all ranks; and while one more
+            module is in
+        flight, for which this rank stores its own buffer and those received from the outermost
+        group.
     """
     sizes = [sum(numels) for numels in job.part.modules()]
     ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))
     whole = min(job.part.params, max(job.live, ahead)) * itemsize
     complete = coming = 0
     for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
-        members, (lo, hi) = config.plan.pair_of(phase)[1], config.plan.stages(*config.plan.pair_of(phase))[-1]
+        members = config.plan.pair_of(phase)[1]
+        lo, hi = config.plan.stages(*config.plan.pair_of(phase))[-1]
         message = message_bytes(max(sizes), gather_spec(config, phase), itemsize)
         complete = max(complete, message)
         coming = max(coming, message * (1 + hi // lo) // members)
@@ -244,11 +288,13 @@ def activation_bytes(job: Job, itemsize: int = 2) -> int:
     """Return the bytes of activations of one micro-batch at the peak; see Note [Activations].
 
     Args:
-        job: gives the model's shape, sequences per micro-batch, the attention, and whether layers are recomputed.
+        job: gives the model's shape, sequences per micro-batch, the attention, and whether layers
+            are recomputed.
         itemsize: bytes per activation.
     """
     model = job.part
-    tokens, h = model.sequence * job.micro_batch, model.hidden
+    tokens = model.sequence * job.micro_batch
+    h = model.hidden
     scores = 5 * model.heads * model.sequence if job.attention == "eager" else 4 * model.heads
     layer = tokens * (2 * model.stored + scores) * itemsize // 2
     logits = 0 if job.fused_loss else int(LOGITS * 4 * tokens * model.vocab)
@@ -258,18 +304,20 @@ def activation_bytes(job: Job, itemsize: int = 2) -> int:
     return model.layers * layer + logits + ends
 
 
-# -- packed buffers, see Note [Messages] -------------------------------------------------------------------------------
+# -- packed buffers, see Note [Messages] -----------------------------------------------------------
 
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
-    """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and those received.
+    """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and
+    those received.
 
     Args:
         config: plan and formats.
         bucket: elements of the bucket.
         work: the parameters, each of which is padded to whole blocks.
     """
-    plan, spec = config.plan, config.gradients_spec
+    plan = config.plan
+    spec = config.gradients_spec
     if plan.gradients == 1:
         return bucket * FP32
     if spec is None:
@@ -280,12 +328,17 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
 
 
 def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
-    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and the receive buffer.
+    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and
+    the receive buffer.
 
-    For INT8 weights the packed buffer is the largest possible one, in which every block is sent whole.
+    For INT8 weights the packed buffer is the largest possible one, in which every block is sent
+    whole.
     """
-    plan, spec, codes = config.plan, config.publish.spec, config.resident_spec
-    rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
+    plan = config.plan
+    spec = config.publish.spec
+    codes = config.resident_spec
+    rows = plan.world_size // plan.optimizer
+    size = plan.optimizer // plan.weights
     widths, coded = (widest_run(config, work, kind) for kind in (False, True))
     itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
     own = rows_message(rows, widths, spec, itemsize)
@@ -304,7 +357,8 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
 def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> Sequence[int]:
     """Return the elements, in a world shard, of each parameter of the largest run.
 
-    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None takes all.
+    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None
+    takes all.
     """
     kinds = work.coded(config) if coded is not None else ()
     return _widest(work.shards(config.plan), config.plan.world_size, kinds, coded, work.run_numel)
@@ -314,6 +368,10 @@ def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None
 def _widest(
     shards: Sequence[int], ranks: int, kinds: Sequence[bool], coded: bool | None, limit: int | None
 ) -> Sequence[int]:
-    widths = shards if coded is None else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
+    widths = (
+        shards
+        if coded is None
+        else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
+    )
     runs = packed_runs([ranks * width for width in widths], limit)
     return max((widths[run.start : run.stop] for run in runs), key=sum, default=())

@@ -1,16 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Predicts tensor and pipeline parallel training with ZeRO-1, as GPT-NeoX and Megatron-DeepSpeed run it.
+"""Predicts tensor and pipeline parallel training with ZeRO-1, as GPT-NeoX and Megatron-DeepSpeed
+run it.
 
 Note [A pipeline]
-    ``N`` ranks form ``r`` replicas of ``p`` stages of ``t`` tensor parallel ranks. Ranks are numbered as in both
-    programs: tensor first, then replica, then stage. For the same batch as ``K`` micro-batches on each of ``N`` ranks,
-    a replica computes ``m = K p t`` micro-batches. A step lasts ``m + p - 1`` turns: ``p - 1`` of them are the bubble
-    (Narayanan et al., arXiv 2104.04473, section 2.2). In a turn a stage computes one micro-batch forward and backward,
-    all-reduces the activations of each layer over its tensor parallel ranks (twice forward, twice backward, twice
-    when it recomputes) and sends them to the next stage and their gradients back. The step ends with ZeRO-1: gradients
-    are reduce-scattered over the replicas, weights gathered. Only these and the sends can overlap with computation.
+    ``N`` ranks form ``r`` replicas of ``p`` stages of ``t`` tensor parallel ranks. Ranks are
+    numbered as in both
+    programs: tensor first, then replica, then stage. For the same batch as ``K`` micro-batches on
+        each of ``N`` ranks,
+    a replica computes ``m = K p t`` micro-batches. A step lasts ``m + p - 1`` turns: ``p - 1`` of
+    them are the bubble (Narayanan et al., arXiv 2104.04473, section 2.2). In a turn a stage
+    computes one micro-batch forward and backward, all-reduces the activations of each layer over
+    its tensor parallel ranks (twice forward, twice backward, twice when it recomputes) and sends
+    them to the next stage and their gradients back. The step ends with ZeRO-1: gradients are
+    reduce-scattered over the replicas, weights gathered. Only these and the sends can overlap with
+    computation.
 
-    Memory follows Korthikanti et al. (arXiv 2205.05198): the first stage stores the inputs of ``p`` micro-batches.
+    Memory follows Korthikanti et al. (arXiv 2205.05198): the first stage stores the inputs of ``p``
+        micro-batches.
     Tensor parallel ranks share 24 of a layer's 34 ``s b h`` bytes, and the logits.
 
 Compared with measurements in ``docs/simulator.md``.
@@ -61,7 +67,9 @@ class Pipeline:
 
 
 def pipelines(topology: Topology, job: Job) -> Iterator[Pipeline]:
-    """Yield the pipelines that fill the machine; the first is plain ZeRO-1. Tensor parallelism stays in a node."""
+    """Yield the pipelines that fill the machine; the first is plain ZeRO-1. Tensor parallelism
+    stays in a node.
+    """
     for tensor in divisors(topology.ranks_per_node):
         for stages in divisors(job.model.layers):
             if topology.world_size % (stages * tensor) == 0 and job.model.kv_heads % tensor == 0:
@@ -73,12 +81,18 @@ def _param_indices(plan: Pipeline, job: Job) -> float:
     return job.micro_batches * plan.stages * plan.tensor / job.tensor
 
 
-def _collectives(plan: Pipeline, job: Job) -> Iterator[tuple[str, float, tuple[int, int], float, str]]:
+def _collectives(
+    plan: Pipeline, job: Job
+) -> Iterator[tuple[str, float, tuple[int, int], float, str]]:
     """Yield (phase, times in a step, process group, bytes that a rank sends, pattern)."""
-    p, t, r, model = plan.stages, plan.tensor, plan.replicas, job.model
+    p = plan.stages
+    t = plan.tensor
+    r = plan.replicas
+    model = job.model
     activations = float(job.micro_batch * model.sequence * model.hidden * job.itemsize)
     weights = model.params / (p * t) * job.itemsize
-    param_indices, layers = _param_indices(plan, job), model.layers // p
+    param_indices = _param_indices(plan, job)
+    layers = model.layers // p
     if t > 1:
         times = param_indices * layers * (4 + 2 * job.checkpointing)
         for pattern in ("reduce ring", "ring"):  # the halves of an all-reduce
@@ -92,14 +106,24 @@ def _collectives(plan: Pipeline, job: Job) -> Iterator[tuple[str, float, tuple[i
 
 def pipeline_step(plan: Pipeline, job: Job, rates: Rates) -> Step:
     """Predict one optimizer step of the batch that ``job`` gives all ranks together."""
-    model, network = job.model, Network(plan.topology, rates)
+    model = job.model
+    network = Network(plan.topology, rates)
     flops = model.module_flops(job.micro_batch * model.sequence)
-    compute = job.micro_batches / job.tensor * (3 * sum(flops) + job.checkpointing * sum(flops[1:-1])) / rates.flops
+    compute = (
+        job.micro_batches
+        / job.tensor
+        * (3 * sum(flops) + job.checkpointing * sum(flops[1:-1]))
+        / rates.flops
+    )
     found = {"compute": compute, "tensor": 0.0, "stages": 0.0, "sync": 0.0, "publish": 0.0}
     for phase, times, (lo, hi), sent, pattern in _collectives(plan, job):
         stage = network.stage_time(lo, hi, sent, pattern)
         found[phase] += times * stage.seconds * (1.0 if phase == "tensor" else 1 - job.hidden)
-    found["bubble"] = (plan.stages - 1) / _param_indices(plan, job) * (found["compute"] + found["tensor"] + found["stages"])
+    found["bubble"] = (
+        (plan.stages - 1)
+        / _param_indices(plan, job)
+        * (found["compute"] + found["tensor"] + found["stages"])
+    )
     found["optimizer"] = model.params / plan.topology.world_size * OPTIMIZER_BYTES / rates.memory
     return Step(found, job.flops)
 
@@ -114,7 +138,8 @@ class PipelinePrice(Price):
     @cached_property
     def memory(self) -> dict[str, int]:
         """Return the memory of a rank of the first stage in bytes, by role."""
-        plan, job = self.config, self.request.job
+        plan = self.config
+        job = self.request.job
         each = job.model.params // (plan.stages * plan.tensor)
         return {
             "weights": each * job.itemsize,
@@ -141,4 +166,6 @@ def pipeline_price(plan: Pipeline, request: Request) -> PipelinePrice:
 def best_pipeline(request: Request) -> PipelinePrice | None:
     """Return the fastest pipeline that fits into memory; None if none does."""
     prices = [pipeline_price(plan, request) for plan in pipelines(request.machine, request.job)]
-    return min((price for price in prices if price.fits), key=lambda price: price.seconds, default=None)
+    return min(
+        (price for price in prices if price.fits), key=lambda price: price.seconds, default=None
+    )

@@ -1,19 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Chooses the plan to train a model on a machine: the plans that fit into memory, ranked by predicted step time.
+"""Chooses the plan to train a model on a machine: the plans that fit into memory, ranked by
+predicted step time.
 
-1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more than these keys ask
-   for are chosen only if the block is ``lossy``; else the fastest of them is reported as a possible gain. A plan that
-   does not fit, and whose secondary copy is not of its own weights, is also tried with this copy in host memory.
-2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its largest role.
-3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
-   that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
-   Times within half a percent count as equal, since no prediction is that exact. Among these, a plan that loses less
-   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form, then
-   the faster.
-   Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
+1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more
+   than these keys ask for are chosen only if the block is ``lossy``; else the fastest of them is
+   reported as a possible gain. A plan that does not fit, and whose secondary copy is not of its own
+   weights, is also tried with this copy in host memory.
+2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its
+   largest role.
+3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of
+   the communication that overlaps. A lossy plan must be 2 percent faster for its loss inside a
+   node, and again for that between nodes. Times within half a percent count as equal, since no
+   prediction is that exact. Among these, a plan that loses less comes first, then one that needs
+   less memory (in steps of 5 percent), then a named scheme before a free form, then the faster.
+   Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more
+   replaces it.
 
-Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
-why a plan won.
+Everything is a pure function of its arguments, so that all ranks of a run make the same choice.
+``explain.py`` explains why a plan won.
 """
 
 from __future__ import annotations
@@ -40,10 +44,14 @@ from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes, format_count
 
 RESERVE = 0.1
-EQUAL, HOLDS_ALIKE = 0.005, 0.05
+EQUAL = 0.005
+HOLDS_ALIKE = 0.05
 LOSS_MUST_GAIN = 0.02
-"""Share by which a plan must be faster for its loss inside a node, and again for its loss between nodes."""
-LEANER, HOLDS_LESS = 0.02, 0.1
+"""Share by which a plan must be faster for its loss inside a node, and again for its loss between
+nodes.
+"""
+LEANER = 0.02
+HOLDS_LESS = 0.1
 """A plan may be slower by the first share if it needs less memory by the second share."""
 
 MOST_DOUBLINGS = 6  # doublings of the nodes, while the planner searches for a sufficient number
@@ -60,16 +68,19 @@ class Request:
     Attributes:
         topology: the machine; unknown links and rates are assumed to be those of Frontier.
         job: the model's shape, the micro-batches, what is recomputed, DeepSpeed's settings.
-        numels: elements of each parameter, if they are known exactly; None takes those of the shape.
-        reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
-        sparse: modes of sync to try next to dense and quantized; they change how training converges.
-        states_only: count only the shards of weights, gradients and optimizer, as papers do, without the other memory
-            at the peak of a step.
+        numels: elements of each parameter, if they are known exactly; None takes those of the
+            shape.
+        reserve: share of a rank's memory left to the framework, the collectives' own buffers and
+            fragmentation.
+        sparse: modes of sync to try next to dense and quantized; they change how training
+            converges.
+        states_only: count only the shards of weights, gradients and optimizer, as papers do,
+            without the other memory at the peak of a step.
         own_rates: rates of a rank, if they are known; None takes those of the machine's preset.
         frozen: elements of each parameter that no optimizer updates.
         whole: for each of ``numels``, whether its update is Muon's; empty if none.
-        keeps_if_fits: keep activations in each plan that fits with them, and recompute them in the other plans, rather
-            than as the job says.
+        keeps_if_fits: keep activations in each plan that fits with them, and recompute them in the
+            other plans, rather than as the job says.
     """
 
     topology: Topology
@@ -84,27 +95,37 @@ class Request:
     keeps_if_fits: bool = False
 
     def price(self, config: ResolvedConfig) -> Price:
-        """Return the cost of a plan: its step time, the bytes it sends, and the memory of a rank."""
+        """Return the cost of a plan: its step time, the bytes it sends, and the memory of a
+        rank.
+        """
         return first_that_fits(Price(config, each) for each in self.choices)
 
     @cached_property
     def choices(self) -> tuple[Request, ...]:
-        """Return the requests of which a plan takes the first with which it fits; see ``keeps_if_fits``."""
+        """Return the requests of which a plan takes the first with which it fits; see
+        ``keeps_if_fits``.
+        """
         if not self.keeps_if_fits:
             return (self,)
-        kept, recomputed = (replace(self.job, checkpointing=recompute) for recompute in (False, True))
+        kept, recomputed = (
+            replace(self.job, checkpointing=recompute) for recompute in (False, True)
+        )
         fixed = replace(self, keeps_if_fits=False)
         return replace(fixed, job=kept), replace(fixed, job=recomputed)
 
     @cached_property
     def machine(self) -> Topology:
-        """Return the topology as far as costs depend on it, with assumed links where they are unknown."""
+        """Return the topology as far as costs depend on it, with assumed links where they are
+        unknown.
+        """
         links = {**load_machine(ASSUMED_MACHINE).links, **self.topology.links}
         return replace(self.topology, links=links, order=None, hosts=None)
 
     @cached_property
     def tree(self) -> Topology:
-        """Return the tree of the ranks that a plan counts: of each data-parallel group, with assumed links."""
+        """Return the tree of the ranks that a plan counts: of each data-parallel group, with
+        assumed links.
+        """
         return tree_of(self.machine, self.job.tensor)
 
     @property
@@ -122,27 +143,40 @@ class Request:
     @property
     def assumed_links(self) -> list[str]:
         """Return the domains with several parts whose link is not known."""
-        degree, links = self.topology.degree, self.topology.links
-        return [name for inner, name in pairwise(DOMAINS) if degree(name) > degree(inner) and name not in links]
+        degree = self.topology.degree
+        links = self.topology.links
+        return [
+            name
+            for inner, name in pairwise(DOMAINS)
+            if degree(name) > degree(inner) and name not in links
+        ]
 
     @cached_property
     def work(self) -> Workload:
         """Return the parameters and the step, as far as bytes depend on them."""
         job = self.job
-        numels, dims = (job.part.numels(), job.part.dims()) if self.numels is None else (self.numels, None)
+        numels, dims = (
+            (job.part.numels(), job.part.dims()) if self.numels is None else (self.numels, None)
+        )
         work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
-        frozen = Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
+        frozen = (
+            Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
+        )
         whole = self.whole if self.numels is not None else job.part.whole() if job.muon else ()
         return replace(work, frozen=frozen, whole=whole, loss_scaled=job.loss_scaled)
 
     @property
     def limit(self) -> int | None:
-        """Return the bytes that a plan may use on a rank; None if the machine's memory is not known."""
+        """Return the bytes that a plan may use on a rank; None if the machine's memory is not
+        known.
+        """
         return self._usable(self.topology.memory_per_rank)
 
     @property
     def host_limit(self) -> int | None:
-        """Return the bytes of a rank's share of the host's memory that a plan may use; None if it is not known."""
+        """Return the bytes of a rank's share of the host's memory that a plan may use; None if it
+        is not known.
+        """
         return self._usable(self.topology.host_memory_per_rank)
 
     def _usable(self, memory: int | None) -> int | None:
@@ -165,7 +199,8 @@ class Price:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Return the memory of a rank in bytes, by role."""
-        config, request = self.config, self.request
+        config = self.config
+        request = self.request
         if request.job.expert > 1:
             return dict(sum((Counter(part.memory) for part in self.shares), Counter()))
         if request.job.stock:  # stock hpZ stores its copy in 16 bits
@@ -176,9 +211,13 @@ class Price:
 
     @cached_property
     def shares(self) -> tuple[Price, ...]:
-        """Return the prices of the dense parameters and of a rank's experts; see Note [Expert parallelism]."""
+        """Return the prices of the dense parameters and of a rank's experts; see Note [Expert
+        parallelism].
+        """
         parts = shares(self._known, self.request.job)
-        return tuple(Price(config, replace(self.request, job=job, whole=())) for config, job in parts)
+        return tuple(
+            Price(config, replace(self.request, job=job, whole=())) for config, job in parts
+        )
 
     @cached_property
     def stored(self) -> int:
@@ -198,7 +237,9 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan fits into a rank's memory and its share of the host's; True where not known."""
+        """Return whether the plan fits into a rank's memory and its share of the host's; True where
+        not known.
+        """
         request = self.request
         on_host = request.host_limit is None or self.on_host <= request.host_limit
         return on_host and (request.limit is None or self.stored <= request.limit)
@@ -210,8 +251,15 @@ class Price:
         if job.expert > 1:
             dense, experts = self.shares
             exchanged = sum(times * nbytes for times, nbytes in token_exchanges(job))
-            own = {(phase, f"experts_{domain}"): nbytes for (phase, domain), nbytes in experts.sent.items()}
-            return {**dense.sent, **own, ("tokens", self.request.machine.domain(job.expert)): int(exchanged)}
+            own = {
+                (phase, f"experts_{domain}"): nbytes
+                for (phase, domain), nbytes in experts.sent.items()
+            }
+            return {
+                **dense.sent,
+                **own,
+                ("tokens", self.request.machine.domain(job.expert)): int(exchanged),
+            }
         sent = step_bytes(self.config, self.request.work, job.stock)
         if job.tensor > 1:
             count, half = all_reduces(job)
@@ -267,14 +315,20 @@ class Priced(Price):
 
     @cached_property
     def weighed(self) -> float:
-        """Return the seconds of a step, raised by :data:`LOSS_MUST_GAIN` for each part of the plan that is lossy."""
+        """Return the seconds of a step, raised by :data:`LOSS_MUST_GAIN` for each part of the plan
+        that is lossy.
+        """
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
-        name, host = self.candidate.name, self.request.host_limit
+        name = self.candidate.name
+        host = self.request.host_limit
         if host is not None and self.on_host > host:
-            return f"{name} does not fit: it needs {format_bytes(self.on_host)} of {format_bytes(host)} of host memory"
+            return (
+                f"{name} does not fit: it needs {format_bytes(self.on_host)} of "
+                f"{format_bytes(host)} of host memory"
+            )
         needs = f"{format_bytes(self.stored)} of {format_bytes(limit)}"
         return f"{name} does not fit: it needs {needs}, {self.most}"
 
@@ -304,26 +358,38 @@ class Ranking:
         """
         if self.timed:
             return self.timed[0]
-        limit, leanest = self.request.limit, self.refused[0]
+        limit = self.request.limit
+        leanest = self.refused[0]
         assert limit is not None
         lossier = (
-            f'{self.lossier[0].candidate.name} would fit, but is lossier ("lossy": true); ' if self.lossier else ""
+            f'{self.lossier[0].candidate.name} would fit, but is lossier ("lossy": true); '
+            if self.lossier
+            else ""
         )
         raise ValueError(
-            f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} parameters into the "
-            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; "
+            f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} "
+            "parameters into the "
+            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even "
+            f"{leanest.why_not(limit)}; "
             f"{lossier}{_way_out(leanest, self.request)}"
         )
 
     @property
     def fastest(self) -> Priced:
-        """Return the fastest plan that loses no more than the winner, which may need less memory."""
+        """Return the fastest plan that loses no more than the winner, which may need less
+        memory.
+        """
         losses = len(self.best.candidate.losses)
-        return min((plan for plan in self.timed if len(plan.candidate.losses) <= losses), key=lambda plan: plan.seconds)
+        return min(
+            (plan for plan in self.timed if len(plan.candidate.losses) <= losses),
+            key=lambda plan: plan.seconds,
+        )
 
     @property
     def faster(self) -> Priced | None:
-        """Return the fastest plan that quantizes more than was asked for, if it is faster than the winner."""
+        """Return the fastest plan that quantizes more than was asked for, if it is faster than the
+        winner.
+        """
         fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
         return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
@@ -336,38 +402,55 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
         request: machine and job.
 
     Raises:
-        ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
+        ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask
+            for.
     """
     found = _careful(candidates(asked, request.tree, request.sparse), request)
     plans = [
-        first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices) for candidate in found
+        first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices)
+        for candidate in found
     ]
     plans += _with_host_copies(asked, plans, request)
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(
-            f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
+            f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more '
+            "than these ask for; "
             'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
     refused = sorted((plan for plan in allowed if not plan.fits), key=lambda plan: plan.stored)
     lossier = [plan for plan in plans if plan.fits and not plan.candidate.allowed_by(asked)]
-    return Ranking(request, _in_order([plan for plan in allowed if plan.fits]), tuple(refused), _in_order(lossier))
+    return Ranking(
+        request,
+        _in_order([plan for plan in allowed if plan.fits]),
+        tuple(refused),
+        _in_order(lossier),
+    )
 
 
-def _with_host_copies(asked: ZeroTopoConfig, plans: Sequence[Priced], request: Request) -> list[Priced]:
-    """Return the plans that do not fit with their secondary copies in host memory, if the user's keys allow that."""
+def _with_host_copies(
+    asked: ZeroTopoConfig, plans: Sequence[Priced], request: Request
+) -> list[Priced]:
+    """Return the plans that do not fit with their secondary copies in host memory, if the user's
+    keys allow that.
+    """
     if request.host_limit is None or "secondary_on" in asked.model_fields_set:
         return []
     found = []
     for plan in plans:
         if not plan.fits and plan.config.captured:
             candidate = plan.candidate.on_host()
-            found.append(first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices))
+            found.append(
+                first_that_fits(
+                    Priced(candidate.config, each, candidate) for each in request.choices
+                )
+            )
     return found
 
 
 def tensor_requests(request: Request, size: int) -> tuple[Request, Request]:
-    """Return the two requests that train the same batch on groups of ``size`` tensor parallel ranks.
+    """Return the two requests that train the same batch on groups of ``size`` tensor parallel
+    ranks.
 
     A group takes the micro-batches of its ranks one after the other, or in fewer, larger ones.
     """
@@ -378,10 +461,12 @@ def tensor_requests(request: Request, size: int) -> tuple[Request, Request]:
 
 
 def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
-    """Rank the plans with each number of tensor parallel ranks, and return the rankings with a plan that fits.
+    """Rank the plans with each number of tensor parallel ranks, and return the rankings with a plan
+    that fits.
 
-    They are sorted by the time of their best plan; of both ways to place the batch, the faster is taken. There are none
-    if the request has a number of tensor parallel ranks, or counts states alone.
+    They are sorted by the time of their best plan; of both ways to place the batch, the faster is
+    taken. There are none if the request has a number of tensor parallel ranks, or counts states
+    alone.
     """
     if request.job.tensor > 1 or request.job.expert > 1 or request.states_only:
         return ()
@@ -395,7 +480,8 @@ def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
 
 
 def rank_experts(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
-    """Rank the plans with each number of expert parallel ranks, as :func:`rank_tensor` does for tensor parallel ones.
+    """Rank the plans with each number of expert parallel ranks, as :func:`rank_tensor` does for
+    tensor parallel ones.
 
     There are none for a model without stacked experts.
     """
@@ -403,14 +489,20 @@ def rank_experts(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]
     if job.tensor > 1 or job.expert > 1 or request.states_only:
         return ()
     sizes = expert_sizes(request.machine, job.model)
-    rankings = [rank_plans(asked, replace(request, job=replace(job, expert=size))) for size in sizes]
-    return tuple(sorted((of for of in rankings if of.timed), key=lambda ranking: ranking.best.seconds))
+    rankings = [
+        rank_plans(asked, replace(request, job=replace(job, expert=size))) for size in sizes
+    ]
+    return tuple(
+        sorted((of for of in rankings if of.timed), key=lambda ranking: ranking.best.seconds)
+    )
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
-    """Return the plans that shard weights over at least a node if a rank's memory is not known; else all plans.
+    """Return the plans that shard weights over at least a node if a rank's memory is not known;
+    else all plans.
 
-    With unknown memory no plan is refused, and the fastest plans would store everything on every rank.
+    With unknown memory no plan is refused, and the fastest plans would store everything on every
+    rank.
     """
     if request.limit is not None:
         return found
@@ -419,7 +511,9 @@ def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
-    """Sort plans by time, and plans of equal time by loss, memory, name and bytes; see the module docstring."""
+    """Sort plans by time, and plans of equal time by loss, memory, name and bytes; see the module
+    docstring.
+    """
     fastest = min((plan.weighed for plan in timed), default=0.0)
 
     def equals(plan: Priced) -> tuple[float, int]:
@@ -432,27 +526,47 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
 
     def key(plan: Priced) -> tuple[float, int, float, bool, int, float]:
         more = plan.stored / max(1, leanest[equals(plan)]) - 1
-        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.stored, plan.seconds
+        return (
+            *equals(plan),
+            more // HOLDS_ALIKE,
+            not plan.candidate.named,
+            plan.stored,
+            plan.seconds,
+        )
 
     return _leaner_first(sorted(timed, key=key))
 
 
 def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
-    """Move the plan with the least memory to the front, among those that :data:`LEANER` lets replace the first."""
+    """Move the plan with the least memory to the front, among those that :data:`LEANER` lets
+    replace the first.
+    """
 
     def may_win(plan: Priced) -> bool:
-        losses, first = len(plan.candidate.losses), timed[0]
-        alike = losses <= len(first.candidate.losses) and plan.seconds <= first.seconds * (1 + LEANER)
+        losses = len(plan.candidate.losses)
+        first = timed[0]
+        alike = losses <= len(first.candidate.losses) and plan.seconds <= first.seconds * (
+            1 + LEANER
+        )
         leaner = alike and plan.stored < first.stored * (1 - HOLDS_LESS)
-        return leaner and all(plan.weighed <= of.weighed for of in timed if len(of.candidate.losses) < losses)
+        return leaner and all(
+            plan.weighed <= of.weighed for of in timed if len(of.candidate.losses) < losses
+        )
 
     leanest = min(filter(may_win, timed), key=lambda plan: plan.stored, default=None)
-    return tuple(timed) if leanest is None else (leanest, *(plan for plan in timed if plan is not leanest))
+    return (
+        tuple(timed)
+        if leanest is None
+        else (leanest, *(plan for plan in timed if plan is not leanest))
+    )
 
 
 def _way_out(leanest: Priced, request: Request) -> str:
-    """Return what would make the leanest plan fit: changes of the job, or more nodes, each tried separately."""
-    job, topology = request.job, request.machine
+    """Return what would make the leanest plan fit: changes of the job, or more nodes, each tried
+    separately.
+    """
+    job = request.job
+    topology = request.machine
     leaner = {
         "recompute activations (checkpointing)": replace(job, checkpointing=True),
         "use flash attention": replace(job, attention="flash"),
@@ -460,7 +574,9 @@ def _way_out(leanest: Priced, request: Request) -> str:
         "offload the optimizer to the host (offload_optimizer)": replace(job, offload=True),
     }
     leaner = {what: changed for what, changed in leaner.items() if changed != job}
-    found = [what for what, changed in leaner.items() if _on(leanest, replace(request, job=changed)).fits]
+    found = [
+        what for what, changed in leaner.items() if _on(leanest, replace(request, job=changed)).fits
+    ]
     if (enough := _enough_nodes(leanest, request)) is not None:
         found.append(f"use {enough:,} nodes")
     if found:
@@ -470,20 +586,28 @@ def _way_out(leanest: Priced, request: Request) -> str:
     enough = topology.nodes if _on(leanest, all_of_it).fits else _enough_nodes(leanest, all_of_it)
     if enough is None:
         most = max([topology.nodes, *_more_nodes(topology)])
-        return f"even {most:,} nodes would not do; make the model smaller, or the sequence (--seq) shorter"
+        return (
+            f"even {most:,} nodes would not do; make the model smaller, or the sequence (--seq) "
+            "shorter"
+        )
     return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
 
 
 def _enough_nodes(plan: Priced, request: Request) -> int | None:
-    """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is none."""
+    """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is
+    none.
+    """
     larger = (
-        replace(request, topology=replace(request.machine, nodes=count)) for count in _more_nodes(request.machine)
+        replace(request, topology=replace(request.machine, nodes=count))
+        for count in _more_nodes(request.machine)
     )
     return next((changed.topology.nodes for changed in larger if _on(plan, changed).fits), None)
 
 
 def _more_nodes(machine: Topology) -> list[int]:
-    """Return the numbers of nodes to try, each twice the one before, up to the ranks that a machine may have."""
+    """Return the numbers of nodes to try, each twice the one before, up to the ranks that a machine
+    may have.
+    """
     counts = (machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1))
     return [count for count in counts if count * machine.ranks_per_node <= MOST_RANKS]
 
@@ -494,7 +618,8 @@ def _on(plan: Priced, request: Request) -> Price:
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:
-    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that fits; None if unlimited.
+    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that fits;
+    None if unlimited.
 
     No model up to 5% larger fits either.
 
@@ -516,11 +641,13 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
         high = low
         while high < MOST_PARAMS and fits(2 * high):
             high *= 2
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         while high > low * CLOSE:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        above = [int(low * step) for step in STEPS_ABOVE]  # a larger model may need less memory: shapes change in steps
+        # A larger model may need less memory: shapes change in steps
+        above = [int(low * step) for step in STEPS_ABOVE]
         larger = [params for params in above if fits(params)]
         if not larger:
             return low

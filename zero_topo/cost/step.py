@@ -1,49 +1,60 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Predicts the time of an optimizer step on a machine, in closed form, and the range of that prediction.
+"""Predicts the time of an optimizer step on a machine, in closed form, and the range of that
+prediction.
 
 Note [A step]
-    A step is a sequence of passes: forward and backward of each micro-batch, then the optimizer. All ranks do the same
-    at the same time, so the model follows one rank. The first forward pass publishes the last updated weights; the last
-    backward pass syncs gradients. Every collective is packed (quantized) in memory before it is sent, and unpacked
-    after. Without overlap, a pass takes the sum of its computation and all of its collectives. With full overlap, it
-    takes as long as its busiest resource: the computation, a link, or one of three streams (gathers; scatters; sync and
-    publish). Some collectives never overlap: the first gather of a forward pass, the last scatter and sync of a
-    backward pass, the first publish, the sync of a mode that takes all gradients at once, and collectives whose overlap
-    is switched off (``Job.prefetch``, ``Job.overlap_scatter``, the block's ``overlap``). ``Job.overlap`` interpolates
-    between the two.
+    A step is a sequence of passes: forward and backward of each micro-batch, then the optimizer.
+        All ranks do the same
+    at the same time, so the model follows one rank. The first forward pass publishes the last
+    updated weights; the last backward pass syncs gradients. Every collective is packed (quantized)
+    in memory before it is sent, and unpacked after. Without overlap, a pass takes the sum of its
+    computation and all of its collectives. With full overlap, it
+    takes as long as its busiest resource: the computation, a link, or one of three streams
+        (gathers; scatters; sync and
+    publish). Some collectives never overlap: the first gather of a forward pass, the last scatter
+    and sync of a backward pass, the first publish, the sync of a mode that takes all gradients at
+    once, and collectives whose overlap is switched off (``Job.prefetch``, ``Job.overlap_scatter``,
+    the block's ``overlap``). ``Job.overlap`` interpolates between the two.
 
 Note [Runs]
-    Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run has stages: packing,
-    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note [Stages] in
-    ``collectives/queue.py``): one run crosses nodes while the next is exchanged inside the node and a third is packed.
-    All runs then take as long as their longest stage, and once, for one run, the others. Stages follow one another with
-    ``overlap`` off and in sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there
-    is one collective for each module.
+    Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run
+        has stages: packing,
+    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note
+    [Stages] in ``collectives/queue.py``): one run crosses nodes while the next is exchanged inside
+    the node and a third is packed. All runs then take as long as their longest stage, and once, for
+    one run, the others. Stages follow one another with ``overlap`` off and in sparse modes of sync.
+    On a CPU, whose presets are fitted so, and for stock DeepSpeed, there is one collective for each
+    module.
 
 Note [Stock]
-    Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
-    ZeRO++'s quantized scatter is hierarchical, by design. Each linear layer fetches its own weights, so a layer makes
-    one gather per matrix, and one more for each matrix's scales if it is quantized (``partition_parameters.py``). A
-    gradient that alone fills ``reduce_bucket_size``, as matrices do with the 10^7 of DeepSpeed's ZeRO++ tutorial, is
-    reduced separately, by a ring if it is not quantized. This model sends vectors with a matrix. DeepSpeed keeps them
-    as persistent parameters (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each separately; both are
-    left out.
+    Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any
+    machine; only ZeRO++'s quantized scatter is hierarchical, by design. Each linear layer fetches
+    its own weights, so a layer makes one gather per matrix, and one more for each matrix's scales
+    if it is quantized (``partition_parameters.py``). A gradient that alone fills
+    ``reduce_bucket_size``, as matrices do with the 10^7 of DeepSpeed's ZeRO++ tutorial, is reduced
+    separately, by a ring if it is not quantized. This model sends vectors with a matrix. DeepSpeed
+    keeps them as persistent parameters (``stage3_param_persistence_threshold``), and its ZeRO++
+    reduces each separately; both are left out.
 
 Note [Muon]
-    Newton-Schulz iterations of whole matrices, in five steps, as DeepSpeed 0.19.8 computes them. A matrix of ``m`` by
-    ``n <= m`` takes products of ``2 n^2 m`` or ``2 n^3`` FLOPs. "standard" takes ten and five of them. "gram" iterates
+    Newton-Schulz iterations of whole matrices, in five steps, as DeepSpeed 0.19.8 computes them. A
+    matrix of ``m`` by ``n <= m`` takes products of ``2 n^2 m`` or ``2 n^3`` FLOPs. "standard" takes
+    ten and five of them. "gram" iterates
     on the Gram matrix and starts it anew once: four, and fourteen; a square matrix as "standard".
 
 Note [Host copies]
-    A secondary copy in host memory (Note [Copies in host memory] in ``engine/copies.py``) crosses the host's link
-    (``Rates.host_link``) once in the first forward pass of a step and in each backward pass. These copies have a
-    stream of their own. A module's gather waits for its copy, so copies overlap as gathers do.
+    A secondary copy in host memory (Note [Copies in host memory] in ``engine/copies.py``) crosses
+    the host's link (``Rates.host_link``) once in the first forward pass of a step and in each
+    backward pass. These copies have a stream of their own. A module's gather waits for its copy, so
+    copies overlap as gathers do.
 
 Note [Range]
-    A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default). The share of the
-    communication that a device hides is unknown too, unless the user states it, and so are the FLOPs of some layers
-    (``model_files.py``), which may be half as many or half as many again. A step is never longer on a faster
-    machine or with more overlap. Two predictions therefore bound it: everything at its best, and everything at its
+    A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default).
+    The share of the communication that a device hides is unknown too, unless the user states it,
+    and so are the FLOPs of some layers (``model_files.py``), which may be half as many or half as
+    many again. A step is never longer on a faster
+    machine or with more overlap. Two predictions therefore bound it: everything at its best, and
+        everything at its
     worst. Two more for each single unknown give the dependence of the step on it.
 """
 
@@ -63,7 +74,7 @@ from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.memory import HOST, VARIANCE_BYTES
-from zero_topo.cost.network import StageTime, Network
+from zero_topo.cost.network import Network, StageTime
 from zero_topo.cost.tensor import all_reduces, part_of
 from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import (
@@ -86,22 +97,33 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OVERLAP = 0.0
 """Default share of the communication able to overlap with computation that does overlap.
 
-Among published step times of ZeRO-3 and its variants, this model can be compared only with those of the ZeRO-topo paper
-(384 GCDs of Frontier). With the presets' rates and 8 micro-batches its three ratios come out within 15% at 0, 22% at
-0.25, 30% at 0.5 and 49% at 1. The default is thus fitted to Frontier; on other machines it is a conservative guess.
+Among published step times of ZeRO-3 and its variants, this model can be compared only with those of
+the ZeRO-topo paper (384 GCDs of Frontier). With the presets' rates and 8 micro-batches its three
+ratios come out within 15% at 0, 22% at 0.25, 30% at 0.5 and 49% at 1. The default is thus fitted to
+Frontier; on other machines it is a conservative guess.
 """
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values per byte of scales
 UNKNOWN_FLOPS = 0.5  # share by which the FLOPs of a part of unknown kind may be off
 MOST_SPREAD = 0.9
 CODED_BYTES = 2 * (4 + 1) + 1  # per INT8 weight: masters and codes are read twice, codes written
-OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
+# Adam reads and writes FP32 master, momentum and variance; reads the gradient
+OPTIMIZER_BYTES = 2 * 12 + 4 + 2
 TERA = 10**12
 PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
-Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")]
-LEAST = (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0), ("tensor", 1), ("expert", 1))
+Elements = Annotated[
+    float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")
+]
+LEAST = (
+    ("micro_batch", 1),
+    ("micro_batches", 1),
+    ("itemsize", 1),
+    ("prefetch", 0),
+    ("tensor", 1),
+    ("expert", 1),
+)
 COUNTS = {
     "live": ("stage3_max_live_parameters", "max_live_parameters"),
     "bucket": ("reduce_bucket_size",),
@@ -118,22 +140,28 @@ class Job:
         model: its shape.
         micro_batch: sequences per rank and micro-batch.
         micro_batches: micro-batches per optimizer step (``K``).
-        checkpointing: whether activations are recomputed: layers run forward again before their backward.
+        checkpointing: whether activations are recomputed: layers run forward again before their
+            backward.
         itemsize: bytes per weight and gradient.
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
-        overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's ``overlap_comm``).
+        overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's
+            ``overlap_comm``).
         attention: "flash", or "eager", which stores the matrix of scores for the backward pass.
         fused_loss: whether the loss never stores all logits.
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
-        overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
+        overlap: share of the communication able to overlap that does; None (unknown) takes
+            :data:`OVERLAP`.
         muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
-        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see ``memory.py``.
+        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see
+            ``memory.py``.
         bucket: elements of a gradient bucket (``reduce_bucket_size``).
         sub_group: elements that the optimizer updates at a time (``sub_group_size``).
         offload: whether ``offload_optimizer`` names the CPU.
         loss_scaled: whether ``fp16`` is enabled.
-        tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor parallelism].
-        expert: expert parallel ranks, which share each layer's experts; see Note [Expert parallelism].
+        tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor
+            parallelism].
+        expert: expert parallel ranks, which share each layer's experts; see Note [Expert
+            parallelism].
 
     Raises:
         ValueError: if a number is out of range.
@@ -165,11 +193,14 @@ class Job:
                 raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
         if self.tensor > 1 < self.expert:
             raise ValueError(
-                f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both together are not "
+                f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both "
+                "together are not "
                 "priced; leave one out"
             )
         if not 0 <= self.hidden <= 1:
-            raise ValueError(f"job: overlap is {self.overlap}; it must be a share, from 0 (nothing) to 1 (all)")
+            raise ValueError(
+                f"job: overlap is {self.overlap}; it must be a share, from 0 (nothing) to 1 (all)"
+            )
 
     @property
     def hidden(self) -> float:
@@ -183,7 +214,9 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Return the model FLOPs of one rank in a step: forward and backward, without recomputation."""
+        """Return the model FLOPs of one rank in a step: forward and backward, without
+        recomputation.
+        """
         tokens = self.micro_batch * self.model.sequence
         return 3.0 * self.micro_batches * sum(self.part.module_flops(tokens))
 
@@ -206,13 +239,15 @@ def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_of(ds_config: Mapping[str, Any]) -> str | None:
-    """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not Muon."""
+    """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not
+    Muon.
+    """
     if str(lookup(ds_config, "optimizer.type")).lower() != "muon":
         return None
     return "standard" if lookup(ds_config, "optimizer.params.ns_method") == "standard" else "gram"
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,13 +270,17 @@ class Packet:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all collectives, from the first value packed to the last unpacked."""
+        """Return the seconds of all collectives, from the first value packed to the last
+        unpacked.
+        """
         stages = [self.packing, *(stage.seconds for stage in self.stages)]
         longest = max(stages)
         return self.count * (longest + (sum(stages) - longest) / self.staged)
 
     def busy(self, host_codec: bool) -> Iterable[tuple[str, float]]:
-        """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on its stream."""
+        """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on
+        its stream.
+        """
         streams = {"scatter": "scatters", HOST: "copies"}
         stream = "gathers" if self.phase.startswith("gather") else streams.get(self.phase, "steps")
         yield stream, self.seconds
@@ -251,21 +290,35 @@ class Packet:
 
 
 def _packet(
-    config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns, count: int = 1, runs: int = 1
+    config: ResolvedConfig,
+    job: Job,
+    network: Network,
+    phase: str,
+    columns: Columns,
+    count: int = 1,
+    runs: int = 1,
 ) -> Packet:
-    """Return the collectives of a phase for ``count`` modules, each with one of ``runs`` parts of these parameters."""
-    sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
+    """Return the collectives of a phase for ``count`` modules, each with one of ``runs`` parts of
+    these parameters.
+    """
+    sent = sent_as(config, phase, job.stock)
+    itemsize = _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
-    if not found and not (columns.coded and phase.startswith("gather")):  # INT8 weights are always decoded
+    # INT8 weights are always decoded
+    if not found and not (columns.coded and phase.startswith("gather")):
         return Packet(phase, 0.0, (), count)
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
         matrices = _matrices(config, columns.all)
         apart = [phase_moves(sent, phase, Columns((width,)), itemsize)[0] for width in matrices]
         scaled = phase != "scatter" and gather_spec(config, phase) is not None
-        scales = [[move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart]
-        found = [move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent]
+        scales = [
+            [move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart
+        ]
+        found = [
+            move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent
+        ]
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
@@ -277,12 +330,19 @@ def _packet(
     return Packet(phase, touched / runs / network.rates.memory, stages, count)
 
 
-def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules) -> list[Packet]:
-    """Return the first run of sync or publish of a model's modules, and the other runs; see Note [Runs]."""
+def _run_packets(
+    config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules
+) -> list[Packet]:
+    """Return the first run of sync or publish of a model's modules, and the other runs; see Note
+    [Runs].
+    """
     if (job.stock or network.rates.host_codec) and not (phase == "sync" and config.sync.whole):
         return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-    plain, coded = (tuple(width for count, of in modules for width in of[kind] * count) for kind in (0, 1))
-    columns, params = Columns(plain, coded), job.part.params
+    plain, coded = (
+        tuple(width for count, of in modules for width in of[kind] * count) for kind in (0, 1)
+    )
+    columns = Columns(plain, coded)
+    params = job.part.params
     limit = max(1, job.bucket)
     if phase == "sync":
         limit = config.sync.run_numel(limit, params) or params
@@ -293,16 +353,27 @@ def _run_packets(config: ResolvedConfig, job: Job, network: Network, phase: str,
     return [first, replace(first, count=runs - 1)]
 
 
-def _stages(network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1) -> tuple[StageTime, ...]:
+def _stages(
+    network: Network, moves: Iterable[Move], reduces: str = "direct", runs: int = 1
+) -> tuple[StageTime, ...]:
     gathers = network.rates.gather
-    return tuple(network.stage_time(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces) for m in moves)
+    return tuple(
+        network.stage_time(m.lo, m.hi, m.sent / runs, gathers if m.gathers else reduces)
+        for m in moves
+    )
 
 
 def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:
-    """Return the columns of each message of stock DeepSpeed; vectors are sent with the first matrix."""
+    """Return the columns of each message of stock DeepSpeed; vectors are sent with the first
+    matrix.
+    """
     least = PERSISTENT / config.plan.world_size
     large = [width for width in widths if width > least] or [sum(widths)]
-    return [large[0] + sum(width for width in widths if width <= least), *large[1:]] if len(large) > 1 else large
+    return (
+        [large[0] + sum(width for width in widths if width <= least), *large[1:]]
+        if len(large) > 1
+        else large
+    )
 
 
 def _itemsize(config: ResolvedConfig, job: Job, phase: str) -> int:
@@ -311,13 +382,19 @@ def _itemsize(config: ResolvedConfig, job: Job, phase: str) -> int:
     return job.itemsize if name is None else ITEMSIZES[name]
 
 
-def _touched(config: ResolvedConfig, job: Job, phase: str, columns: Columns, message: int, sent: int) -> int:
+def _touched(
+    config: ResolvedConfig, job: Job, phase: str, columns: Columns, message: int, sent: int
+) -> int:
     """Return the bytes of memory that packing and unpacking read and write."""
-    plan, whole = config.plan, sum(columns.all) * job.itemsize
+    plan = config.plan
+    whole = sum(columns.all) * job.itemsize
     if phase == "sync":
         return 4 * sent
     if phase == "publish":
-        own, of_weights = (plan.world_size // degree * sum(columns.coded) for degree in (plan.optimizer, plan.weights))
+        own, of_weights = (
+            plan.world_size // degree * sum(columns.coded)
+            for degree in (plan.optimizer, plan.weights)
+        )
         return CODED_BYTES * own + message + 2 * of_weights + sent
     if phase == "scatter":
         return 2 * (plan.world_size * whole + sent)
@@ -335,7 +412,7 @@ def _module_columns(config: ResolvedConfig, job: Job, shapes: Sequence[Shape]) -
     return Columns.of(list(zip(work.shards(config.plan), coded, strict=True)))
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -385,10 +462,18 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     columns = sum(count * sum(of.all) for count, of in modules)
     found["optimizer"] = rows * columns * OPTIMIZER_BYTES / rates.memory
     if job.muon:
-        whole = [shape for part in job.part.parts[1:-1] for shape in part.shapes * part.count if len(shape) > 1]
-        numels, owners = [*map(math.prod, whole)], config.plan.world_size if job.stock else config.plan.optimizer
+        whole = [
+            shape
+            for part in job.part.parts[1:-1]
+            for shape in part.shapes * part.count
+            if len(shape) > 1
+        ]
+        numels = [*map(math.prod, whole)]
+        owners = config.plan.world_size if job.stock else config.plan.optimizer
         saved = rows * sum(map(config.plan.shard_numel, numels)) * 2 * VARIANCE_BYTES
-        found["optimizer"] += owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
+        found["optimizer"] += (
+            owner_flops(whole, owners, job.muon) / rates.flops - saved / rates.memory
+        )
         exchange = matrix_moves(config.plan, numels, _itemsize(config, job, "matrices"), job.stock)
         found["matrices"] = Packet("matrices", 0.0, _stages(network, exchange)).seconds
     if job.tensor > 1:
@@ -397,7 +482,9 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
 
 
 def _with_experts(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
-    """Return a step of two plans, one after the other, and of the exchanges of tokens, which nothing hides."""
+    """Return a step of two plans, one after the other, and of the exchanges of tokens, which
+    nothing hides.
+    """
     found = defaultdict[str, float](float)
     for plan, part in shares(config, job):
         for phase, seconds in predict_step(plan, part, rates).breakdown.items():
@@ -411,13 +498,20 @@ def _with_experts(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
 def _tensor_seconds(network: Network, job: Job) -> float:
     """Return the seconds of the all-reduces of activations, which nothing hides."""
     count, sent = all_reduces(job)
-    halves = [network.stage_time(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")]
+    halves = [
+        network.stage_time(1, job.tensor, sent, pattern) for pattern in ("reduce ring", "ring")
+    ]
     return count * sum(half.seconds for half in halves)
 
 
-@lru_cache(maxsize=512)  # of all plans of a machine: other micro-batches, recomputation or overlap ask again
-def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Modules, Mapping[str, list[Packet]]]:
-    """Return the columns of a job's modules, each with their number, and their collectives by phase."""
+# Of all plans of a machine: other micro-batches, recomputation or overlap ask again
+@lru_cache(maxsize=512)
+def _collectives(
+    config: ResolvedConfig, job: Job, network: Network
+) -> tuple[Modules, Mapping[str, list[Packet]]]:
+    """Return the columns of a job's modules, each with their number, and their collectives by
+    phase.
+    """
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.part.parts]
     packets = {
         phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
@@ -429,7 +523,10 @@ def _collectives(config: ResolvedConfig, job: Job, network: Network) -> tuple[Mo
     if config.captured and config.secondary_on == "host":
         rows = config.plan.world_size // (config.plan.secondary or 1)
         for count, columns in modules:
-            sizes = [message_bytes(rows * width, config.secondary_spec, job.itemsize) for width in columns.all]
+            sizes = [
+                message_bytes(rows * width, config.secondary_spec, job.itemsize)
+                for width in columns.all
+            ]
             copied = StageTime(0.0, {HOST: sum(sizes) / network.rates.host_link})
             packets[HOST].append(Packet(HOST, 0.0, (copied,), count))
     return modules, packets
@@ -443,39 +540,58 @@ def _passes(
     packets: Mapping[str, list[Packet]],
     seconds: tuple[float, float],
 ) -> Iterable[tuple[int, float, list[Packet], list[Packet]]]:
-    """Yield equal passes of a step: their number, computation, and the packets that overlap and that do not.
+    """Yield equal passes of a step: their number, computation, and the packets that overlap and
+    that do not.
 
     Args:
         seconds: computation of a forward and of a backward pass.
     """
 
-    def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
-        """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
+    def split(
+        packets: list[Packet], hides: bool, edge: bool = True
+    ) -> tuple[list[Packet], list[Packet]]:
+        """Split packets into those that overlap and those that do not: all, or at the pass's edge
+        the first.
+        """
         return (packets[edge:], packets[:edge]) if hides else ([], packets)
 
-    gathers, scatters = job.prefetch > 0, job.overlap_scatter
+    gathers = job.prefetch > 0
+    scatters = job.overlap_scatter
     forward = [split(packets["gather_forward"], gathers)]
-    backward = [split(packets["gather_backward"], gathers, edge=False), split(packets["scatter"], scatters)]
+    backward = [
+        split(packets["gather_backward"], gathers, edge=False),
+        split(packets["scatter"], scatters),
+    ]
     copied = split(packets[HOST], gathers, edge=False)
     backward.append(copied)
-    published, reduced = (
-        split(packets["publish"], config.overlap),
-        split(packets["sync"], config.overlap and not config.sync.whole),
-    )
+    published = split(packets["publish"], config.overlap)
+    reduced = split(packets["sync"], config.overlap and not config.sync.whole)
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _stages(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
     published = [*published[0], *copied[0]], [*published[1], *copied[1]]
-    for compute, always, once in ((seconds[0], forward, published), (seconds[1], backward, reduced)):
+    for compute, always, once in (
+        (seconds[0], forward, published),
+        (seconds[1], backward, reduced),
+    ):
         for times, parts in ((1, [*always, once]), (job.micro_batches - 1, always)):
-            overlapped, alone = ([packet for part in parts for packet in part[side]] for side in (0, 1))
+            overlapped, alone = (
+                [packet for part in parts for packet in part[side]] for side in (0, 1)
+            )
             yield times, compute, overlapped, alone
 
 
 def _exposed(
-    times: int, compute: float, overlapped: list[Packet], alone: list[Packet], hidden: float, host_codec: bool
+    times: int,
+    compute: float,
+    overlapped: list[Packet],
+    alone: list[Packet],
+    hidden: float,
+    host_codec: bool,
 ) -> dict[str, float]:
-    """Return by phase the seconds of passes that computation does not hide; ``hidden`` is the share of overlap."""
+    """Return by phase the seconds of passes that computation does not hide; ``hidden`` is the share
+    of overlap.
+    """
     busy = defaultdict[str, float](float, compute=compute)
     for packet in overlapped:
         for what, seconds in packet.busy(host_codec):
@@ -490,19 +606,23 @@ def _exposed(
 
 
 def newton_schulz_flops(shape: Shape, method: str) -> float:
-    """Return the FLOPs of one matrix, or of each of a stack of them; ``method`` is "gram" or "standard"."""
+    """Return the FLOPs of one matrix, or of each of a stack of them; ``method`` is "gram" or
+    "standard".
+    """
     n, m = sorted(shape[-2:])
     large, small = PRODUCTS["standard" if n == m else method]
     return math.prod(shape[:-2]) * 2.0 * n**2 * (large * m + small * n)
 
 
 def owner_flops(shapes: Iterable[Shape], owners: int, method: str) -> float:
-    """Return the FLOPs of the busiest of the ranks that divide matrices among themselves, large ones first."""
+    """Return the FLOPs of the busiest of the ranks that divide matrices among themselves, large
+    ones first.
+    """
     ordered = sorted(shapes, key=math.prod, reverse=True)
     return sum(newton_schulz_flops(shape, method) for shape in ordered[::owners])
 
 
-# -- how far it may be off ---------------------------------------------------------------------------------------------
+# -- how far it may be off -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -511,7 +631,8 @@ class Range:
 
     Attributes:
         low_s, high_s: seconds with every unknown at its best and at its worst.
-        depends_on: unknown -> change from its best to its worst as a share of the step, largest first.
+        depends_on: unknown -> change from its best to its worst as a share of the step, largest
+            first.
     """
 
     low_s: float
@@ -519,7 +640,9 @@ class Range:
     depends_on: Mapping[str, float]
 
 
-def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, Job, Rates], Step]) -> Range:
+def step_range(
+    config: Located, job: Job, rates: Rates, predict: Callable[[Any, Job, Rates], Step]
+) -> Range:
     """Return the range of a step; see Note [Range]. Overlap is unknown unless the job states it.
 
     Args:
@@ -531,7 +654,9 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
     unknown = (*UNKNOWNS, *(() if job.overlap is not None else ("overlap",)))
 
     def ends(off: Sequence[str]) -> tuple[float, float]:
-        best, worst = (predict(*_changed(config, job, rates, off, sign)).seconds for sign in (1, -1))
+        best, worst = (
+            predict(*_changed(config, job, rates, off, sign)).seconds for sign in (1, -1)
+        )
         return best, worst
 
     usual = predict(config, job, rates).seconds
@@ -540,13 +665,20 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
     return Range(*ends(unknown), dict(sorted(shares.items(), key=lambda share: -share[1])))
 
 
-def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int) -> tuple[Located, Job, Rates]:
-    """Return plan, job and rates with the unknowns ``off`` changed by their spread, up (1) or down (-1)."""
+def _changed(
+    config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int
+) -> tuple[Located, Job, Rates]:
+    """Return plan, job and rates with the unknowns ``off`` changed by their spread, up (1) or down
+    (-1).
+    """
     spreads = {what: rates.spread.get(what, UNKNOWN_SPREAD) for what in UNKNOWNS if what in off}
     if "compute" in spreads:
-        spreads["compute"] = min(MOST_SPREAD, spreads["compute"] + UNKNOWN_FLOPS * job.model.unknown)
+        spreads["compute"] = min(
+            MOST_SPREAD, spreads["compute"] + UNKNOWN_FLOPS * job.model.unknown
+        )
     factors = {what: 1 + sign * spread for what, spread in spreads.items()}
-    links, steps = factors.get("links", 1.0), 1 / factors.get("latency", 1.0)
+    links = factors.get("links", 1.0)
+    steps = 1 / factors.get("latency", 1.0)
     topology = config.topology
     slower = {
         domain: replace(link, bandwidth=link.bandwidth * links, latency=link.latency * steps)
@@ -555,7 +687,9 @@ def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: 
 
     def ring_of(ring: Ring) -> Ring:
         small = None if ring.small_step is None else ring.small_step * steps
-        return replace(ring, bandwidth=ring.bandwidth * links, step=ring.step * steps, small_step=small)
+        return replace(
+            ring, bandwidth=ring.bandwidth * links, step=ring.step * steps, small_step=small
+        )
 
     machine = replace(
         rates.with_rings(ring_of),

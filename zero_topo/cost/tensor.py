@@ -1,17 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes what tensor parallelism changes in a step: a rank's part of the model, and the all-reduces of activations.
+"""Computes what tensor parallelism changes in a step: a rank's part of the model, and the
+all-reduces of activations.
 
 Note [Tensor parallelism]
-    ``t`` consecutive ranks of a node divide each layer among them, as Megatron-LM does (Shoeybi et al., arXiv
-    1909.08053). Of ``N`` ranks, ``N / t`` are the data-parallel ranks that a plan counts. A rank has ``1 / t`` of each
-    matrix and of the biases before an activation; norms and other biases are on each rank. It computes ``1 / t`` of the
-    FLOPs, of the attention scores and of the logits, and stores 10 of a layer's 34 bytes per element and ``1 / t``
-    of the other 24 (Korthikanti et al., arXiv 2205.05198, equation 2).
+    ``t`` consecutive ranks of a node divide each layer among them, as Megatron-LM does (Shoeybi et
+    al., arXiv 1909.08053). Of ``N`` ranks, ``N / t`` are the data-parallel ranks that a plan
+    counts. A rank has ``1 / t`` of each matrix and of the biases before an activation; norms and
+    other biases are on each rank. It computes ``1 / t`` of the FLOPs, of the attention scores and
+    of the logits, and stores 10 of a layer's 34 bytes per element and ``1 / t`` of the other 24
+    (Korthikanti et al., arXiv 2205.05198, equation 2).
 
-    Each layer all-reduces its activations twice forward and twice backward, and twice more if it recomputes. Nothing
-    can be computed meanwhile. Of ``b s h`` activations of ``w`` bytes a rank sends in a step of ``m`` micro-batches
-    ``2 (4 + 2 c) L m b s h w (t - 1) / t`` bytes; ``c`` is 1 with recomputation. AutoTP all-reduces once backward for
-    each matrix that reads a layer's input, which is more often where queries, keys and values are three matrices.
+    Each layer all-reduces its activations twice forward and twice backward, and twice more if it
+    recomputes. Nothing can be computed meanwhile. Of ``b s h`` activations of ``w`` bytes a rank
+    sends in a step of ``m`` micro-batches ``2 (4 + 2 c) L m b s h w (t - 1) / t`` bytes; ``c`` is 1
+    with recomputation. AutoTP all-reduces once backward for each matrix that reads a layer's input,
+    which is more often where queries, keys and values are three matrices.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ from zero_topo.topology.model import Topology
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
 
-WHOLE, DIVIDED = 10, 24
-"""Bytes per element that each tensor parallel rank stores of a layer, and bytes that the ranks share."""
+WHOLE = 10
+DIVIDED = 24
+"""Bytes per element that each tensor parallel rank stores of a layer, and bytes that the ranks
+share.
+"""
 
 
 @lru_cache  # all plans of a machine have the same part
@@ -62,7 +68,9 @@ def _divided(part: Part, hidden: int, ranks: int) -> Part:
 
 
 def _divided_shape(shape: Shape, hidden: int, ranks: int) -> Shape:
-    """Return the shape of a rank's part: of a matrix, or of a vector wider than the model, which is such a bias."""
+    """Return the shape of a rank's part: of a matrix, or of a vector wider than the model, which is
+    such a bias.
+    """
     if len(shape) > 1:
         *stack, rows, columns = shape
         return *stack, -(-rows // ranks), columns
@@ -76,8 +84,8 @@ class Exchanges(NamedTuple):
 
     Attributes:
         times: number of all-reduces or all-to-alls.
-        sent: bytes that a rank sends in an all-to-all, or in each half of an all-reduce, which is a reduce-scatter and
-            an all-gather.
+        sent: bytes that a rank sends in an all-to-all, or in each half of an all-reduce, which is a
+            reduce-scatter and an all-gather.
     """
 
     times: int
@@ -85,26 +93,36 @@ class Exchanges(NamedTuple):
 
 
 def all_reduces(job: Job) -> Exchanges:
-    """Return the all-reduces of activations of one optimizer step; see Note [Tensor parallelism]."""
-    model, ranks = job.model, job.tensor
+    """Return the all-reduces of activations of one optimizer step; see Note [Tensor
+    parallelism].
+    """
+    model = job.model
+    ranks = job.tensor
     count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
     activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
     return Exchanges(count, activations * (ranks - 1) / ranks)
 
 
 def aligned_sizes(topology: Topology) -> list[int]:
-    """Return the numbers of consecutive ranks that divide a node and do not cut across its GPUs, ascending."""
+    """Return the numbers of consecutive ranks that divide a node and do not cut across its GPUs,
+    ascending.
+    """
     gpu = topology.ranks_per_gpu
-    return [size for size in divisors(topology.ranks_per_node) if size % gpu == 0 or gpu % size == 0]
+    return [
+        size for size in divisors(topology.ranks_per_node) if size % gpu == 0 or gpu % size == 0
+    ]
 
 
 def tensor_sizes(topology: Topology, model: Model) -> list[int]:
-    """Return the numbers of tensor parallel ranks to try: above one, and divisors of the heads of keys and values."""
+    """Return the numbers of tensor parallel ranks to try: above one, and divisors of the heads of
+    keys and values.
+    """
     return [size for size in aligned_sizes(topology) if size > 1 and model.kv_heads % size == 0]
 
 
 def tree_of(topology: Topology, ranks: int) -> Topology:
-    """Return the tree of each data-parallel group if every ``ranks`` consecutive ranks are tensor parallel.
+    """Return the tree of each data-parallel group if every ``ranks`` consecutive ranks are tensor
+    parallel.
 
     Raises:
         ValueError: if they do not divide a node, or cut across its GPUs.
@@ -114,7 +132,8 @@ def tree_of(topology: Topology, ranks: int) -> Topology:
     sizes = aligned_sizes(topology)
     if ranks not in sizes:
         raise ValueError(
-            f"{ranks} tensor parallel ranks do not divide the {topology.ranks_per_node} ranks of a node of "
+            f"{ranks} tensor parallel ranks do not divide the {topology.ranks_per_node} ranks of a "
+            "node of "
             f"{topology.name} along its GPUs; choose one of {sizes}"
         )
     return topology.among(range(0, topology.world_size, ranks))

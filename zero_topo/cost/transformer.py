@@ -1,17 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Describes models by the parts that are gathered one at a time; computes parameters and FLOPs of transformers.
+"""Describes models by the parts that are gathered one at a time; computes parameters and FLOPs of
+transformers.
 
 ``model_files.py`` reads files that describe a model, and the modules of one.
 
 Note [Parts]
-    The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
-    head's matrix is the embedding's, so the head's parameters are those of the last norm, but its FLOPs are counted.
+    The engine gathers and releases one module at a time: the embedding, each layer, the head. With
+        tied embeddings the
+    head's matrix is the embedding's, so the head's parameters are those of the last norm, but its
+    FLOPs are counted.
 
 Note [A shape for a size]
-    Published models of N parameters have similar shapes: GPT-3 and GPT-NeoX are about 128 times as wide as they are
-    deep, with a feed-forward of four times the width. With ``L = h / 128`` layers, ``N = 12 L h^2`` gives the width,
-    which is rounded to whole heads, and then the number of layers. The width of the feed-forward absorbs the
-    difference, so that the shape has N parameters to within a few hundredths of a percent.
+    Published models of N parameters have similar shapes: GPT-3 and GPT-NeoX are about 128 times as
+        wide as they are
+    deep, with a feed-forward of four times the width. With ``L = h / 128`` layers, ``N = 12 L h^2``
+    gives the width, which is rounded to whole heads, and then the number of layers. The width of
+    the feed-forward absorbs the difference, so that the shape has N parameters to within a few
+    hundredths of a percent.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from typing import ClassVar
 
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
-MOST_LAYERS, MOST_WIDTH = 4096, 10**9  # each layer is simulated
+MOST_LAYERS = 4096
+MOST_WIDTH = 10**9  # each layer is simulated
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
 Shape = tuple[int, ...]
@@ -87,7 +93,11 @@ class Model:
 
     def modules(self) -> tuple[tuple[int, ...], ...]:
         """Return the elements of each parameter of each gathered module, in forward order."""
-        return tuple(sizes for part in self.parts for sizes in (tuple(map(math.prod, part.shapes)),) * part.count)
+        return tuple(
+            sizes
+            for part in self.parts
+            for sizes in (tuple(map(math.prod, part.shapes)),) * part.count
+        )
 
     @cached_property
     def params(self) -> int:
@@ -103,26 +113,34 @@ class Model:
         return tuple(len(shape) for part in self.parts for shape in part.shapes * part.count)
 
     def whole(self) -> tuple[bool, ...]:
-        """Return for each parameter whether Muon updates it: the matrices of layers, not of the embedding or the head.
+        """Return for each parameter whether Muon updates it: the matrices of layers, not of the
+        embedding or the head.
 
         DeepSpeed selects by name instead: matrices without "embed" and "lm_head" in their names.
         """
         layers = range(1, len(self.parts) - 1)
         return tuple(
-            len(shape) > 1 and i in layers for i, part in enumerate(self.parts) for shape in part.shapes * part.count
+            len(shape) > 1 and i in layers
+            for i, part in enumerate(self.parts)
+            for shape in part.shapes * part.count
         )
 
     def module_flops(self, tokens: int) -> tuple[float, ...]:
-        """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
+        """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass
+        takes twice as many.
 
-        ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all heads for scores
-        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): savings by a
-        causal mask are not counted.
+        ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all
+        heads for scores and values of the whole sequence, as Megatron counts (arXiv 2104.04473,
+        section 3.5 and appendix): savings by a causal mask are not counted.
 
         Args:
             tokens: tokens of the pass; scores span ``sequence``.
         """
-        return tuple(flops for part in self.parts for flops in (part.flops(tokens, self.sequence),) * part.count)
+        return tuple(
+            flops
+            for part in self.parts
+            for flops in (part.flops(tokens, self.sequence),) * part.count
+        )
 
     @cached_property
     def unknown(self) -> float:
@@ -143,7 +161,8 @@ class Transformer(Model):
         mlp_biases, norm_biases: for the feed-forward and for norms alone; None is as ``biases``.
         positions: learned positions, 0 for none (rotary).
         head_size: elements of a head; 0 means ``hidden / heads``.
-        qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen 2).
+        qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen
+            2).
         qk_norm: whether heads' queries and keys are normalized (Qwen 3).
 
     Raises:
@@ -165,15 +184,25 @@ class Transformer(Model):
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"model {self.name!r}: {key} is {value!r}; it must be a whole number of at least 1")
+                raise ValueError(
+                    f"model {self.name!r}: {key} is {value!r}; it must be a whole number of at "
+                    "least 1"
+                )
             most = MOST_LAYERS if key == "layers" else MOST_WIDTH
             if value > most:
-                raise ValueError(f"model {self.name!r}: {key} is more than the {most:,} that are planned for")
-        groups = [("heads", "kv_heads")] if self.head_size else [("hidden", "heads"), ("heads", "kv_heads")]
+                raise ValueError(
+                    f"model {self.name!r}: {key} is more than the {most:,} that are planned for"
+                )
+        groups = (
+            [("heads", "kv_heads")]
+            if self.head_size
+            else [("hidden", "heads"), ("heads", "kv_heads")]
+        )
         for whole, part in groups:
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
-                    f"model {self.name!r}: {part} = {getattr(self, part)} does not divide {whole} = "
+                    f"model {self.name!r}: {part} = {getattr(self, part)} does not divide {whole} "
+                    "= "
                     f"{getattr(self, whole)}; choose a divisor"
                 )
         object.__setattr__(self, "head_size", self.head_size or self.hidden // self.heads)
@@ -182,17 +211,22 @@ class Transformer(Model):
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]  # a field of the other subclass
         """Return the embedding, the layers and the head.
 
-        The parameters of a layer are two norms, the matrices, their biases. A layer stores the inputs of both norms and
-        of the matrices, queries, keys and values, and the feed-forward's product; gated ones store gate, up, the gate's
-        value and the product. Models with biases have dropout, with masks of one byte per element.
+        The parameters of a layer are two norms, the matrices, their biases. A layer stores the
+        inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's
+        product; gated ones store gate, up, the gate's value and the product. Models with biases
+        have dropout, with masks of one byte per element.
         """
-        hidden, wide, keys = self.hidden, self.heads * self.head_size, self.kv_heads * self.head_size
+        hidden = self.hidden
+        wide = self.heads * self.head_size
+        keys = self.kv_heads * self.head_size
         mlp_biases, norm_biases = (
-            self.biases if stated is None else stated for stated in (self.mlp_biases, self.norm_biases)
+            self.biases if stated is None else stated
+            for stated in (self.mlp_biases, self.norm_biases)
         )
         norm = ((hidden,),) * (2 if norm_biases else 1)
         attention = (wide, keys, keys) if self.gated else (wide + 2 * keys,)
-        forward = (self.intermediate,) * (2 if self.gated else 1)  # the matrices before the activation
+        # The matrices before the activation
+        forward = (self.intermediate,) * (2 if self.gated else 1)
         rows = (*attention, wide, *forward, self.intermediate)
         vectors = (
             *((*attention, hidden) if self.biases else ()),
@@ -202,8 +236,11 @@ class Transformer(Model):
         )
         layer = (*norm, *norm, *((n, hidden) for n in rows), *((n,) for n in vectors))
         masks = hidden if self.biases else 0
-        stored = 4 * hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
-        matrix, positions = (self.vocab, hidden), (self.positions, hidden)
+        stored = (
+            4 * hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
+        )
+        matrix = (self.vocab, hidden)
+        positions = (self.positions, hidden)
         return (
             Part(1, (matrix, positions) if self.positions else (matrix,)),
             Part(self.layers, layer, hidden * sum(rows), wide, stored),
@@ -212,7 +249,8 @@ class Transformer(Model):
 
 
 def scaled(params: int, sequence: int = SEQUENCE) -> Transformer:
-    """Return the conventional shape of a model with ``params`` parameters; see Note [A shape for a size].
+    """Return the conventional shape of a model with ``params`` parameters; see Note [A shape for a
+    size].
 
     Args:
         params: ``N``.
@@ -222,16 +260,21 @@ def scaled(params: int, sequence: int = SEQUENCE) -> Transformer:
         ValueError: if there is no such shape: under 1000 parameters.
     """
     if params < LEAST_PARAMS:
-        raise ValueError(f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}")
+        raise ValueError(
+            f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}"
+        )
     width = min((params * WIDTH_PER_LAYER / 12) ** (1 / 3), (params / 24) ** 0.5)
     step = next(step for step, least in ((128, 1024), (64, 256), (8, 16), (1, 0)) if width >= least)
     wide = max(1, round(width / step)) * step
     # Heads have 128 elements in wide models, 64 in others; 8, or there is one head, in toys.
-    heads = next(wide // size for size in (128 if wide >= 4096 else 64, 64, 8, wide) if wide % size == 0)
+    heads = next(
+        wide // size for size in (128 if wide >= 4096 else 64, 64, 8, wide) if wide % size == 0
+    )
     vocab = min(VOCABULARY, max(2, params // (8 * wide)))
     bare = Transformer(f"about {params:,} parameters", 1, wide, heads, heads, vocab, sequence, 1)
     layer = sum(map(math.prod, bare.parts[1].shapes))
     outside = bare.params - layer
     deep = max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
-    fixed, each = outside + deep * (layer - 2 * wide - 1), deep * (2 * wide + 1)
+    fixed = outside + deep * (layer - 2 * wide - 1)
+    each = deep * (2 * wide + 1)
     return replace(bare, layers=deep, intermediate=round((params - fixed) / each))

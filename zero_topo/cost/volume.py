@@ -1,38 +1,46 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes the bytes one rank sends in an optimizer step: exactly, as the meter counts them, and in the paper's units.
+"""Computes the bytes one rank sends in an optimizer step: exactly, as the meter counts them, and in
+the paper's units.
 
 Note [What counts as sent]
-    A rank that takes part in a collective of ``d`` ranks with a message of ``b`` bytes sends ``(d - 1) * b``: the
-    volume of any bandwidth-optimal all-gather, reduce-scatter or all-to-all. Every rank sends the same. Bytes are
-    counted under the smallest domain that contains the collective's group, so "world" is what crosses nodes.
+    A rank that takes part in a collective of ``d`` ranks with a message of ``b`` bytes sends
+    ``(d - 1) * b``: the volume of any bandwidth-optimal all-gather, reduce-scatter or all-to-all.
+    Every rank sends the same. Bytes are counted under the smallest domain that contains the
+    collective's group, so "world" is what crosses nodes.
 
 Note [Sizes]
-    ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``; ``F`` is the sum of all
-    ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. No block holds values of two parameters:
-    a gather sends one message per parameter; a scatter sends one per bucket and destination, in which the concatenated
-    rows of each parameter are padded to whole blocks; sync and publish send one per run of parameters
-    (``packed_runs``), in which each row of each parameter is padded. Unquantized values are not padded. INT8 weights
-    are gathered as they are stored, rows padded to whole blocks. Publish packs them into separate runs, after one
-    message with the number of blocks of each run that are sent whole. Hierarchical collectives (``plan.py``) forward
-    messages unchanged.
+    ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``;
+    ``F`` is the sum of all ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of
+    it. No block holds values of two parameters: a gather sends one message per parameter; a scatter
+    sends one per bucket and destination, in which the concatenated rows of each parameter are
+    padded to whole blocks; sync and publish send one per run of parameters (``packed_runs``), in
+    which each row of each parameter is padded. Unquantized values are not padded. INT8 weights are
+    gathered as they are stored, rows padded to whole blocks. Publish packs them into separate runs,
+    after one message with the number of blocks of each run that are sent whole. Hierarchical
+    collectives (``plan.py``) forward messages unchanged.
 
 Note [Stock bytes]
-    Stock DeepSpeed gathers in one collective, not hierarchically. A quantized reduction is hierarchical; on one node it
-    is not quantized. hpZ stores its secondary copy in 16 bits, in whatever format it is sent. LoCo stores the error of
-    INT4 in INT8: of the whole gradient before the reduction inside the node, and of the node's share before that
-    between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is
-    1.6% too many bytes for INT8.
+    Stock DeepSpeed gathers in one collective, not hierarchically. A quantized reduction is
+    hierarchical; on one node it is not quantized. hpZ stores its secondary copy in 16 bits, in
+    whatever format it is sent. LoCo stores the error of
+    INT4 in INT8: of the whole gradient before the reduction inside the node, and of the node's
+        share before that
+    between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's,
+    one for 256, which is 1.6% too many bytes for INT8.
 
 Note [Expected changes]
-    The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the data. In a matrix whose
-    weights have the standard deviation ``sigma``, the share ``7.4 lr / sigma`` of the INT8 weights changes in a step of
-    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. A hundredth is taken for ``lr / sigma``, for example
-    1e-4 to .01, which describes the second half of a training. Changes are taken to be independent of each other, so
-    the number of changes of a tile is binomial. Of blocks of 256, 0.15% are then sent whole, and no tile has a change
-    larger than 1 (measured over 600 steps of a small model; where more than an eighth of the weights changes, both grow
-    quickly).
+    The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the
+    data. In a matrix whose weights have the standard deviation ``sigma``, the share
+    ``7.4 lr / sigma`` of the INT8 weights changes in a step of
+    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. A hundredth is taken for
+        ``lr / sigma``, for example
+    1e-4 to .01, which describes the second half of a training. Changes are taken to be independent
+    of each other, so the number of changes of a tile is binomial. Of blocks of 256, 0.15% are then
+    sent whole, and no tile has a change larger than 1 (measured over 600 steps of a small model;
+    where more than an eighth of the weights changes, both grow quickly).
 
-Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
+Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table
+VII and section III.
 """
 
 from __future__ import annotations
@@ -53,7 +61,8 @@ from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
-COUNT_BYTES = 16  # per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
+# Per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
+COUNT_BYTES = 16
 LOWERED = 2  # bytes of an element in a lower dtype of `torch_autocast`
 CHANGED = 0.074  # share of INT8 weights that change in a step
 SENT_WHOLE = 0.00148  # share of blocks that are then sent whole
@@ -66,21 +75,26 @@ class Workload:
     Attributes:
         numels: elements of each parameter.
         dims: dimensions of the shape of each.
-        persistent: for each parameter, whether it is a persistent parameter, unsharded between steps (DeepSpeed's
-            ``stage3_param_persistence_threshold``): it is gathered once per step, unquantized, after publish.
+        persistent: for each parameter, whether it is a persistent parameter, unsharded between
+            steps (DeepSpeed's ``stage3_param_persistence_threshold``): it is gathered once per
+            step, unquantized, after publish.
         itemsize: bytes per weight as stored.
         micro_batches: forward and backward passes per optimizer step (``K``).
         scatter_itemsize: bytes per gradient in an unquantized scatter, which is of one bucket.
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
-        run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
-        published: bytes of every rank's message in each run of a publish of INT8 weights; None expects those of
-            :func:`change_bytes`.
+        run_numel: parameter elements that one collective of sync or publish carries; None is all of
+            them.
+        published: bytes of every rank's message in each run of a publish of INT8 weights; None
+            expects those of :func:`change_bytes`.
         loss_scaled: whether a loss scaler may skip steps (FP16).
-        frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
+        frozen: the parameters that no optimizer updates, which are only gathered; None if there are
+            none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
-        whole: for each parameter, whether its update is Muon's, for which whole matrices are exchanged; empty if none.
-        lowered: for each parameter, whether ``torch_autocast`` sends it in :data:`LOWERED` bytes; empty if none.
+        whole: for each parameter, whether its update is Muon's, for which whole matrices are
+            exchanged; empty if none.
+        lowered: for each parameter, whether ``torch_autocast`` sends it in :data:`LOWERED` bytes;
+            empty if none.
     """
 
     numels: tuple[int, ...]
@@ -101,14 +115,20 @@ class Workload:
 
     @classmethod
     def uniform(
-        cls, numels: Iterable[int], itemsize: int = 2, micro_batches: int = 1, dims: Iterable[int] | None = None
+        cls,
+        numels: Iterable[int],
+        itemsize: int = 2,
+        micro_batches: int = 1,
+        dims: Iterable[int] | None = None,
     ) -> Workload:
-        """Build a model whose weights and gradients are sent in ``itemsize`` bytes, without persistent parameters.
+        """Build a model whose weights and gradients are sent in ``itemsize`` bytes, without
+        persistent parameters.
 
         All are matrices unless ``dims`` says otherwise.
         """
         sizes = tuple(numels)
-        shapes, kept = (2,) * len(sizes) if dims is None else tuple(dims), (False,) * len(sizes)
+        shapes = (2,) * len(sizes) if dims is None else tuple(dims)
+        kept = (False,) * len(sizes)
         return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize, itemsize)
 
     def of_muon(self) -> tuple[int, ...]:
@@ -124,7 +144,10 @@ class Workload:
         param_indices = range(len(self.numels))
         lowered = self.lowered or (False,) * len(param_indices)
         for lower in sorted({*lowered}):
-            yield LOWERED if lower else usual, [param_index for param_index in param_indices if lowered[param_index] is lower]
+            yield (
+                LOWERED if lower else usual,
+                [param_index for param_index in param_indices if lowered[param_index] is lower],
+            )
 
     def shards(self, plan: Plan) -> Sequence[int]:
         """Return the elements of a world shard of each parameter."""
@@ -147,7 +170,7 @@ def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
 _coded = lru_cache(coded_params)
 
 
-# -- DeepSpeed itself --------------------------------------------------------------------------------------------------
+# -- DeepSpeed itself ------------------------------------------------------------------------------
 
 
 def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedConfig:
@@ -168,20 +191,30 @@ def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedCo
 
 
 def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology) -> int:
-    """Return the bytes of LoCo's residuals; 0 if LoCo is not switched on, or gradients are not quantized."""
-    on = LOCO in active and QUANTIZED_GRADIENTS in active and MICS not in active and topology.nodes > 1
+    """Return the bytes of LoCo's residuals; 0 if LoCo is not switched on, or gradients are not
+    quantized.
+    """
+    on = (
+        LOCO in active
+        and QUANTIZED_GRADIENTS in active
+        and MICS not in active
+        and topology.nodes > 1
+    )
     return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
 def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
-    """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a quantized scatter."""
+    """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a
+    quantized scatter.
+    """
     if not stock or (phase == "scatter" and config.gradients_spec is not None):
         return config
     return replace(config, plan=replace(config.plan, inner=None))
 
 
 def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
-    """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on average).
+    """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on
+    average).
 
     Args:
         config: plan and wire formats.
@@ -189,17 +222,26 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         stock: whether DeepSpeed's own engine sends them.
 
     Returns:
-        ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as sent].
+        ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as
+        sent].
     """
-    plan, param_indices, coded = config.plan, range(len(work.numels)), work.coded(config)
+    plan = config.plan
+    param_indices = range(len(work.numels))
+    coded = work.coded(config)
     sent: Counter[Key] = Counter()
 
     def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    def add(phase: str, columns: Columns, itemsize: int, times: int = 1, message: int | None = None) -> None:
-        book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0], times)
+    def add(
+        phase: str, columns: Columns, itemsize: int, times: int = 1, message: int | None = None
+    ) -> None:
+        book(
+            phase,
+            phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0],
+            times,
+        )
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
@@ -207,35 +249,70 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
         filled = of is work.frozen and own.captured and not stock
         for itemsize, part in of.by_itemsize(of.itemsize):
-            sharded = Columns.of(parameters[param_index][:2] for param_index in part if not of.persistent[param_index])
-            for phase in ("gather_forward", "gather_backward") if of.trains else ("gather_forward",):
+            sharded = Columns.of(
+                parameters[param_index][:2]
+                for param_index in part
+                if not of.persistent[param_index]
+            )
+            for phase in (
+                ("gather_forward", "gather_backward") if of.trains else ("gather_forward",)
+            ):
                 read = "gather_backward" if filled else phase
                 moves, _ = phase_moves(sent_as(own, read, stock), read, sharded, itemsize)
                 book(phase, moves, of.micro_batches)
         if of.trains:
-            exact = Columns.of((width, stored) for width, stored, persistent in parameters if persistent)
+            exact = Columns.of(
+                (width, stored) for width, stored, persistent in parameters if persistent
+            )
             add("gather_exact", exact, of.itemsize)
     trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
         bucket = Columns.of(trained[param_index] for param_index in part)
         add("scatter", bucket, itemsize, work.micro_batches * (2 if all_reduces else 1))
-    for run in param_runs(plan, work, param_indices, config.sync.run_numel(work.run_numel, sum(work.numels))):
+    for run in param_runs(
+        plan, work, param_indices, config.sync.run_numel(work.run_numel, sum(work.numels))
+    ):
         add("sync", Columns.of(trained[param_index] for param_index in run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
-    for run in param_runs(plan, work, [param_index for param_index in param_indices if not coded[param_index]], work.run_numel):
-        add("publish", Columns.of(trained[param_index] for param_index in run), work.publish_itemsize)
-    changed = param_runs(plan, work, [param_index for param_index in param_indices if coded[param_index]], work.run_numel)
+    for run in param_runs(
+        plan,
+        work,
+        [param_index for param_index in param_indices if not coded[param_index]],
+        work.run_numel,
+    ):
+        add(
+            "publish",
+            Columns.of(trained[param_index] for param_index in run),
+            work.publish_itemsize,
+        )
+    changed = param_runs(
+        plan,
+        work,
+        [param_index for param_index in param_indices if coded[param_index]],
+        work.run_numel,
+    )
     book("publish", count_moves(plan, len(changed)))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add("publish", Columns.of(trained[param_index] for param_index in run), work.publish_itemsize, message=message)
+        add(
+            "publish",
+            Columns.of(trained[param_index] for param_index in run),
+            work.publish_itemsize,
+            message=message,
+        )
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-def param_runs(plan: Plan, work: Workload, param_indices: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Return the parameters in ``param_indices`` in the runs in which sync or publish sends them."""
+def param_runs(
+    plan: Plan, work: Workload, param_indices: Sequence[int], limit: int | None
+) -> list[list[int]]:
+    """Return the parameters in ``param_indices`` in the runs in which sync or publish sends
+    them.
+    """
     shards = work.shards(plan)
-    runs = packed_runs([plan.world_size * shards[param_index] for param_index in param_indices], limit)
+    runs = packed_runs(
+        [plan.world_size * shards[param_index] for param_index in param_indices], limit
+    )
     return [[param_indices[place] for place in run] for run in runs]
 
 
@@ -252,7 +329,9 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, widths: Iterable[tuple[int, bool]]) -> Columns:
-        """Build the columns of parameters, each given as (elements of a world shard, whether stored as INT8)."""
+        """Build the columns of parameters, each given as (elements of a world shard, whether stored
+        as INT8).
+        """
         kinds: tuple[list[int], list[int]] = ([], [])
         for width, coded in widths:
             kinds[coded].append(width)
@@ -265,7 +344,11 @@ class Columns(NamedTuple):
 
 
 def phase_moves(
-    config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, published: int | None = None
+    config: ResolvedConfig,
+    phase: str,
+    columns: Columns,
+    itemsize: int,
+    published: int | None = None,
 ) -> tuple[Sequence[Move], int]:
     """Compute what a rank sends in one pass of a phase over some parameters.
 
@@ -274,17 +357,22 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
-        published: bytes of a message in a publish of INT8 weights; None expects those of :func:`change_bytes`.
+        published: bytes of a message in a publish of INT8 weights; None expects those of
+            :func:`change_bytes`.
 
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
-    plan, pair, codes = config.plan, config.plan.pair_of(phase), config.resident_spec
+    plan = config.plan
+    pair = config.plan.pair_of(phase)
+    codes = config.resident_spec
     rows = plan.world_size // pair[1]
     if phase == "sync":
         return config.sync.volume(plan, columns.all, itemsize), 0
     if phase == "scatter":
-        message = rows_message(1, [rows * width for width in columns.all], config.gradients_spec, itemsize)
+        message = rows_message(
+            1, [rows * width for width in columns.all], config.gradients_spec, itemsize
+        )
         return reduce_moves(plan, pair, message), message
     if phase == "publish":
         message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
@@ -294,15 +382,20 @@ def phase_moves(
         spec = gather_spec(config, phase)
         alike = Counter(columns.plain).items()  # layers are equal
         message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
-        message += sum(rows_message(rows, (width,), codes, itemsize) for width in columns.coded) if codes else 0
+        message += (
+            sum(rows_message(rows, (width,), codes, itemsize) for width in columns.coded)
+            if codes
+            else 0
+        )
     return gather_moves(plan, pair, message), message
 
 
 def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
     """Return what a rank sends for Muon's matrices of ``numels`` elements, each ``itemsize`` bytes.
 
-    Each matrix's parts go to its owner and back. Owners send more back than others; this is the mean of the ranks.
-    Stock gathers the gradients, the momenta, the updates and the new momenta, each on all ranks.
+    Each matrix's parts go to its owner and back. Owners send more back than others; this is the
+    mean of the ranks. Stock gathers the gradients, the momenta, the updates and the new momenta,
+    each on all ranks.
     """
     degree = plan.world_size if stock else plan.optimizer
     parts = plan.world_size // degree * sum(map(plan.shard_numel, numels)) * itemsize
@@ -325,7 +418,9 @@ def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
 
 
 def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
-    """Return the wire format of a gather: before a backward pass, that of the secondary copy if there is one."""
+    """Return the wire format of a gather: before a backward pass, that of the secondary copy if
+    there is one.
+    """
     if phase == "gather_exact":
         return None
     copied = phase == "gather_backward" and config.plan.secondary is not None
@@ -336,12 +431,13 @@ def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
     return numel * itemsize if spec is None else spec.nbytes(numel)
 
 
-# -- INT8 weights ------------------------------------------------------------------------------------------------------
+# -- INT8 weights ----------------------------------------------------------------------------------
 
 
 @cache
 def bytes_of_changes(block_size: int) -> float:
-    """Return the expected bytes of changes per INT8 weight, in blocks not sent whole; see Note [Expected changes].
+    """Return the expected bytes of changes per INT8 weight, in blocks not sent whole; see Note
+    [Expected changes].
 
     Args:
         block_size: number of values that share a scale.
@@ -355,7 +451,8 @@ def bytes_of_changes(block_size: int) -> float:
 
 
 def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
-    """Return the expected bytes of a packed buffer with the changes of the INT8 weights of some rows.
+    """Return the expected bytes of a packed buffer with the changes of the INT8 weights of some
+    rows.
 
     Args:
         rows: rows of one group rank.
@@ -369,5 +466,7 @@ def change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
 
 
 def largest_change_bytes(rows: int, widths: Iterable[int], spec: BlockSpec) -> int:
-    """Return the bytes of the largest packed buffer that :func:`change_bytes` may need: all blocks are sent whole."""
+    """Return the bytes of the largest packed buffer that :func:`change_bytes` may need: all blocks
+    are sent whole.
+    """
     return ChangeSpec(spec.block_size).largest(rows * sum(map(spec.blocks, widths)))

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks an installation, a machine and its environment before a run, and reports each problem with its fix."""
+"""Checks an installation, a machine and its environment before a run, and reports each problem with
+its fix.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Builds the optimizer and the schedule of a config on two small parameters, and reports what they refuse.
+"""Builds the optimizer and the schedule of a config on two small parameters, and reports what they
+refuse.
 
-DeepSpeed's own code selects and builds them (``Builder`` in ``hook/seam.py``). Its kernels are not compiled: what loads
-them is replaced while an optimizer is built.
+DeepSpeed's own code selects and builds them (``Builder`` in ``hook/seam.py``). Its kernels are not
+compiled: what loads them is replaced while an optimizer is built.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Trial:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters as they are tried: 1 stands for a required one that Hugging Face fills in."""
+        """Return the parameters as they are tried: 1 stands for a required one that Hugging Face
+        fills in.
+        """
         params = {key: value for key, value in self.given.items() if value != AUTO}
         for key, of in self.taken.items():
             if of.default is of.empty:
@@ -68,7 +71,9 @@ class Trial:
         return params
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each wrong name, missing parameter and wrong type; without any, for what the class says."""
+        """Yield a line for each wrong name, missing parameter and wrong type; without any, for what
+        the class says.
+        """
         wrong = [*self._names(), *self._types()]
         yield from wrong
         error = None if wrong else self._error(self.params)
@@ -88,7 +93,10 @@ class Trial:
         for key, value in self.params.items():
             expected = _expected(self.taken[key], value, self.block) if key in self.taken else None
             if expected is not None:
-                yield f"{self.block}.params.{key} = {as_json(value)}: {self.name} computes with it; give {expected}"
+                yield (
+                    f"{self.block}.params.{key} = {as_json(value)}: {self.name} computes with "
+                    f"it; give {expected}"
+                )
 
     def _error(self, params: Params) -> Exception | None:
         try:
@@ -98,7 +106,9 @@ class Trial:
         return None
 
     def _refusal(self, error: Exception) -> str:
-        """Return the line of an error, which names the parameter whose usual value would not end in one."""
+        """Return the line of an error, which names the parameter whose usual value would not end in
+        one.
+        """
         params = self.params
         written = f"{self.block}.params = {as_json(params)}"
         for key in params:
@@ -134,7 +144,9 @@ def optimizer_lines(read: Any, name: str, given: Params) -> Iterator[str]:
         return  # this machine lacks what the optimizer needs: nothing can be said of its parameters
     # DeepSpeed selects the keys of Muon and of its Adam, and ignores others.
     taken = {} if plain == "muon" else _taken(kind)
-    yield from Trial("optimizer", name, given, lambda params: _optimizer(read, params), taken, selecting).lines()
+    yield from Trial(
+        "optimizer", name, given, lambda params: _optimizer(read, params), taken, selecting
+    ).lines()
 
 
 def scheduler_lines(read: Any, kind: type[Any], given: Params) -> Iterator[str]:
@@ -146,7 +158,9 @@ def scheduler_lines(read: Any, kind: type[Any], given: Params) -> Iterator[str]:
         given: the parameters in the JSON.
     """
     name = kind.__name__
-    yield from Trial("scheduler", name, given, lambda params: _scheduler(read, params), _taken(kind)).lines()
+    yield from Trial(
+        "scheduler", name, given, lambda params: _scheduler(read, params), _taken(kind)
+    ).lines()
 
 
 def _optimizer(read: Any, params: Params) -> Optimizer:
@@ -172,8 +186,11 @@ def _optimizer(read: Any, params: Params) -> Optimizer:
 def _scheduler(read: Any, params: Params) -> Any:
     """Build the schedule for as many parameter groups as the params list values for, and step."""
     groups = max((len(value) for value in params.values() if isinstance(value, list)), default=1)
-    plain = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)])
-    zero = SimpleNamespace(optimizer=plain, param_groups=plain.param_groups)  # as DeepSpeed's, which is no Optimizer
+    plain = torch.optim.AdamW(
+        [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)]
+    )
+    # As DeepSpeed's, which is no Optimizer
+    zero = SimpleNamespace(optimizer=plain, param_groups=plain.param_groups)
     built = Builder(read, scheduler_params=dict(params)).scheduler(zero)
     built.step()
     return built
@@ -195,7 +212,9 @@ def _taken(kind: type[Any]) -> dict[str, inspect.Parameter]:
 
 
 def _expected(parameter: inspect.Parameter, value: Any, block: str) -> str | None:
-    """Return what a value must be, judged by the parameter's default and annotation; None if it may be that."""
+    """Return what a value must be, judged by the parameter's default and annotation; None if it may
+    be that.
+    """
     default = parameter.default
     if value == default:
         return None
@@ -204,11 +223,16 @@ def _expected(parameter: inspect.Parameter, value: Any, block: str) -> str | Non
     if isinstance(default, str):
         return None if isinstance(value, str) else f"a name in quotes, such as {as_json(default)}"
     if isinstance(default, tuple):
-        right = isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+        right = (
+            isinstance(value, list | tuple)
+            and len(value) == len(default)
+            and all(map(_is_number, value))
+        )
         return None if right else f"{len(default)} numbers, such as {as_json(default)}"
     if not isinstance(default, int | float) and parameter.annotation not in NUMBER_NAMES:
         return None
-    each = value if isinstance(value, list) and block == "scheduler" else [value]  # of each parameter group
+    # Of each parameter group
+    each = value if isinstance(value, list) and block == "scheduler" else [value]
     return None if all(map(_is_number, each)) else "a number, without quotes"
 
 

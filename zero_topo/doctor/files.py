@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks files and shared memory: locks of dead compilers, space in ``/dev/shm``, and the config of a run."""
+"""Checks files and shared memory: locks of dead compilers, space in ``/dev/shm``, and the config of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -34,38 +36,65 @@ MEASURED = "measured"
 
 
 def locks(seen: Surroundings) -> Iterator[Finding]:
-    """Check the lock files of torch's compiler: a lock of a dead process makes later runs wait forever, silently."""
+    """Check the lock files of torch's compiler: a lock of a dead process makes later runs wait
+    forever, silently.
+    """
     chosen = seen.env.get("TORCH_EXTENSIONS_DIR")
-    home = Path(seen.env.get("XDG_CACHE_HOME") or Path(seen.env.get("HOME", "~")).expanduser() / ".cache")
+    home = Path(
+        seen.env.get("XDG_CACHE_HOME") or Path(seen.env.get("HOME", "~")).expanduser() / ".cache"
+    )
     folder = Path(chosen) if chosen else home / "torch_extensions"
     found = sorted(folder.glob("**/lock")) if folder.is_dir() else []
     for lock in found:
         remove = f"rm {shlex.quote(str(lock))}"
         age = seen.now - lock.stat().st_mtime
         if age > STALE_S:
-            text = f"{format_seconds(age)} old: its compiler is dead, and runs wait for it without a word"
+            text = (
+                f"{format_seconds(age)} old: its compiler is dead, and runs wait for it without "
+                "a word"
+            )
             yield Finding(FAIL, f"lock {lock}", text, remove)
         else:
-            yield Finding(WARN, f"lock {lock}", "something compiles, or was killed while it did", f"if not: {remove}")
+            yield Finding(
+                WARN,
+                f"lock {lock}",
+                "something compiles, or was killed while it did",
+                f"if not: {remove}",
+            )
     if folder.is_dir() and not os.access(folder, os.W_OK):
         yield Finding(
-            WARN, "extensions", f"{folder} is not writable", "export TORCH_EXTENSIONS_DIR to a folder of yours"
+            WARN,
+            "extensions",
+            f"{folder} is not writable",
+            "export TORCH_EXTENSIONS_DIR to a folder of yours",
         )
     elif not found:
         yield Finding(OK, "extensions", f"no locks in {folder}")
 
 
 def shared_memory(seen: Surroundings) -> Iterator[Finding]:
-    """Check the space in ``/dev/shm``, and files that crashed runs of DeepSpeed's CPU all-reduce left there."""
+    """Check the space in ``/dev/shm``, and files that crashed runs of DeepSpeed's CPU all-reduce
+    left there.
+    """
     folder = seen.root / "dev" / "shm"
     if not folder.is_dir():
         fix = "mount a tmpfs there (in a container: --shm-size=8g)"
-        yield Finding(WARN, "/dev/shm", "is not there; NCCL and DeepSpeed's CPU all-reduce need it", fix)
+        yield Finding(
+            WARN, "/dev/shm", "is not there; NCCL and DeepSpeed's CPU all-reduce need it", fix
+        )
         return
     free = seen.free(folder)
     if free < ENOUGH:
-        text = f"{format_bytes(free)} free; NCCL and DeepSpeed's CPU all-reduce keep their buffers there"
-        yield Finding(WARN, "/dev/shm", text, "remove what is left over, or start the container with --shm-size=8g")
+        text = (
+            f"{format_bytes(free)} free; NCCL and DeepSpeed's CPU all-reduce keep their buffers "
+            "there"
+        )
+        yield Finding(
+            WARN,
+            "/dev/shm",
+            text,
+            "remove what is left over, or start the container with --shm-size=8g",
+        )
     else:
         yield Finding(OK, "/dev/shm", f"{format_bytes(free)} free")
     buffers = {path.name: path.stat().st_size for path in sorted(folder.glob(BUFFERS))}
@@ -78,12 +107,17 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
         whole = sorted(job for job in set(jobs.values()) - alive if job not in jobs)
         named = [f"{shlex.quote(f'/dev/shm/{job}')}_*" for job in whole]
         named += [shlex.quote(f"/dev/shm/{name}") for name, job in jobs.items() if job not in whole]
-        text = f"{len(left)} buffers of ended runs are left there, {format_bytes(sum(buffers[name] for name in left))}"
+        text = (
+            f"{len(left)} buffers of ended runs are left there, "
+            f"{format_bytes(sum(buffers[name] for name in left))}"
+        )
         yield Finding(WARN, "/dev/shm", text, f"rm {' '.join(named)}")
 
 
 def warn_of_shortage() -> None:
-    """Print to stderr, before ranks start, that ``/dev/shm`` is short of space, and which files can be removed."""
+    """Print to stderr, before ranks start, that ``/dev/shm`` is short of space, and which files can
+    be removed.
+    """
     short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
     for finding in shared_memory(Surroundings()) if short else ():
         if finding.state == WARN:
@@ -110,20 +144,34 @@ def config(seen: Surroundings) -> Iterator[Finding]:
         loaded = load_deepspeed_config(seen.config)
         view = launcher_view(seen.env)
         ranks = None if view is None else view.world_size
-        problems = list(dict.fromkeys([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, ranks)]))
+        problems = list(
+            dict.fromkeys([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, ranks)])
+        )
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
             where = seen.machine if seen.machine and block.topology == AUTO else block.topology
-            before_a_model(block, resolve_topology(where, seen.env, fewest_ranks(block, where, seen.env)))
+            before_a_model(
+                block, resolve_topology(where, seen.env, fewest_ranks(block, where, seen.env))
+            )
     except ValueError as error:
-        problems, block = [str(error)], None
+        problems = [str(error)]
+        block = None
     for problem in problems:
         yield Finding(FAIL, subject, problem, "see: zero-topo check")
     if not problems and block is None:
-        yield Finding(WARN, subject, 'has no "zero_topo" block', 'add one, such as "zero_topo": {"scheme": "topo"}')
+        yield Finding(
+            WARN,
+            subject,
+            'has no "zero_topo" block',
+            'add one, such as "zero_topo": {"scheme": "topo"}',
+        )
     elif not problems:
         why = unasked()
-        yield Finding(OK, subject, "would start") if why is None else Finding(WARN, subject, why, "mend that first")
+        yield (
+            Finding(OK, subject, "would start")
+            if why is None
+            else Finding(WARN, subject, why, "mend that first")
+        )
         for hint in deepspeed_hints(loaded):
             what, fix = hint.rsplit("; ", 1)
             yield Finding(WARN, subject, what, fix)

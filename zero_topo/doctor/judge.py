@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and prints what DeepSpeed refuses.
+"""``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and prints what
+DeepSpeed refuses.
 
 For ``null`` in place of a config it prints the state of torch and DeepSpeed, see ``probe.py``.
 """
@@ -33,7 +34,11 @@ def main() -> None:
             answer = state() if config is None else list(refusals(config))
         except Exception as error:
             said = cut(" ".join(str(error).split()))
-            answer = {"error": said} if config is None else [f"DeepSpeed cannot read this config: {said}"]
+            answer = (
+                {"error": said}
+                if config is None
+                else [f"DeepSpeed cannot read this config: {said}"]
+            )
         print(json.dumps(answer), file=answers, flush=True)
 
 

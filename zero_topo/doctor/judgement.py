@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed refuses in a config, one line each; runs in the process of ``judge.py``, as it imports DeepSpeed.
+"""What DeepSpeed refuses in a config, one line each; runs in the process of ``judge.py``, as it
+imports DeepSpeed.
 
-DeepSpeed's own config parser decides. It checks optimizers, schedules and a few numbers only when it builds an engine:
-this module compares those with the installed DeepSpeed and torch, and ``built.py`` builds them.
+DeepSpeed's own config parser decides. It checks optimizers, schedules and a few numbers only when
+it builds an engine: this module compares those with the installed DeepSpeed and torch, and
+``built.py`` builds them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from typing import Any, get_args
 
 import torch
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.config import (
+    DEEPSPEED_OPTIMIZERS,
+    DeepSpeedConfig,
+    DeepSpeedConfigError,
+    DtypeEnum,
+)
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import ValidationError
@@ -33,12 +40,14 @@ REPORTED = (ValueError, AssertionError, DeepSpeedConfigError)
 def refusals(given: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that DeepSpeed refuses; ``"auto"`` counts as absent.
 
-    DeepSpeed reports only the first error. The key whose removal changes the error is removed, and the rest parsed
-    again.
+    DeepSpeed reports only the first error. The key whose removal changes the error is removed, and
+    the rest parsed again.
     """
     config = _without_auto(given)
     while (error := _error(config)) is not None:
-        guilty = next((key for key in config if str(_error(_without(config, key))) != str(error)), "")
+        guilty = next(
+            (key for key in config if str(_error(_without(config, key))) != str(error)), ""
+        )
         yield _line(guilty, config.get(guilty), error)
         if not guilty:
             return
@@ -67,16 +76,22 @@ def _error(config: Mapping[str, Any]) -> Exception | None:
 
 def _line(key: str, value: Any, error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return f"DeepSpeed would refuse {describe(error, f'{key}.', near=partial(_near, error.title))}"
+        return (
+            f"DeepSpeed would refuse {describe(error, f'{key}.', near=partial(_near, error.title))}"
+        )
     written = f"{key} = {as_json(value)}: " if key else ""
     if not isinstance(error, REPORTED):
-        return f"{written}DeepSpeed cannot read it; write it as DeepSpeed's documentation of its JSON shows"
+        return (
+            f"{written}DeepSpeed cannot read it; write it as DeepSpeed's documentation of its "
+            "JSON shows"
+        )
     reason = cut(" ".join(str(error).split()) or type(error).__name__)
     return f"{written}DeepSpeed would refuse it: {reason}"
 
 
 def _near(title: str, path: Sequence[str]) -> str:
-    """Return what to do about an unknown key, as the end of a sentence: the keys of the part it stands in decide.
+    """Return what to do about an unknown key, as the end of a sentence: the keys of the part it
+    stands in decide.
 
     Args:
         title: the class of DeepSpeed's that reads the outermost part.
@@ -96,7 +111,9 @@ def _keys_of(title: str, parents: Sequence[str]) -> set[str]:
         fields = [field for model in models for field in _named(model, parent)]
         models = [kind for field in fields for kind in _models_in(field.annotation)]
     names = {name for model in models for name in model.model_fields}
-    aliases = {field.alias for model in models for field in model.model_fields.values() if field.alias}
+    aliases = {
+        field.alias for model in models for field in model.model_fields.values() if field.alias
+    }
     return names | aliases
 
 
@@ -131,10 +148,16 @@ def _built_later(config: dict[str, Any], given: Mapping[str, Any]) -> Iterator[s
             DtypeEnum(read.grad_accum_dtype)
         except ValueError:
             names = ", ".join(DtypeEnum.__members__)
-            yield f"data_types.grad_accum_dtype = {as_json(read.grad_accum_dtype)}: DeepSpeed has {names}; give one"
+            yield (
+                f"data_types.grad_accum_dtype = {as_json(read.grad_accum_dtype)}: DeepSpeed has "
+                f"{names}; give one"
+            )
     if read.prescale_gradients and config.get("gradient_predivide_factor", 1.0) != 1.0:
         factor = as_json(config["gradient_predivide_factor"])
-        yield f"gradient_predivide_factor = {factor}: DeepSpeed's ZeRO-3 does not divide before it reduces; remove it"
+        yield (
+            f"gradient_predivide_factor = {factor}: DeepSpeed's ZeRO-3 does not divide before it "
+            "reduces; remove it"
+        )
     if read.optimizer_name is not None:
         yield from _optimizer(read, part_of(given, "optimizer"))
     if read.scheduler_name is not None:
@@ -142,20 +165,31 @@ def _built_later(config: dict[str, Any], given: Mapping[str, Any]) -> Iterator[s
 
 
 def _optimizer(read: Any, block: Mapping[str, Any]) -> Iterator[str]:
-    name, params = read.optimizer_name, part_of(block, "params")
+    name = read.optimizer_name
+    params = part_of(block, "params")
     shown = f"optimizer.type = {as_json(name)}"
-    of_torch, plain = getattr(torch.optim, name, None), name.lower()
+    of_torch = getattr(torch.optim, name, None)
+    plain = name.lower()
     if name in ONE_BIT:
         yield f'{shown}: 1-bit optimizers do not work with ZeRO; use "AdamW"'
     elif not (name in DEEPSPEED_OPTIMIZERS or plain in OPTIMIZERS or isinstance(of_torch, type)):
         yield f'{shown}: neither DeepSpeed nor torch.optim has it; use "AdamW"'
     else:
         kinds = {plain, f"fused{plain.removesuffix('w')}", f"deepspeedcpu{plain.removesuffix('w')}"}
-        tested = any(kind.__name__.lower() in kinds for kind in ZERO_SUPPORTED_OPTIMIZERS) or plain == "muon"
+        tested = (
+            any(kind.__name__.lower() in kinds for kind in ZERO_SUPPORTED_OPTIMIZERS)
+            or plain == "muon"
+        )
         if not tested and not read.zero_allow_untested_optimizer:
-            yield f'{shown}: DeepSpeed has not tested it with ZeRO; set "zero_allow_untested_optimizer": true'
+            yield (
+                f"{shown}: DeepSpeed has not tested it with ZeRO; set "
+                '"zero_allow_untested_optimizer": true'
+            )
         if "max_grad_norm" in params:
-            yield 'optimizer.params.max_grad_norm: DeepSpeed clips by "gradient_clipping"; set that instead'
+            yield (
+                'optimizer.params.max_grad_norm: DeepSpeed clips by "gradient_clipping"; set '
+                "that instead"
+            )
         yield from optimizer_lines(read, block["type"], _without(params, "max_grad_norm"))
 
 
@@ -165,11 +199,15 @@ def _scheduler(read: Any, params: Mapping[str, Any]) -> Iterator[str]:
     known = as_json(lr_schedules.VALID_LR_SCHEDULES)
     if isinstance(getattr(torch.optim.lr_scheduler, name, None), type) and kind is None:
         yield (
-            f"scheduler.type = {as_json(name)}: a schedule of torch does not take ZeRO's optimizer; choose one of "
+            f"scheduler.type = {as_json(name)}: a schedule of torch does not take ZeRO's "
+            "optimizer; choose one of "
             f"{known}, or pass lr_scheduler to deepspeed.initialize"
         )
     elif not isinstance(kind, type):
-        yield f"scheduler.type = {as_json(name)}: neither DeepSpeed nor torch has it; choose one of {known}"
+        yield (
+            f"scheduler.type = {as_json(name)}: neither DeepSpeed nor torch has it; choose one "
+            f"of {known}"
+        )
     elif read.scheduler_params is None:
         yield 'scheduler.params is missing: DeepSpeed passes it on; add "params", which may be {}'
     else:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks the launcher's variables, those that it passes on, and the network interfaces that the backends use."""
+"""Checks the launcher's variables, those that it passes on, and the network interfaces that the
+backends use.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,27 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
     try:
         view = launcher_view(seen.env)
     except ValueError as error:
-        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|FLUX|OMPI'")
+        yield Finding(
+            FAIL,
+            "launcher",
+            str(error),
+            "see what is set: env | grep -E 'RANK|WORLD|SLURM|FLUX|OMPI'",
+        )
         return
     if view is None:
         yield Finding(OK, "launcher", "not in a job")
     else:
-        yield Finding(OK, "launcher", f"{view.source}: {view.world_size} ranks on {view.nodes or 'unknown'} nodes")
+        yield Finding(
+            OK,
+            "launcher",
+            f"{view.source}: {view.world_size} ranks on {view.nodes or 'unknown'} nodes",
+        )
 
 
 def interfaces(seen: Surroundings) -> Iterator[Finding]:
-    """Check that the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
+    """Check that the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and
+    are up.
+    """
     there = seen.interfaces()
     several = False
     with suppress(ValueError):  # reported by launcher()
@@ -50,7 +63,8 @@ def interfaces(seen: Surroundings) -> Iterator[Finding]:
 def forgotten(seen: Surroundings) -> Iterator[Finding]:
     """Check that DeepSpeed's launcher passes zero_topo's variables to other nodes.
 
-    It passes a list of its own, and the lines of ``.deepspeed_env``; under the hook (``zero-topo enable``) ours too.
+    It passes a list of its own, and the lines of ``.deepspeed_env``; under the hook
+    (``zero-topo enable``) ours too.
     """
     ours = sorted(name for name in seen.env if name.startswith(PREFIX))
     if not ours:
@@ -68,13 +82,22 @@ def forgotten(seen: Surroundings) -> Iterator[Finding]:
     quoted = [name for name in missing if '"' in seen.env[name]]
     if quoted:
         text += f", nor the quotation marks of {', '.join(quoted)}"
-    values = {name: f"/path/of/{name.lower()}.json" if name in quoted else seen.env[name] for name in missing}
+    values = {
+        name: f"/path/of/{name.lower()}.json" if name in quoted else seen.env[name]
+        for name in missing
+    }
     lines = " ".join(shlex.quote(f"{name}={value}") for name, value in values.items())
-    yield Finding(WARN, PREFIX, text, f"printf '%s\\n' {lines} >> ~/.deepspeed_env, or zero-topo enable")
+    yield Finding(
+        WARN, PREFIX, text, f"printf '%s\\n' {lines} >> ~/.deepspeed_env, or zero-topo enable"
+    )
 
 
-def _judged(subject: str, named: Mapping[str, list[str]], there: Mapping[str, bool], several: bool) -> Finding:
-    """Return the finding for a variable with its value; ``named``: each word of that -> the interfaces it selects."""
+def _judged(
+    subject: str, named: Mapping[str, list[str]], there: Mapping[str, bool], several: bool
+) -> Finding:
+    """Return the finding for a variable with its value; ``named``: each word of that -> the
+    interfaces it selects.
+    """
     variable = subject.partition("=")[0]
     best = next((name for name, is_up in there.items() if is_up and name != LOOPBACK), LOOPBACK)
     absent = [word for word, names in named.items() if not names]
@@ -82,14 +105,23 @@ def _judged(subject: str, named: Mapping[str, list[str]], there: Mapping[str, bo
     down = [name for name in chosen if not there[name]]
     if several and set(chosen) == {LOOPBACK}:
         text = "ranks are on several nodes, and the loopback interface reaches none but its own"
-        return Finding(FAIL, subject, text, "unset it" if best == LOOPBACK else f"export {variable}={best}")
+        return Finding(
+            FAIL, subject, text, "unset it" if best == LOOPBACK else f"export {variable}={best}"
+        )
     if absent:
         text = f"there is no interface {', '.join(absent)}, there are {', '.join(there)}"
         return Finding(FAIL, subject, text, f"export {variable}={best}")
     if down and len(down) == len(chosen):
-        return Finding(FAIL, subject, f"{', '.join(down)} is down", f"export {variable}={best}, or bring it up")
+        return Finding(
+            FAIL, subject, f"{', '.join(down)} is down", f"export {variable}={best}, or bring it up"
+        )
     if down:
-        return Finding(WARN, subject, f"{', '.join(down)} is down", f"leave it out of {variable}, or bring it up")
+        return Finding(
+            WARN,
+            subject,
+            f"{', '.join(down)} is down",
+            f"leave it out of {variable}, or bring it up",
+        )
     return Finding(OK, subject, "up")
 
 
@@ -99,10 +131,16 @@ def _exact(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
 
 
 def _nccl(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
-    """Parse NCCL's value: prefixes of names; a leading ``=`` means full names, ``^`` all interfaces except these."""
-    exact, others = "=" in value[:2], value.startswith("^")
+    """Parse NCCL's value: prefixes of names; a leading ``=`` means full names, ``^`` all interfaces
+    except these.
+    """
+    exact = "=" in value[:2]
+    others = value.startswith("^")
     words = words_of(value.lstrip("^="))
-    meant = {word: [name for name in there if name == word or (not exact and name.startswith(word))] for word in words}
+    meant = {
+        word: [name for name in there if name == word or (not exact and name.startswith(word))]
+        for word in words
+    }
     if not others:
         return meant
     excluded = {name for names in meant.values() for name in names}

@@ -14,7 +14,9 @@ def state() -> dict[str, Any]:
     import torch.distributed as dist
 
     available = dist.is_available()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     platform = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     if accelerator is not None and accelerator.type != "cuda":
         platform = accelerator.type
@@ -23,7 +25,8 @@ def state() -> dict[str, Any]:
         "platform": platform,
         "devices": torch.accelerator.device_count() if accelerator is not None else 0,
         "gloo": available and dist.is_gloo_available(),
-        "nccl": available and (dist.is_xccl_available() if platform == "xpu" else dist.is_nccl_available()),
+        "nccl": available
+        and (dist.is_xccl_available() if platform == "xpu" else dist.is_nccl_available()),
         "mpi4py": importlib.util.find_spec("mpi4py") is not None,
         "triton": _triton(),
         "seam": _seam(),

@@ -21,8 +21,12 @@ from zero_topo.versions import installed
 
 def interfaces_up() -> dict[str, bool]:
     """Return network interface -> whether it is up."""
-    states = {path.parent.name: path.read_text().strip() for path in Path("/sys/class/net").glob("*/operstate")}
-    return {name: state in ("up", "unknown") for name, state in states.items()}  # the loopback is "unknown"
+    states = {
+        path.parent.name: path.read_text().strip()
+        for path in Path("/sys/class/net").glob("*/operstate")
+    }
+    # The loopback is "unknown"
+    return {name: state in ("up", "unknown") for name, state in states.items()}
 
 
 def free_bytes(folder: Path) -> int:
@@ -69,5 +73,7 @@ class Surroundings:
         known = machine_of_cluster(slurm.cluster(self.env))
         if known is not None:
             return known.name
-        system = self.env.get("LMOD_SYSTEM_NAME", "").lower()  # set by the modules of OLCF's machines
+        system = self.env.get(
+            "LMOD_SYSTEM_NAME", ""
+        ).lower()  # set by the modules of OLCF's machines
         return system if system in preset_names() else None

@@ -17,7 +17,9 @@ _QUOTED = re.compile(r"[ ^]")
 
 @strict_dataclass
 class Other:
-    """What another machine's site wants in place of a row's value, and the document that says so."""
+    """What another machine's site wants in place of a row's value, and the document that says
+    so.
+    """
 
     wanted: str
     source: str
@@ -50,7 +52,9 @@ class Rule:
     others: Mapping[str, Other] = field(default_factory=dict)
 
     def on(self, machine: str | None) -> Rule | None:
-        """Return the rule of one machine, with its site's value; None if the row does not concern it."""
+        """Return the rule of one machine, with its site's value; None if the row does not concern
+        it.
+        """
         if machine is not None and machine in self.others:
             other = self.others[machine]
             return replace(self, wanted=other.wanted, source=other.source)
@@ -59,7 +63,9 @@ class Rule:
     def judge(self, env: Mapping[str, str]) -> Finding:
         """Return the finding for an environment."""
         value = env.get(self.variable, "")
-        hurts = any(value.startswith(bad[:-1]) if bad.endswith("*") else value == bad for bad in self.bad)
+        hurts = any(
+            value.startswith(bad[:-1]) if bad.endswith("*") else value == bad for bad in self.bad
+        )
         if not value and self.unset:
             return Finding(self.state, self.variable, f"not set: {self.reason}", self._fix())
         if value and hurts:
@@ -90,5 +96,7 @@ def variables(seen: Surroundings) -> Iterator[Finding]:
     yield from problems
     where = machine or "the machine is not known"
     yield Finding(
-        OK, "variables", f"{len(judged) - len(problems)} of {len(judged)} that can do harm are set well ({where})"
+        OK,
+        "variables",
+        f"{len(judged) - len(problems)} of {len(judged)} that can do harm are set well ({where})",
     )

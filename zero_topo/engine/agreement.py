@@ -1,15 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Collective checks: all ranks have one plan, the machine matches the topology, replicas are bit-identical.
+"""Collective checks: all ranks have one plan, the machine matches the topology, replicas are
+bit-identical.
 
-Each check gathers its evidence on every rank and evaluates it there, so all ranks raise the same error and none hangs.
+Each check gathers its evidence on every rank and evaluates it there, so all ranks raise the same
+error and none hangs.
 
 Note [Digests first]
-    A plan with the order of 75,264 ranks is a megabyte; an all-gather of it would move 56 PB. Ranks therefore gather
-    digests of 48 bytes each. Only if these differ, one rank of each kind broadcasts its text.
+    A plan with the order of 75,264 ranks is a megabyte; an all-gather of it would move 56 PB. Ranks
+    therefore gather digests of 48 bytes each. Only if these differ, one rank of each kind
+    broadcasts its text.
 
 Note [A rank without the block]
-    A rank without a ``zero_topo`` block continues with stock DeepSpeed. It must not wait for the others, nor they for
-    it: its script may have imported zero_topo only for a plan, on one rank. Every rank therefore registers in the
+    A rank without a ``zero_topo`` block continues with stock DeepSpeed. It must not wait for the
+    others, nor they for
+    it: its script may have imported zero_topo only for a plan, on one rank. Every rank therefore
+        registers in the
     store of torch's rendezvous, and only ranks with the block wait until all have registered.
 """
 
@@ -42,9 +47,14 @@ SAME_START = "give every rank the same JSON, model, optimizer, software and laun
 
 
 def check_blocks(
-    store: dist.Store, rank: int, world_size: int, has_block: bool, of_environment: str | None = None
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    has_block: bool,
+    of_environment: str | None = None,
 ) -> None:
-    """Wait until every rank has begun this engine, and check that all configs have a ``zero_topo`` block.
+    """Wait until every rank has begun this engine, and check that all configs have a ``zero_topo``
+    block.
 
     A rank without a block does not wait (Note [A rank without the block]).
 
@@ -53,7 +63,8 @@ def check_blocks(
         rank: this rank.
         world_size: number of ranks that build this engine.
         has_block: whether this rank's config has the block.
-        of_environment: the value of ``ZERO_TOPO_BLOCK``, from which this rank's block comes; None if its JSON has it.
+        of_environment: the value of ``ZERO_TOPO_BLOCK``, from which this rank's block comes; None
+            if its JSON has it.
 
     Raises:
         ValueError: on every rank with a block, naming ranks without one.
@@ -71,7 +82,8 @@ def check_blocks(
         here.wait(["all here"])
     except RuntimeError as error:
         raise TimeoutError(
-            f"ranks {_missing(store, here, turn, world_size)} did not begin the engine that the others have begun: "
+            f"ranks {_missing(store, here, turn, world_size)} did not begin the engine that the "
+            "others have begun: "
             "import zero_topo and call deepspeed.initialize on every rank, or look in their logs"
         ) from error
     without = here.add("without", 0)
@@ -79,13 +91,16 @@ def check_blocks(
         named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
         if of_environment is not None:
             raise ValueError(
-                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as {', '.join(named)}: "
-                "launchers pass few variables on to other nodes; DeepSpeed's reads ~/.deepspeed_env, so add this line "
+                f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as "
+                f"{', '.join(named)}: "
+                "launchers pass few variables on to other nodes; DeepSpeed's reads "
+                "~/.deepspeed_env, so add this line "
                 "there: "
                 f"{exported(of_environment)}"
             )
         raise ValueError(
-            f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, such as '
+            f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, '
+            "such as "
             f"{', '.join(named)}; give every rank the same JSON"
         )
 
@@ -95,7 +110,9 @@ def _engines_of(rank: int) -> str:
 
 
 def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) -> str:
-    """Return the ranks that have not begun their engine number ``turn``; one rank queries the store for all."""
+    """Return the ranks that have not begun their engine number ``turn``; one rank queries the store
+    for all.
+    """
     if here.add("asking", 1) == 1:
         missing = [rank for rank in range(world_size) if store.add(_engines_of(rank), 0) < turn]
         here.set("missing", str(missing[:8]))
@@ -105,7 +122,8 @@ def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) ->
 def check_agreement(
     config: ResolvedConfig, device: torch.device, more: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology places them.
+    """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology
+    places them.
 
     Collective.
 
@@ -121,7 +139,9 @@ def check_agreement(
     topology = machine.to_json()
     topology.pop("sources", None)  # differs if a tool timed out on one node
     placement = own_placement(machine, device)
-    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, device, placement=placement)
+    places = agree(
+        {"zero_topo": config.to_json(), "topology": topology, **more}, device, placement=placement
+    )
     with suppress(ValueError):
         check_placements(machine, places)
         return
@@ -203,12 +223,16 @@ def all_can(
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that has no JSON type: a tensor to its values, another object to text without its address."""
+    """Convert a value that has no JSON type: a tensor to its values, another object to text without
+    its address.
+    """
     return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
 
 
 def _place(data: bytes) -> Placement:
-    """Decode a placement as :func:`agree` gathers it: a digest of the host; the package's number plus one, or zero."""
+    """Decode a placement as :func:`agree` gathers it: a digest of the host; the package's number
+    plus one, or zero.
+    """
     package = int.from_bytes(data[8:], "little")
     return Placement(data[:8].hex(), package=package - 1 if package else None)
 
@@ -220,9 +244,15 @@ def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
     return json.loads(box[0]), box[1]
 
 
-def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Describe in one line how ranks differ from the largest kind, which comes first in ``kinds``."""
-    named = [f"rank {ranks[0]} of host {host}" for ranks, (_, host) in zip(kinds, texts, strict=True)]
+def _disagreement(
+    kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]
+) -> str:
+    """Describe in one line how ranks differ from the largest kind, which comes first in
+    ``kinds``.
+    """
+    named = [
+        f"rank {ranks[0]} of host {host}" for ranks, (_, host) in zip(kinds, texts, strict=True)
+    ]
     for name, (facts, _) in zip(named, texts, strict=True):
         if "refused" in facts:
             return f"{name} refuses: {facts['refused']}"
@@ -230,7 +260,10 @@ def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[
     odd = []
     for ranks, name, facts in zip(kinds[1:], named[1:], others, strict=True):
         keys = [key for key in sorted({*usual, *facts}) if usual.get(key) != facts.get(key)]
-        values = [f"{key} {facts.get(key, 'absent')} in place of {usual.get(key, 'absent')}" for key in keys]
+        values = [
+            f"{key} {facts.get(key, 'absent')} in place of {usual.get(key, 'absent')}"
+            for key in keys
+        ]
         more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         odd.append(f"{name}{more} has {', '.join(values[:MOST_NAMED])}")
     return f"ranks do not agree with {named[0]} and {len(kinds[0]) - 1} more: {'; '.join(odd)}"
@@ -246,7 +279,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_placement(topology: Topology, device: torch.device) -> Placement:
-    """Return where this rank runs; vendor tools are run only if several ranks share a GPU in the topology."""
+    """Return where this rank runs; vendor tools are run only if several ranks share a GPU in the
+    topology.
+    """
     if device.type != "cuda" or topology.emulated:
         return take_placement(socket.gethostname(), None, None)
     found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
@@ -259,8 +294,8 @@ def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tenso
     """Compare checksums of shards over the ranks that should store the same bits. Collective.
 
     Args:
-        plans: the plan of each group of global ranks: ``copies[0]`` is replicated on ranks of one weights position,
-            ``copies[1]`` on those of one secondary position.
+        plans: the plan of each group of global ranks: ``copies[0]`` is replicated on ranks of one
+            weights position, ``copies[1]`` on those of one secondary position.
         copies: this rank's shards.
 
     Raises:
@@ -274,19 +309,24 @@ def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tenso
         degrees = {"weight": plan.weights, "secondary": plan.secondary}
         for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
             assert degree is not None
-            stored = table[in_tree_order, column].view(-1, degree)  # one column per replicated position
+            # One column per replicated position
+            stored = table[in_tree_order, column].view(-1, degree)
             differ = (stored != stored[0]).nonzero()
             if len(differ):
                 row, position = differ[0].tolist()
                 raise RuntimeError(
-                    f"ranks {in_tree_order[position]} and {in_tree_order[row * degree + position]} share a {name} "
-                    "shard but hold different bits after publish: the run is no longer valid; restart from the last "
+                    f"ranks {in_tree_order[position]} and {in_tree_order[row * degree + position]} "
+                    f"share a {name} "
+                    "shard but hold different bits after publish: the run is no longer valid; "
+                    "restart from the last "
                     "checkpoint and report this with your configuration"
                 )
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an order-sensitive 64-bit checksum of a tensor's bytes (scalar int64 on its device)."""
+    """Return an order-sensitive 64-bit checksum of a tensor's bytes (scalar int64 on its
+    device).
+    """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)

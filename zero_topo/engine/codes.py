@@ -21,7 +21,9 @@ from zero_topo.quant.spec import BlockSpec, ChangeSpec
 NO_CODE = 128  # the byte of -128, which no weight has: every weight that is stored so changes
 
 Update = tuple[Sequence[int], Tensor | None, int]
-"""Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and the first column."""
+"""Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and
+the first column.
+"""
 
 Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
 """Cuts updates into runs, with the sizes of those parameters that take part."""
@@ -42,7 +44,8 @@ class CodeStore:
         queue: the ordered queue in which runs are started and finished.
 
     Attributes:
-        codes: INT8 weights and scales of the rank's weight shard, ``[N / W]`` rows of each parameter.
+        codes: INT8 weights and scales of the rank's weight shard, ``[N / W]`` rows of each
+            parameter.
         sizes: by INT8 parameter: elements with padding, over the whole world.
         buffers: by parameter, the stored bytes, a view; empty for parameters that are not INT8.
     """
@@ -56,12 +59,19 @@ class CodeStore:
         planned: Planner,
         queue: OrderedQueue,
     ) -> None:
-        self._planned, self._queue = planned, queue
+        self._planned = planned
+        self._queue = queue
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
         blocks = [-(-width // block) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
-        self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self._rows, block, device)
-        self.sizes = {param_index: layout.padded_numels[param_index] for param_index, has in enumerate(coded) if has}
+        self.codes = Codes.build(
+            list(zip(layout.begins, widths, strict=True)), self._rows, block, device
+        )
+        self.sizes = {
+            param_index: layout.padded_numels[param_index]
+            for param_index, has in enumerate(coded)
+            if has
+        }
         self._ends = list(accumulate(blocks, initial=0))  # block columns
         sizes = (BlockSpec("int8", block).nbytes(self._rows * count * block) for count in blocks)
         self._bytes = list(accumulate(sizes, initial=0))
@@ -70,76 +80,114 @@ class CodeStore:
 
     def _part(self, param_indices: Sequence[int], size: int) -> Part:
         """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
-        return Part(self._ends[param_indices[0]], self._ends[param_indices[-1] + 1], self._rows // size, size)
+        return Part(
+            self._ends[param_indices[0]],
+            self._ends[param_indices[-1] + 1],
+            self._rows // size,
+            size,
+        )
 
     @cached_property
     def _scales(self) -> Tensor:
         """Positions of the own world shard's scales in the stored bytes, viewed as FP32."""
         param_index = self.codes.param_indices[self.codes.param_index_of.long()]
-        here = torch.arange(len(param_index), dtype=torch.int64, device=param_index.device) - param_index[:, 3]
+        here = (
+            torch.arange(len(param_index), dtype=torch.int64, device=param_index.device)
+            - param_index[:, 3]
+        )
         return param_index[:, 1] // 4 + self._own_row * param_index[:, 2] + here
 
     def _scales_of(self, param_indices: range) -> Tensor:
         return self._scales[self._ends[param_indices.start] : self._ends[param_indices.stop]]
 
     def own_scales(self, param_indices: range) -> Tensor:
-        """Return a copy of some parameters' scales in the own world shard, FP32 ``[block columns]``."""
+        """Return a copy of some parameters' scales in the own world shard, FP32
+        ``[block columns]``.
+        """
         return self.codes.stored.view(torch.float32)[self._scales_of(param_indices)]
 
     def begin_anew(self, param_indices: range, scales: Tensor | None) -> None:
         """Forget the INT8 weights of some parameters, and their scales but for the given ones.
 
-        The next publish sends every block whole, as the other ranks do not have these scales. Only blocks of zeros
-        without a given scale are not sent, which all ranks store alike.
+        The next publish sends every block whole, as the other ranks do not have these scales. Only
+        blocks of zeros without a given scale are not sent, which all ranks store alike.
 
         Args:
             param_indices: the parameters.
-            scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros these too.
+            scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros
+                these too.
         """
-        self.codes.stored[self._bytes[param_indices.start] : self._bytes[param_indices.stop]].zero_()
+        self.codes.stored[
+            self._bytes[param_indices.start] : self._bytes[param_indices.stop]
+        ].zero_()
         if scales is not None:
             for param_index in param_indices:
                 blocks = self._ends[param_index + 1] - self._ends[param_index]
                 self.buffers[param_index][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
-            self.codes.stored.view(torch.float32)[self._scales_of(param_indices)] = scales.nan_to_num(0.0)
+            self.codes.stored.view(torch.float32)[self._scales_of(param_indices)] = (
+                scales.nan_to_num(0.0)
+            )
 
     def recode(self, param_index: int, rows: Tensor, first: int) -> None:
-        """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new scales.
+        """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new
+        scales.
 
         The result depends on the rows alone, as after a load.
         """
         self.buffers[param_index].zero_()
-        masters, part = Masters(rows, first, 0), self._part([param_index], 1)
+        masters = Masters(rows, first, 0)
+        part = self._part([param_index], 1)
         change = ops.assess_changes(masters, self.codes, part)
-        ops.encode_changes(masters, self.codes, part, change, ChangeSpec(self.codes.block).largest(part.blocks))
+        ops.encode_changes(
+            masters, self.codes, part, change, ChangeSpec(self.codes.block).largest(part.blocks)
+        )
 
-    def begin(self, hierarchy: Hierarchy, sizes: dict[int, int], updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows it owns.
+    def begin(
+        self, hierarchy: Hierarchy, sizes: dict[int, int], updates: Sequence[Update]
+    ) -> Begun:
+        """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows
+        it owns.
 
         Args:
-            hierarchy: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.
+            hierarchy: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a
+                load.
             sizes: filled for each run, by its first parameter: the bytes of every rank's message.
             updates: with FP32 masters on the device of the INT8 weights.
         """
-        runs, assessed = self._planned(updates, self.sizes), []
+        runs = self._planned(updates, self.sizes)
+        assessed = []
         for param_indices, masters, first in runs:
             assert masters is not None
-            own, part = Masters(masters, first, hierarchy.index), self._part(param_indices, hierarchy.size)
+            own = Masters(masters, first, hierarchy.index)
+            part = self._part(param_indices, hierarchy.size)
             assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
-        agreed = self._agreed_sizes(hierarchy, [(part.blocks, change) for _, part, change in assessed])
-        for (param_indices, *_), (own, part, change), nbytes in zip(runs, assessed, agreed, strict=True):
+        agreed = self._agreed_sizes(
+            hierarchy, [(part.blocks, change) for _, part, change in assessed]
+        )
+        for (param_indices, *_), (own, part, change), nbytes in zip(
+            runs, assessed, agreed, strict=True
+        ):
             sizes[param_indices[0]] = nbytes
             reads = [own.table, change.scales, change.counts, change.steps, change.ends]
-            yield param_indices, self._queue.run(partial(self._publish, hierarchy, own, part, change, nbytes), reads)
+            yield (
+                param_indices,
+                self._queue.run(
+                    partial(self._publish, hierarchy, own, part, change, nbytes), reads
+                ),
+            )
 
-    def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[tuple[int, Change]]) -> list[int]:
-        """Return the bytes of the messages of each run, given its blocks: enough for the changes of every rank.
+    def _agreed_sizes(
+        self, hierarchy: Hierarchy, changes: Sequence[tuple[int, Change]]
+    ) -> list[int]:
+        """Return the bytes of the messages of each run, given its blocks: enough for the changes of
+        every rank.
 
         This is the only host synchronization of a publish, one for all its runs.
         """
         if not changes:
             return []
-        totals = torch.cat([change.ends[-1:] for _, change in changes])  # blocks sent whole, bytes of changes
+        # Blocks sent whole, bytes of changes
+        totals = torch.cat([change.ends[-1:] for _, change in changes])
         gathered = all_gather(hierarchy, totals.view(-1).view(torch.uint8)).wait()
         most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
@@ -148,7 +196,13 @@ class CodeStore:
             for (blocks, _), largest in zip(changes, most, strict=True)
         ]
 
-    def _publish(self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
+    def _publish(
+        self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int
+    ) -> Handle[None]:
         allocate = hierarchy.groups[-1].allocate
-        changes = all_gather(hierarchy, ops.encode_changes(own, self.codes, part, change, nbytes, allocate))
-        return changes.then(lambda received: ops.apply_changes(received, self.codes, part, hierarchy.index))
+        changes = all_gather(
+            hierarchy, ops.encode_changes(own, self.codes, part, change, nbytes, allocate)
+        )
+        return changes.then(
+            lambda received: ops.apply_changes(received, self.codes, part, hierarchy.index)
+        )

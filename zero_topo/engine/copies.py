@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Copies of parameters, sharded over a group: how one is gathered, and the secondary one of the backward pass."""
+"""Copies of parameters, sharded over a group: how one is gathered, and the secondary one of the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle, OrderedQueue, on_gpu
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Mesh, Hierarchy
+from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
@@ -30,7 +32,8 @@ class Copy:
 
     Args:
         hierarchy: the ranks that store the whole copy between them.
-        data: rows ``[rows, width]`` of the parameter; or a packed buffer of such rows, which is sent unchanged.
+        data: rows ``[rows, width]`` of the parameter; or a packed buffer of such rows, which is
+            sent unchanged.
         wire: the format in which it is sent.
         packed: whether the data are a packed buffer, uint8.
         block: each row in a packed buffer is padded to a multiple of this number of elements.
@@ -43,16 +46,25 @@ class Copy:
 
     view: View
 
-    def __init__(self, hierarchy: Hierarchy, data: Tensor, wire: Format, packed: bool = False, block: int = 1) -> None:
-        self.hierarchy, self.data, self.wire, self.packed, self._block = hierarchy, data, wire, packed, block
+    def __init__(
+        self, hierarchy: Hierarchy, data: Tensor, wire: Format, packed: bool = False, block: int = 1
+    ) -> None:
+        self.hierarchy = hierarchy
+        self.data = data
+        self.wire = wire
+        self.packed = packed
+        self._block = block
         self.nbytes = data.numel() if packed else wire.nbytes(data.numel())
         unchanged = packed or (wire == FORMATS.get(data.dtype) and data.is_contiguous())
         self.sent = as_bytes(data) if unchanged else None
         if not packed:
-            self.view = view_of(data)  # made once: for each gather it would take as long as the launch
+            # Made once: for each gather it would take as long as the launch
+            self.view = view_of(data)
 
     def whole(self) -> Tensor:
-        """Return a copy of the data, flat, to which the model may write; rounded if they are sent in a lower dtype."""
+        """Return a copy of the data, flat, to which the model may write; rounded if they are sent
+        in a lower dtype.
+        """
         sent = DTYPES[self.wire.dtype] if isinstance(self.wire, Cast) else self.data.dtype
         rounded = self.data.to(sent, copy=True)
         return rounded.to(self.data.dtype).flatten()
@@ -66,7 +78,8 @@ class Copy:
 
     def received(self, flat: Tensor, world_size: int) -> View:
         """Return the places of all ranks' values in the whole copy ``flat [N * width]``."""
-        size, width = self.hierarchy.size, flat.numel() // world_size  # row r of member m is row m + r * size
+        size = self.hierarchy.size
+        width = flat.numel() // world_size  # row r of member m is row m + r * size
         filled = -(-width // self._block) * self._block
         return View(flat, world_size // size, filled, size * width, size, width, width)
 
@@ -74,12 +87,15 @@ class Copy:
 def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
     """Pack this rank's parts of some parameters' copies into one buffer, message by message.
 
-    If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins them.
+    If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins
+    them.
     """
     stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
     if len(stored) > 1 and all(part is None for part in stored):
         first = copies[messages[0][0]]
-        buffer = first.hierarchy.groups[-1].allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
+        buffer = first.hierarchy.groups[-1].allocate(
+            sum(sizes), dtype=torch.uint8, device=first.data.device
+        )
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
@@ -108,7 +124,8 @@ def gather(
     Each quantized parameter has a message of its own. All others share one, the last.
 
     Args:
-        copies: of all parameters; those of ``param_indices`` are gathered over the same process groups.
+        copies: of all parameters; those of ``param_indices`` are gathered over the same process
+            groups.
         param_indices: parameters, in the same order on every rank.
         layout: of all parameters.
         like: a tensor with the dtype and device of the result.
@@ -119,7 +136,9 @@ def gather(
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per parameter.
     """
-    hierarchy, world_size, flats = copies[param_indices[0]].hierarchy, layout.plan.world_size, dict[int, Tensor]()
+    hierarchy = copies[param_indices[0]].hierarchy
+    world_size = layout.plan.world_size
+    flats = dict[int, Tensor]()
 
     def decode(message: Sequence[int], buffers: Tensor) -> None:
         places = []
@@ -134,9 +153,12 @@ def gather(
                 decode([param_index], copies[param_index].data[None, None])
             else:
                 flats[param_index] = copies[param_index].whole()
-        return [layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices]
+        return [
+            layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices
+        ]
 
-    if hierarchy.size == 1 and message is None:  # every rank stores all rows: nothing is sent, and nothing is quantized
+    # Every rank stores all rows: nothing is sent, and nothing is quantized
+    if hierarchy.size == 1 and message is None:
         return Handle(None, (), local)
     messages, sizes = _messages(copies, param_indices)
 
@@ -147,16 +169,23 @@ def gather(
             decode(message, part)
         if capture is not None:
             capture(flats)
-        return [layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices]
+        return [
+            layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices
+        ]
 
     if message is None:
         message = pack(copies, messages, sizes)
     return all_gather(hierarchy.metered(phase), message).then(finish)
 
 
-def _messages(copies: Sequence[Copy], param_indices: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def _messages(
+    copies: Sequence[Copy], param_indices: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
     """Return the parameters of each message of a gather, and its bytes."""
-    messages, exact, sizes, rest = list[list[int]](), list[int](), list[int](), 0
+    messages = list[list[int]]()
+    exact = list[int]()
+    sizes = list[int]()
+    rest = 0
     for param_index in param_indices:
         if copies[param_index].wire.lossy:
             messages.append([param_index])
@@ -171,19 +200,23 @@ def _messages(copies: Sequence[Copy], param_indices: Sequence[int]) -> tuple[lis
 
 
 class Secondary:
-    """The copies of some parameters from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
+    """The copies of some parameters from which the backward pass gathers (Note [Which copy is read]
+    in ``weights.py``).
 
-    There are three kinds. With S a multiple of W, unquantized copies are the primary or rows of it: always fresh.
-    Quantized ones are requantized from these rows after each change; "on the host" they are not stored, and each gather
-    quantizes the rows. With S < W, copies are captured from forward gathers, which bring whole parameters; copies of
-    frozen parameters are stored when these change.
+    There are three kinds. With S a multiple of W, unquantized copies are the primary or rows of it:
+    always fresh. Quantized ones are requantized from these rows after each change; "on the host"
+    they are not stored, and each gather quantizes the rows. With S < W, copies are captured from
+    forward gathers, which bring whole parameters; copies of frozen parameters are stored when these
+    change.
 
     Note [Copies in host memory]
-        A captured copy on the host is stored as gathers send it. The gathers' stream packs a forward gather's rows into
-        a staging buffer; the stream of ``copying`` then copies this to the host. Before a backward gather, that stream
-        copies the parts to the device. It runs its copies in order, so a load never overtakes the store before it. A
-        staging buffer is freed once the stream that packs the next one has waited for its copy; a loaded buffer, once
-        the reader has waited for its gather. Both are then reused in stream order: the host waits for nothing, and no
+        A captured copy on the host is stored as gathers send it. The gathers' stream packs a
+        forward gather's rows into a staging buffer; the stream of ``copying`` then copies this to
+        the host. Before a backward gather, that stream copies the parts to the device. It runs its
+        copies in order, so a load never overtakes the store before it. A staging buffer is freed
+        once the stream that packs the next one has waited for its copy; a loaded buffer, once
+        the reader has waited for its gather. Both are then reused in stream order: the host waits
+            for nothing, and no
         more than one gather's parts are staged.
 
     Args:
@@ -217,35 +250,59 @@ class Secondary:
         self.tensors = self.shared = tuple[Tensor, ...]()
         self.host: Tensor | None = None
         self._layout = layout
-        # By parameter: the number of changes of its primary, and that number when its copy was made. The host writes
-        # both when it queues the change or the copy; the events of `Weights` order the streams.
+        # By parameter: the number of changes of its primary, and that number when its copy was
+        # made. The host writes both when it queues the change or the copy; the events of `Weights`
+        # order the streams.
         self._versions = [0] * len(layout.numels)
         self._stamps = [-1] * len(layout.numels)
-        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; empty if captured.
+        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized;
+        # empty if captured.
         self._cut: dict[int, Tensor] = {}
-        self.captured = degree is not None and len(param_indices) > 0 and degree % layout.plan.weights != 0
+        self.captured = (
+            degree is not None and len(param_indices) > 0 and degree % layout.plan.weights != 0
+        )
         # The last copy to the host: its handle keeps the staging buffer.
         self._stored: Handle[None] | None = None
         if degree is None or not param_indices:
             return
-        self._degree, self._copying, self._like = degree, copying, shards[param_indices[0]].data
-        hierarchy, lossy = mesh.hierarchy(1, degree), wires[param_indices[0]].lossy
+        self._degree = degree
+        self._copying = copying
+        self._like = shards[param_indices[0]].data
+        hierarchy = mesh.hierarchy(1, degree)
+        lossy = wires[param_indices[0]].lossy
         packs = lossy or (self.captured and copying is not None)
         if not self.captured:
-            rows = {param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree) for param_index in param_indices}
+            rows = {
+                param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree)
+                for param_index in param_indices
+            }
             if not lossy or copying is not None:
                 for param_index in param_indices:
-                    self.copies[param_index] = Copy(hierarchy, rows[param_index], wires[param_index])
+                    self.copies[param_index] = Copy(
+                        hierarchy, rows[param_index], wires[param_index]
+                    )
                 return
             self._cut = rows
         height, _ = layout.shape(degree)
         numels = [height * layout.widths[param_index] for param_index in param_indices]
         plain = self._like.itemsize
-        sizes = [wires[param_index].nbytes(n) if packs else n * plain for param_index, n in zip(param_indices, numels, strict=True)]
-        nbytes, device = sum(sizes), self._like.device
-        stored = self._like.new_zeros(nbytes, dtype=torch.uint8) if copying is None else on_host(nbytes, device)
+        sizes = [
+            wires[param_index].nbytes(n) if packs else n * plain
+            for param_index, n in zip(param_indices, numels, strict=True)
+        ]
+        nbytes = sum(sizes)
+        device = self._like.device
+        stored = (
+            self._like.new_zeros(nbytes, dtype=torch.uint8)
+            if copying is None
+            else on_host(nbytes, device)
+        )
         for param_index, part in zip(param_indices, stored.split(sizes), strict=True):
-            data = part if packs else part.view(self._like.dtype).view(height, layout.widths[param_index])
+            data = (
+                part
+                if packs
+                else part.view(self._like.dtype).view(height, layout.widths[param_index])
+            )
             self.copies[param_index] = Copy(hierarchy, data, wires[param_index], packed=packs)
         if copying is not None:
             self.host = stored
@@ -264,9 +321,15 @@ class Secondary:
         Raises:
             RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
         """
-        fresh = not (self.captured or self._cut) or self._stamps[param_index] == self._versions[param_index]
+        fresh = (
+            not (self.captured or self._cut)
+            or self._stamps[param_index] == self._versions[param_index]
+        )
         if not fresh and self._cut:
-            raise RuntimeError(f"the secondary shard of parameter {param_index} was not refreshed after the last publish")
+            raise RuntimeError(
+                f"the secondary shard of parameter {param_index} was not refreshed after the last "
+                "publish"
+            )
         return fresh
 
     def expire(self, param_indices: Sequence[int]) -> None:
@@ -280,24 +343,46 @@ class Secondary:
             self._store({param_index: self._cut[param_index] for param_index in param_indices})
 
     def capturing(self, param_indices: Sequence[int]) -> Capture | None:
-        """Return a callback that stores what a forward gather brings; None if nothing is captured."""
+        """Return a callback that stores what a forward gather brings; None if nothing is
+        captured.
+        """
         if not self.captured:
             return None
-        begun = {param_index: self._versions[param_index] for param_index in param_indices if not self.is_fresh(param_index)}
+        begun = {
+            param_index: self._versions[param_index]
+            for param_index in param_indices
+            if not self.is_fresh(param_index)
+        }
 
         def capture(flats: Mapping[int, Tensor]) -> None:
             # Without those whose weights changed during the gather.
-            due = [param_index for param_index in flats if begun.get(param_index) == self._versions[param_index]]
-            self.store_whole({param_index: flats[param_index].view(self._layout.plan.world_size, -1) for param_index in due})
+            due = [
+                param_index
+                for param_index in flats
+                if begun.get(param_index) == self._versions[param_index]
+            ]
+            self.store_whole(
+                {
+                    param_index: flats[param_index].view(self._layout.plan.world_size, -1)
+                    for param_index in due
+                }
+            )
 
         return capture if begun else None
 
     def store_whole(self, rows: Mapping[int, Tensor]) -> None:
         """Store the copies of parameters, given as all their world shards ``[N, width]``."""
-        self._store({param_index: self._layout.subset(whole, 1, self._degree) for param_index, whole in rows.items()})
+        self._store(
+            {
+                param_index: self._layout.subset(whole, 1, self._degree)
+                for param_index, whole in rows.items()
+            }
+        )
 
     def settle(self) -> None:
-        """Make the current stream wait for the last copy to the host, and free its staging buffer."""
+        """Make the current stream wait for the last copy to the host, and free its staging
+        buffer.
+        """
         if self._stored is not None:
             self._stored.wait()
             self._stored = None
@@ -308,7 +393,9 @@ class Secondary:
         self.settle()
 
     def load(self, param_indices: Sequence[int]) -> Handle[Tensor]:
-        """Begin to copy some parameters' parts from the host to one buffer on the device, in order."""
+        """Begin to copy some parameters' parts from the host to one buffer on the device, in
+        order.
+        """
         parts = [self.copies[param_index].data for param_index in param_indices]
 
         def copied() -> Handle[Tensor]:
@@ -330,7 +417,9 @@ class Secondary:
             return
         self.settle()  # at most one staging buffer at a time
         places = [self.copies[param_index].data for param_index in rows]
-        staged = [quantize(part, self.copies[param_index].wire) for param_index, part in rows.items()]
+        staged = [
+            quantize(part, self.copies[param_index].wire) for param_index, part in rows.items()
+        ]
 
         def copied() -> Handle[None]:
             for place, part in zip(places, staged, strict=True):
@@ -354,18 +443,22 @@ def kept_until(handle: Handle[T], owned: object) -> Handle[T]:
 def on_host(nbytes: int, device: torch.device) -> Tensor:
     """Return zeros in the host's memory, uint8 ``[nbytes]``, page-locked if ``device`` is a GPU.
 
-    CUDA's driver page-locks memory of any size in place; ``pin_memory`` rounds the size up to a power of two.
+    CUDA's driver page-locks memory of any size in place; ``pin_memory`` rounds the size up to a
+    power of two.
 
     Raises:
         RuntimeError: if the driver refuses.
     """
     if device.type != "cuda" or not nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu(device))
-    buffer, runtime = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), cast(Any, torch.cuda.cudart())
+    buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    runtime = cast(Any, torch.cuda.cudart())
     if status := int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)):
         raise RuntimeError(
-            f'zero_topo.secondary_on = "host": the driver cannot page-lock {format_bytes(nbytes)} of host memory '
-            f"(error {status}); raise the limit of locked memory (ulimit -l), or store the copy on the device"
+            f'zero_topo.secondary_on = "host": the driver cannot page-lock {format_bytes(nbytes)} '
+            "of host memory "
+            f"(error {status}); raise the limit of locked memory (ulimit -l), or store the copy on "
+            "the device"
         )
     weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer

@@ -2,27 +2,33 @@
 """The gradient shards: scatter, accumulation, sync, and the gradients that the optimizer reads.
 
 Note [Zeroed, then added]
-    Every micro-batch adds to the gradient buffer. The buffer is zeroed after each optimizer step, after a skipped step
-    (overflow) and by ``zero_grad``, except for a residual (below). Stock stage 3 instead overwrites the buffer in the
-    first micro-batch. A parameter without a gradient in that micro-batch would then keep the last step's gradient, and
-    a parameter whose hook fires twice in a backward pass (used inside and outside a reentrant checkpoint) would lose
-    the first part. If the first part is still in the bucket, autograd adds the second to it in place.
+    Every micro-batch adds to the gradient buffer. The buffer is zeroed after each optimizer step,
+    after a skipped step (overflow) and by ``zero_grad``, except for a residual (below). Stock stage
+    3 instead overwrites the buffer in the first micro-batch. A parameter without a gradient in that
+    micro-batch would then keep the last step's gradient, and a parameter whose hook fires twice in
+    a backward pass (used inside and outside a reentrant checkpoint) would lose the first part. If
+    the first part is still in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
-    ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek finishes the sync,
-    and the step does not repeat it. Gradients of a further micro-batch reopen their runs: the delivered sum stays in
-    the rank's own row only, so the sum over the ranks that share a row is still the gradient, and sync runs again.
-    A user's write to the own row does the same if the optimizer reads rows of other ranks too.
+    ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek
+    finishes the sync,
+    and the step does not repeat it. Gradients of a further micro-batch reopen their runs: the
+        delivered sum stays in
+    the rank's own row only, so the sum over the ranks that share a row is still the gradient, and
+    sync runs again. A user's write to the own row does the same if the optimizer reads rows of
+    other ranks too.
 
 Note [Residual in the buffer]
-    A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next step. If no gradients
-    were added since the step, ``zero_grad`` keeps the residual (DeepSpeed calls it after each step). Otherwise
-    ``zero_grad`` drops the residual together with the gradients.
+    A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next
+    step. If no gradients were added since the step, ``zero_grad`` keeps the residual (DeepSpeed
+    calls it after each step). Otherwise ``zero_grad`` drops the residual together with the
+    gradients.
 
 Note [Sync under backward]
-    Parameters are synced in runs of neighbours, in any order. In the last micro-batch a run begins as soon as all its
-    gradients have been scattered; the step begins the other runs and waits for all. A late gradient (of a parameter
-    used inside and outside a reentrant checkpoint) reopens its run.
+    Parameters are synced in runs of neighbours, in any order. In the last micro-batch a run begins
+    as soon as all its gradients have been scattered; the step begins the other runs and waits for
+    all. A late gradient (of a parameter used inside and outside a reentrant checkpoint) reopens its
+    run.
 """
 
 from __future__ import annotations
@@ -58,7 +64,8 @@ class Gradients:
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
         queue: the ordered queue in which sync runs.
-        averaged: number of ranks over whose gradients the mean is taken, if more than the plan has: of experts.
+        averaged: number of ranks over whose gradients the mean is taken, if more than the plan has:
+            of experts.
 
     Attributes:
         buffer: ``[N / G, F]``, the sums over this gradient domain, divided by N.
@@ -79,37 +86,51 @@ class Gradients:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
-        self._wire, self._loss_scale, self._meter, self._queue = wire, loss_scale, mesh.meter, queue
+        self._wire = wire
+        self._loss_scale = loss_scale
+        self._meter = mesh.meter
+        self._queue = queue
         self._averaged = averaged or layout.plan.world_size
         self._hierarchy = mesh.hierarchy(1, layout.plan.gradients).metered("scatter")
         self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, param_indices in enumerate(self._runs) for _ in param_indices]
-        # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins when none is left.
+        # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins
+        # when none is left.
         self._missing = [set(param_indices) for param_indices in self._runs]
-        # By run, sync in progress: the queue's stream reads and writes the run's columns of the buffer. The step, and
-        # a scatter that reopens the run, wait for the handle.
+        # By run, sync in progress: the queue's stream reads and writes the run's columns of the
+        # buffer. The step, and a scatter that reopens the run, wait for the handle.
         self._started: dict[int, Handle[None]] = {}
         # Whether gradients were added since the last step: if not, `zero_grad` has nothing to drop.
         self._added = False
-        # Whether a peek returned the own row, so its reader may have written to it: `zero_grad` then clears it.
+        # Whether a peek returned the own row, so its reader may have written to it: `zero_grad`
+        # then clears it.
         self._shown = False
-        # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs no sync.
+        # Whether the own row is the synced gradient, because nothing was added since sync: a peek
+        # then needs no sync.
         self._current = True
 
     def scatter(
-        self, param_indices: Sequence[int], grads: Sequence[Tensor], last: bool, sent: torch.dtype | None = None
+        self,
+        param_indices: Sequence[int],
+        grads: Sequence[Tensor],
+        last: bool,
+        sent: torch.dtype | None = None,
     ) -> bool:
-        """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
+        """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the
+        result to the buffer.
 
         1. pack for each destination its shards of the bucket's gradients, read in place;
         2. reduce over one group (two for ``(L, G)``: inside the node, then across);
-        3. divide by the number of data-parallel ranks, and add; ranks whose own row is padding take part too.
+        3. divide by the number of data-parallel ranks, and add; ranks whose own row is padding take
+           part too.
 
         Args:
             param_indices: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
-            last: whether this is the step's last micro-batch, in which sync begins (Note [Sync under backward]).
-            sent: the dtype in which they are sent if the format does not quantize; None is the format's own.
+            last: whether this is the step's last micro-batch, in which sync begins (Note [Sync
+                under backward]).
+            sent: the dtype in which they are sent if the format does not quantize; None is the
+                format's own.
 
         Returns:
             Whether sync of one of these parameters had begun already, and must be repeated.
@@ -127,15 +148,19 @@ class Gradients:
         return repeated
 
     def reopen(self, param_indices: Sequence[int] | None = None) -> bool:
-        """Reopen the runs of some parameters whose sync has begun, and return whether there are any.
+        """Reopen the runs of some parameters whose sync has begun, and return whether there are
+        any.
 
         Args:
-            param_indices: the parameters; None is all of them, each of which may then get another gradient before sync begins.
+            param_indices: the parameters; None is all of them, each of which may then get another
+                gradient before sync begins.
         """
         if param_indices is None:
             self._missing = [set(param_indices) for param_indices in self._runs]
             param_indices = range(len(self._run_of))
-        started = sorted({self._run_of[param_index] for param_index in param_indices} & self._started.keys())
+        started = sorted(
+            {self._run_of[param_index] for param_index in param_indices} & self._started.keys()
+        )
         self._reopen(started)
         return bool(started)
 
@@ -146,7 +171,8 @@ class Gradients:
             param_indices: their parameters, in the same order on every rank.
             last: whether this is the step's last micro-batch.
         """
-        self._added, self._current = True, False
+        self._added = True
+        self._current = False
         if last and self._queue.overlaps:
             runs = sorted({self._run_of[param_index] for param_index in param_indices})
             for param_index in param_indices:
@@ -158,7 +184,9 @@ class Gradients:
         with self._meter.timing("sync"):
             for run in runs:
                 shard_ranges = self.layout.shard_ranges(self._runs[run])
-                self._started[run] = self._queue.run(partial(self.mode.start, self.buffer, shard_ranges, scale))
+                self._started[run] = self._queue.run(
+                    partial(self.mode.start, self.buffer, shard_ranges, scale)
+                )
 
     def _wait(self) -> None:
         with self._meter.timing("sync"):
@@ -172,7 +200,9 @@ class Gradients:
                 self.mode.reopen(self.buffer, self.layout.shard_ranges(self._runs[run]))
 
     def sync(self) -> None:
-        """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean gradient."""
+        """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean
+        gradient.
+        """
         self._start([run for run in range(len(self._runs)) if run not in self._started])
         self._wait()
         self._current = True
@@ -196,17 +226,27 @@ class Gradients:
         return self.own_row
 
     def replace(self, index: int, full: Tensor) -> None:
-        """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
+        """Replace a parameter's synced gradient by a whole tensor, equal on every rank;
+        collective.
+        """
         plan = self.layout.plan
         rows = self.layout.rows(full.reshape(-1))
-        self.layout.parameter(self.peek(write=True)[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
+        self.layout.parameter(self.peek(write=True)[None], index)[0].copy_(
+            rows[plan.position(self.layout.rank)]
+        )
 
     def optimizer_rows(self) -> Tensor:
-        """Return the synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""
-        return self.layout.subset(self.buffer, self.layout.plan.gradients, self.layout.plan.optimizer)
+        """Return the synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view
+        of the buffer.
+        """
+        return self.layout.subset(
+            self.buffer, self.layout.plan.gradients, self.layout.plan.optimizer
+        )
 
     def end_step(self, skipped: bool) -> None:
-        """Commit the mode's state after an optimizer step, or drop it after a skipped one; clear the gradients."""
+        """Commit the mode's state after an optimizer step, or drop it after a skipped one; clear
+        the gradients.
+        """
         self._wait()
         self._started.clear()
         self._missing = [set(param_indices) for param_indices in self._runs]
@@ -220,12 +260,15 @@ class Gradients:
         return [self.buffer, *self.mode.tensors()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the mode's state; empty, with a warning, if gradients were added to a residual in the buffer."""
+        """Return the mode's state; empty, with a warning, if gradients were added to a residual in
+        the buffer.
+        """
         if not (self._added and self.mode.residual_in_shard):
             return self.mode.state_dict()
         if self.layout.rank == 0:
             logger.warning(
-                "zero_topo: saved between a backward pass and its step: the residual of sync is not saved, because "
+                "zero_topo: saved between a backward pass and its step: the residual of sync is "
+                "not saved, because "
                 "gradients were added to it; save after a step to keep it"
             )
         return {}

@@ -1,10 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FP32 optimizer shards of one or several rows: optimizer states replicated between domains (MiCS, HSDP).
+"""FP32 optimizer shards of one or several rows: optimizer states replicated between domains (MiCS,
+HSDP).
 
-DeepSpeed stores one world shard of masters and optimizer states per rank. With ``O < N`` a rank's optimizer shard has
-``N / O`` such rows. Ranks that replicate it compute the same update from the same bits, without communication.
-Checkpoints keep DeepSpeed's layout: each rank saves the row that stock ZeRO-3 would, and a load gathers the others.
-A shard of one row (``O = N``) has that layout already: it is neither copied nor replicated.
+DeepSpeed stores one world shard of masters and optimizer states per rank. With ``O < N`` a rank's
+optimizer shard has ``N / O`` such rows. Ranks that replicate it compute the same update from the
+same bits, without communication. Checkpoints keep DeepSpeed's layout: each rank saves the row that
+stock ZeRO-3 would, and a load gathers the others. A shard of one row (``O = N``) has that layout
+already: it is neither copied nor replicated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Masters:
-    """Lays out masters as tables of rows, and converts them and their optimizer states from and to DeepSpeed's layout.
+    """Lays out masters as tables of rows, and converts them and their optimizer states from and to
+    DeepSpeed's layout.
 
     Attributes:
         own_row: index of the row that DeepSpeed's layout stores.
@@ -34,7 +37,9 @@ class Masters:
     def __init__(self, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self.own_row = layout.row(layout.plan.optimizer)
-        self._hierarchy = mesh.hierarchy(layout.plan.optimizer, layout.plan.world_size).metered("publish")
+        self._hierarchy = mesh.hierarchy(layout.plan.optimizer, layout.plan.world_size).metered(
+            "publish"
+        )
         self._device = device
 
     def table(self, flat: Tensor) -> Tensor:
@@ -45,18 +50,22 @@ class Masters:
         """Raise ValueError for an optimizer that fills its state before the masters exist."""
         if optimizer.state:
             raise ValueError(
-                f"{type(optimizer).__name__} fills its state when it is built, which zero_topo cannot replicate; use "
+                f"{type(optimizer).__name__} fills its state when it is built, which zero_topo "
+                "cannot replicate; use "
                 'an Adam-like optimizer or "optimizer": "world"'
             )
 
     def build(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled from ``rows``."""
+        """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled
+        from ``rows``.
+        """
         master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
         self.table(master).copy_(rows)
         return master.requires_grad_(True)
 
     def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
-        """Fill the other rows (of some columns) from the ranks that own them; collective if there are several rows.
+        """Fill the other rows (of some columns) from the ranks that own them; collective if there
+        are several rows.
 
         An offloaded tensor is copied to the accelerator and back.
         """
@@ -103,14 +112,18 @@ class Masters:
         return found
 
     @contextmanager
-    def narrowed(self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool) -> Iterator[list[Tensor]]:
+    def narrowed(
+        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+    ) -> Iterator[list[Tensor]]:
         """Present masters and optimizer states in DeepSpeed's layout during a save or load.
 
         Args:
             masters: the masters of all rows, one per sub-group.
-            optimizer: its state is keyed by master; within the context it has the one-row entries instead. Loading a
-                state dict replaces the optimizer's state, so it is read again at the end.
-            share: for a load: copy the one-row tensors back, and to all rows (collective), unless the context raised.
+            optimizer: its state is keyed by master; within the context it has the one-row entries
+                instead. Loading a state dict replaces the optimizer's state, so it is read again at
+                the end.
+            share: for a load: copy the one-row tensors back, and to all rows (collective), unless
+                the context raised.
 
         Yields:
             One leaf tensor ``[columns]`` per master: the given masters, if they have one row.
@@ -119,27 +132,38 @@ class Masters:
             yield masters
             return
         state = optimizer.state
-        narrow = [self.table(master.detach())[self.own_row].clone().requires_grad_(True) for master in masters]
+        narrow = [
+            self.table(master.detach())[self.own_row].clone().requires_grad_(True)
+            for master in masters
+        ]
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             small.ds_id = getattr(master, "ds_id", None)  # type: ignore[attr-defined]
             if entry is not None:
                 state[small] = {
-                    key: self.table(value)[self.own_row].clone() if _is_laid_out_as(master, value) else value
+                    key: self.table(value)[self.own_row].clone()
+                    if _is_laid_out_as(master, value)
+                    else value
                     for key, value in entry.items()
                 }
         loaded = False
         try:
             yield narrow
             loaded = share
-        finally:  # after a failed load the old state stays, without a collective: other ranks may not have failed
+        finally:
+            # After a failed load the old state stays, without a collective: other ranks may not
+            # have failed.
             state = optimizer.state
             for small, master, entry in zip(narrow, masters, saved, strict=True):
                 changed = state.pop(small, None)
                 if loaded:
                     self.table(master.detach())[self.own_row].copy_(small.detach())
                     self.share(master)
-                    entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
+                    entry = (
+                        None
+                        if changed is None
+                        else {k: self._widen(v, small, master) for k, v in changed.items()}
+                    )
                 if entry is not None:
                     state[master] = entry
 
@@ -153,14 +177,18 @@ class Masters:
 
 
 def _is_laid_out_as(master: Tensor, value: Any) -> bool:
-    """Return whether an entry of the optimizer's state has one value for each element of a master."""
+    """Return whether an entry of the optimizer's state has one value for each element of a
+    master.
+    """
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == master.numel()
 
 
 def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
-    """Zero the padding after a load (Note [Padding] in ``shards.py``), and give each master its own step count.
+    """Zero the padding after a load (Note [Padding] in ``shards.py``), and give each master its own
+    step count.
 
-    A universal checkpoint gives all masters one step tensor, which each of their updates would increment.
+    A universal checkpoint gives all masters one step tensor, which each of their updates would
+    increment.
 
     Args:
         layout: the parameters' shard ranges.
@@ -173,6 +201,9 @@ def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.dim() == 0:
                 entry[key] = value.clone()
-        for flat in (master.detach(), *(value for value in entry.values() if _is_laid_out_as(master, value))):
+        for flat in (
+            master.detach(),
+            *(value for value in entry.values() if _is_laid_out_as(master, value)),
+        ):
             layout.clear_padding(flat.view(-1), first)
         first += master.numel()

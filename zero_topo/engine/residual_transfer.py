@@ -2,11 +2,13 @@
 """Transfer of sync's residuals, and of AgedAdamW's ages, to a run with another number of nodes.
 
 Note [Residuals of another run]
-    A residual belongs to one peer, so it cannot be loaded if the peers change. But the sum over the peers is the part
-    of the gradients that the optimizer has not received, whichever peer stores it: each of ``P`` new peers takes a
-    ``P``-th. A change of the number of ranks needs DeepSpeed's conversion to a universal checkpoint, which ignores
-    residuals and ages. :func:`carry` adds the sums and AgedAdamW's ages (steps since each element arrived) to its
-    output.
+    A residual belongs to one peer, so it cannot be loaded if the peers change. But the sum over the
+    peers is the part
+    of the gradients that the optimizer has not received, whichever peer stores it: each of ``P``
+        new peers takes a
+    ``P``-th. A change of the number of ranks needs DeepSpeed's conversion to a universal
+    checkpoint, which ignores residuals and ages. :func:`carry` adds the sums and AgedAdamW's ages
+    (steps since each element arrived) to its output.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ Entries = dict[str, Tensor]  # by the name of a parameter
 
 
 Carried = tuple[Entries, Entries]
-"""State of sparse sync in a universal checkpoint, by parameter, ``[numel]`` each: the residuals summed over all ranks,
-FP32; and the steps since each element arrived, uint8, empty for a run without AgedAdamW."""
+"""State of sparse sync in a universal checkpoint, by parameter, ``[numel]`` each: the residuals
+summed over all ranks, FP32; and the steps since each element arrived, uint8, empty for a run
+without AgedAdamW.
+"""
 
 
 def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
@@ -50,9 +54,10 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     """Load a checkpoint's state into a mode of sync.
 
-    A residual depends on the set of peers and on the parameters that take part; a mode's other state also depends on
-    which rank needs which sums. Peers and needs follow from the degrees of gradients and optimizer, and from the
-    placement. From another plan, only rows of owners that are peers in this run too are loaded.
+    A residual depends on the set of peers and on the parameters that take part; a mode's other
+    state also depends on which rank needs which sums. Peers and needs follow from the degrees of
+    gradients and optimizer, and from the placement. From another plan, only rows of owners that are
+    peers in this run too are loaded.
 
     Args:
         mode: newly built.
@@ -60,13 +65,17 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
         plan: the current plan, for as many ranks.
 
     Returns:
-        A message: what could not be loaded, and what the user can do about it; None if nothing was lost.
+        A message: what could not be loaded, and what the user can do about it; None if nothing was
+            lost.
 
     Raises:
         ValueError: for state of another mode or of other shapes.
     """
-    degrees, now, sync = state.get("degrees") or {}, plan.degrees(), state.get("sync", {})
-    was, present = state.get("residual_owners"), mode.residual_owners()
+    degrees = state.get("degrees") or {}
+    now = plan.degrees()
+    sync = state.get("sync", {})
+    was = state.get("residual_owners")
+    present = mode.residual_owners()
     alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
     if not state or (alike and (was is None or present is None or was == present._asdict())):
         mode.load_state_dict(sync)
@@ -74,26 +83,38 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     residual = sync.get("residual")
     if residual is None or not residual.numel():
         return None
-    dropped = None if was is None else mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
-    other_state = sync.keys() - {
-        "residual",
-        "step",
-    }  # masks and similar state do not fit other peers: a mode with such state restarts at step 0
+    dropped = (
+        None
+        if was is None
+        else mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
+    )
+    # Masks and similar state do not fit other peers: a mode with such state restarts at step 0
+    other_state = sync.keys() - {"residual", "step"}
     mode.steps = 0 if other_state else int(sync.get("step", 0))
     if dropped == 0 and not other_state:
         return None
-    plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
-    lost = "each rank's residual of sync is" if dropped is None else f"{dropped} rows of a rank's residual of sync are"
+    plans = (
+        f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}"
+        for of in (degrees, now)
+    )
+    lost = (
+        "each rank's residual of sync is"
+        if dropped is None
+        else f"{dropped} rows of a rank's residual of sync are"
+    )
     return (
-        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere, or other "
+        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks "
+        "elsewhere, or other "
         f"parameters take part in sync now: {lost} dropped"
-        f"{', masks, thresholds and first steps start anew' if other_state else ''}; a universal checkpoint and "
+        f"{', masks, thresholds and first steps start anew' if other_state else ''}; a universal "
+        "checkpoint and "
         '"zero-topo carry" keep the whole residual'
     )
 
 
 def carry(saved: Path, universal: Path) -> Carried:
-    """Write a saved run's residuals, summed over its ranks, and its ages into the run's universal checkpoint.
+    """Write a saved run's residuals, summed over its ranks, and its ages into the run's universal
+    checkpoint.
 
     No code from the files is executed.
 
@@ -105,24 +126,30 @@ def carry(saved: Path, universal: Path) -> Carried:
         The content of the written file, ``zero_topo_residuals.pt``.
 
     Raises:
-        ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
+        ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no
+            residuals.
     """
     matches = ((path, _SAVED.search(path.name)) for path in sorted(saved.glob("*.pt")))
     found = [(match, path) for path, match in matches if match]
     if any(int(match[2]) for match, _ in found):
         raise ValueError(
-            f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; load its "
+            f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; "
+            "load its "
             "universal checkpoint without them"
         )
     files = [(int(match[1]), path) for match, path in found]
     if not files:
         raise ValueError(
-            f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the one that "
+            f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the "
+            "one that "
             "save_checkpoint was given"
         )
     if not universal.is_dir():
-        raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
-    residuals, ages = Entries(), Entries()
+        raise ValueError(
+            f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal"
+        )
+    residuals = Entries()
+    ages = Entries()
     ranks = [rank for rank, _ in files]
     for rank, path in files:
         content = _read(path)
@@ -134,7 +161,9 @@ def carry(saved: Path, universal: Path) -> Carried:
             _add_residual(own, rank, world_size, residuals)
             _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), ages)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise ValueError(f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew") from None
+            raise ValueError(
+                f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew"
+            ) from None
     if not residuals:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     other_state = universal / f"{FILE}.part"
@@ -155,19 +184,26 @@ def carried(folder: str | Path | None, parameters: Sequence[Parameter] = ()) -> 
     content = _read(path)
     try:
         entries = content.pop("residuals"), content.pop("ages")
-        whole = not content and all(isinstance(x, Tensor) for values in entries for x in values.values())
+        whole = not content and all(
+            isinstance(x, Tensor) for values in entries for x in values.values()
+        )
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
     for values, param in product(entries, parameters):
         if param.name in values and (stored := values[param.name].numel()) != param.numel:
-            raise ValueError(f"{path} carries {stored} elements for {param.name}, which has {param.numel}: run it again")
+            raise ValueError(
+                f"{path} carries {stored} elements for {param.name}, which has {param.numel}: run "
+                "it again"
+            )
     return entries
 
 
 class _Unread:
-    """Placeholder for an object of an unknown class: its parts are dropped, and none of its code runs."""
+    """Placeholder for an object of an unknown class: its parts are dropped, and none of its code
+    runs.
+    """
 
     def __init__(self, *_: object) -> None: ...
 
@@ -181,11 +217,15 @@ def _read(path: Path) -> Any:
         ValueError: if the file is damaged.
     """
     try:
-        unknown: list[Any] = [(_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        unknown: list[Any] = [
+            (_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        ]
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the parser of a damaged file raises anything
-        raise ValueError(f"{path}: cannot be read ({first_line(error)}); copy or save it anew") from None
+        raise ValueError(
+            f"{path}: cannot be read ({first_line(error)}); copy or save it anew"
+        ) from None
 
 
 def first_line(error: Exception) -> str:
@@ -197,22 +237,31 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing:
         raise ValueError(
-            f"{saved}: of the run's {world_size} ranks the *_optim_states.pt of rank {missing[0]} is missing "
+            f"{saved}: of the run's {world_size} ranks the *_optim_states.pt of rank {missing[0]} "
+            "is missing "
             f"({len(missing)} in all); bring the files of all nodes into this folder"
         )
     if len(ranks) > world_size:
-        raise ValueError(f"{saved}: {len(ranks)} *_optim_states.pt of a run of {world_size} ranks: remove the others")
+        raise ValueError(
+            f"{saved}: {len(ranks)} *_optim_states.pt of a run of {world_size} ranks: remove the "
+            "others"
+        )
 
 
 def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries) -> None:
-    """Add one rank's saved residual to ``sums``, by parameter, and the momentum that SCAPE holds back in its row."""
-    owners, residual = state.get("residual_owners"), state.get("sync", {}).get("residual")
+    """Add one rank's saved residual to ``sums``, by parameter, and the momentum that SCAPE holds
+    back in its row.
+    """
+    owners = state.get("residual_owners")
+    residual = state.get("sync", {}).get("residual")
     if owners is None or residual is None or not residual.numel():
         return
     table = residual.float().view(len(owners["owners"]), -1)
     for name, (numel, first, past) in owners["parameters"].items():
         if not 0 <= first < past <= table.shape[1] or not 0 < numel <= ranks * (past - first):
-            raise IndexError(f"{name}: {numel} elements in columns {first} to {past} of {table.shape[1]}")
+            raise IndexError(
+                f"{name}: {numel} elements in columns {first} to {past} of {table.shape[1]}"
+            )
         if name not in sums:
             sums[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
         rows = torch.zeros(ranks, past - first, dtype=torch.float32, device="cpu")
@@ -223,13 +272,20 @@ def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries
 
 
 def _add_ages(
-    optimizer: Mapping[str, Any], rank: int, columns: Mapping[str, tuple[int, int, int]], ages: Entries
+    optimizer: Mapping[str, Any],
+    rank: int,
+    columns: Mapping[str, tuple[int, int, int]],
+    ages: Entries,
 ) -> None:
-    """Copy one rank's saved ages into ``ages``: those of its world shard, in DeepSpeed's flat order."""
+    """Copy one rank's saved ages into ``ages``: those of its world shard, in DeepSpeed's flat
+    order.
+    """
     saved = [state for _, state in sorted(optimizer.get("state", {}).items())]
     if not any("age" in state for state in saved):
         return
     row = torch.cat([state["age"] for state in saved])
     for name, (numel, begin, width) in columns.items():
-        stored = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[rank * width :][:width]
+        stored = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[
+            rank * width :
+        ][:width]
         stored.copy_(row[begin:][: len(stored)])

@@ -1,14 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The layout of parameters in a rank's nested shards.
 
-All trainable parameters lie side by side: the parameter with index ``i`` (in code a ``param_index``) has the columns
-``[begin, begin + width)`` of every shard, with ``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``,
-where ``F`` is the sum of the widths. Its row ``t // d`` has DeepSpeed's layout, so DeepSpeed's flat buffers are rows of
-our shards.
+All trainable parameters lie side by side: the parameter with index ``i`` (in code a
+``param_index``) has the columns ``[begin, begin + width)`` of every shard, with
+``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``, where ``F`` is the sum of
+the widths. Its row ``t // d`` has DeepSpeed's layout, so DeepSpeed's flat buffers are rows of our
+shards.
 
 Note [Padding]
-    The last world shards extend beyond a parameter's end. DeepSpeed leaves this padding uninitialized, and saves and
-    loads it. We zero it at the start and after a load; gradients are padded with zeros, so it stays zero.
+    The last world shards extend beyond a parameter's end. DeepSpeed leaves this padding
+    uninitialized, and saves and loads it. We zero it at the start and after a load; gradients are
+    padded with zeros, so it stays zero.
 """
 
 from __future__ import annotations
@@ -69,7 +71,11 @@ class Layout:
 
     def columns_of(self, param_indices: Sequence[int]) -> slice:
         """Return the columns of consecutive parameters."""
-        return slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1]) if param_indices else slice(0, 0)
+        return (
+            slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1])
+            if param_indices
+            else slice(0, 0)
+        )
 
     def row(self, degree: int) -> int:
         """Return the index of the rank's own world shard in its shard of ``degree``."""
@@ -84,14 +90,18 @@ class Layout:
         return shard[:, self.begins[index] : self.begins[index] + self.widths[index]]
 
     def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
-        """Return the rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard, ``[N / hi, columns]``."""
+        """Return the rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard,
+        ``[N / hi, columns]``.
+        """
         return shard[self.row(lo) % (hi // lo) :: hi // lo]
 
-    # -- tree order ------------------------------------------------------------------------------------------------
+    # -- tree order --------------------------------------------------------------------------------
 
     @cached_property
     def _orders(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        """By device, filled on first use: the rank at each tree position, and the tree position of each rank."""
+        """By device, filled on first use: the rank at each tree position, and the tree position of
+        each rank.
+        """
         return {}
 
     def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -101,25 +111,34 @@ class Layout:
         return self._orders[device]
 
     def rows(self, flat: Tensor) -> Tensor:
-        """Return flat parameters ``[..., numel]`` as world shards in tree order, zero-padded: ``[..., N, width]``."""
-        return rows_of(flat, self.plan, None if self.plan.order is None else self._order(flat.device)[0])
+        """Return flat parameters ``[..., numel]`` as world shards in tree order, zero-padded:
+        ``[..., N, width]``.
+        """
+        return rows_of(
+            flat, self.plan, None if self.plan.order is None else self._order(flat.device)[0]
+        )
 
     def in_tree_order(self, flat: Tensor) -> Tensor:
-        """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are placed in it."""
+        """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are
+        placed in it.
+        """
         return flat if self.plan.order is None else self.rows(flat).view(-1)
 
     def flat_of(self, padded: Tensor, index: int) -> Tensor:
-        """Return parameters ``[..., numel]`` from world shards ``[..., N * width]`` in tree order; a view if it can."""
+        """Return parameters ``[..., numel]`` from world shards ``[..., N * width]`` in tree order;
+        a view if it can.
+        """
         if self.plan.order is not None:
             rows = padded.unflatten(-1, (self.plan.world_size, -1))
             padded = rows[..., self._order(padded.device)[1], :].flatten(-2)
         numel = self.numels[index]
         return padded if padded.shape[-1] == numel else padded[..., :numel]
 
-    # -- padding ---------------------------------------------------------------------------------------------------
+    # -- padding -----------------------------------------------------------------------------------
 
     def clear_padding(self, shard: Tensor, first: int = 0) -> None:
-        """Zero the padding beyond the parameters' ends, which could otherwise set the scale of a quantization block.
+        """Zero the padding beyond the parameters' ends, which could otherwise set the scale of a
+        quantization block.
 
         Args:
             shard: ``[n]``, columns ``first .. first + n`` of the rank's own world shard.

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It does not import DeepSpeed."""
+"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It does not
+import DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Stage3:
         like: a tensor of the model's dtype on the accelerator.
         scatter_dtype: DeepSpeed's ``communication_data_type``, used if gradients are not quantized.
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
-        bucket_numel: DeepSpeed's ``reduce_bucket_size``; also the elements per collective of sync and publish.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; also the elements per collective of sync
+            and publish.
         loss_scale: returns the current loss scale.
         moments: returns the optimizer's momentum; empty before its first step.
 
@@ -55,7 +58,8 @@ class Stage3:
         layout: of the trained parameters.
         weights: the shards from which weights are gathered, frozen ones too.
         gradients: the gradient shard and the mode of sync.
-        masters: the layout of FP32 optimizer shards, ours or DeepSpeed's (:attr:`separate_masters`).
+        masters: the layout of FP32 optimizer shards, ours or DeepSpeed's
+            (:attr:`separate_masters`).
         matrices: applies functions of whole matrices; exists if a parameter needs it.
         meter: bytes sent, by this engine and those :meth:`alongside` it.
         queues: of gathers, and of sync and publish, which these engines share too.
@@ -75,12 +79,16 @@ class Stage3:
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = list,
     ) -> None:
-        self.like, self.scatter_dtype, self.bucket_numel = like, scatter_dtype, bucket_numel
+        self.like = like
+        self.scatter_dtype = scatter_dtype
+        self.bucket_numel = bucket_numel
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
-        self.meter, self._counts_steps = Meter(config.meter), True
+        self.meter = Meter(config.meter)
+        self._counts_steps = True
         self.queues = Queues(like.device, config.overlap)
         self._queue = self.queues.updates
-        self._loss_scale, self._averaged = loss_scale, config.plan.world_size
+        self._loss_scale = loss_scale
+        self._averaged = config.plan.world_size
         select(like.device, config.kinds)
         self._build(config, trained, frozen, moments)
 
@@ -91,10 +99,12 @@ class Stage3:
         frozen: Sequence[Parameter],
         moments: Callable[[], Sequence[Moment]],
     ) -> Stage3:
-        """Build an engine of other parameters of the same model, on other groups of ranks: of experts. Collective.
+        """Build an engine of other parameters of the same model, on other groups of ranks: of
+        experts. Collective.
 
-        It shares the queues, so that all ranks begin the collectives of both engines in one order, and the meter, whose
-        steps this engine ends. Gradients are averaged over as many ranks as here, as under stock.
+        It shares the queues, so that all ranks begin the collectives of both engines in one order,
+        and the meter, whose steps this engine ends. Gradients are averaged over as many ranks as
+        here, as under stock.
 
         Args:
             config: the plan of these groups.
@@ -114,13 +124,18 @@ class Stage3:
         frozen: Sequence[Parameter],
         moments: Callable[[], Sequence[Moment]],
     ) -> None:
-        self.config, like, groups = config, self.like, config.groups
+        self.config = config
+        like = self.like
+        groups = config.groups
         rank = dist.get_rank()
         if groups is not None:
             rank = groups.ranks(rank).index(rank)
         self.layout = Layout(config.plan, rank, tuple(p.numel for p in trained))
         shard_ranges = self.layout.shard_ranges(range(len(trained)))
-        self.parameters = tuple(replace(p, shard_range=shard_range) for p, shard_range in zip(trained, shard_ranges, strict=True))
+        self.parameters = tuple(
+            replace(p, shard_range=shard_range)
+            for p, shard_range in zip(trained, shard_ranges, strict=True)
+        )
         self._frozen = tuple(frozen)
         # A rank owns no more of a frozen parameter than its world shard.
         still = config.of_frozen()
@@ -133,12 +148,17 @@ class Stage3:
         has_whole = any(p.whole for p in trained)
         whole_pairs = [whole] if has_whole else []
         of_nccl = config.registered_buffers
-        self.mesh = Mesh(config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups, of_nccl)
+        self.mesh = Mesh(
+            config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups, of_nccl
+        )
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
         publish = config.publish.spec or cast_to(self.publish_dtype)
-        parameters, count = (*trained, *frozen), len(trained)
-        self.weights = Weights(config, parameters, count, like, self.bucket_numel, publish, self.mesh, self.queues)
+        parameters = (*trained, *frozen)
+        count = len(trained)
+        self.weights = Weights(
+            config, parameters, count, like, self.bucket_numel, publish, self.mesh, self.queues
+        )
         self.gradients = self._build_gradients(moments)
         self.masters = Masters(self.layout, self.mesh, like.device)
         if has_whole:
@@ -147,31 +167,44 @@ class Stage3:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether zero_topo stores FP32 masters: with several rows per rank, or weights that differ from masters.
+        """Whether zero_topo stores FP32 masters: with several rows per rank, or weights that differ
+        from masters.
 
         Otherwise DeepSpeed's masters are used, with its own code for them.
         """
-        plan, model = self.config.plan, self.like.dtype
-        exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
+        plan = self.config.plan
+        model = self.like.dtype
+        exact = self.publish_dtype == model and (
+            self.config.publish.delta is None or model != torch.float32
+        )
         return plan.optimizer < plan.world_size or not exact
 
     def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
-        config, like = self.config, self.like
+        config = self.config
+        like = self.like
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
             dtype=self.sync_dtype,
-            shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
+            shard=like.new_zeros(
+                self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype
+            ),
             loss_scaled=self._loss_scaled,
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
-            runs=tuple(tuple(self.layout.shard_ranges(run)) for run in packed_runs(self.layout.padded_numels, self.run_numel)),
+            runs=tuple(
+                tuple(self.layout.shard_ranges(run))
+                for run in packed_runs(self.layout.padded_numels, self.run_numel)
+            ),
         )
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)
-        run_numel, loss_scale = self.run_numel, self._loss_scale
-        return Gradients(self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._queue, self._averaged)
+        run_numel = self.run_numel
+        loss_scale = self._loss_scale
+        return Gradients(
+            self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._queue, self._averaged
+        )
 
     @property
     def _loss_scaled(self) -> bool:
@@ -183,15 +216,23 @@ class Stage3:
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
     def notes(self) -> list[str | None]:
-        """Return log lines that depend on the model: INT8 weights, process groups, the residual of FP16."""
-        numels, coded, int8 = self.weights.layout.numels, self.weights.coded, None
+        """Return log lines that depend on the model: INT8 weights, process groups, the residual of
+        FP16.
+        """
+        numels = self.weights.layout.numels
+        coded = self.weights.coded
+        int8 = None
         if self.config.resident_spec is not None:
             stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
-            int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(numels)} elements"
+            int8 = (
+                f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
+                f"{sum(numels)} elements"
+            )
         return [int8, self.mesh.words() or None, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
-        """Rebuild all shards from each rank's own world shard, at start-up and after a load. Collective.
+        """Rebuild all shards from each rank's own world shard, at start-up and after a load.
+        Collective.
 
         Args:
             masters: the masters of the rank's own row, FP32 ``[F]``; None before they exist.
@@ -210,14 +251,16 @@ class Stage3:
 
     @contextmanager
     def watched(self, master: Tensor, begin: int, rate: float | Tensor) -> Iterator[None]:
-        """Call the mode of sync before and, if it wants updates, after the optimizer's update of some masters.
+        """Call the mode of sync before and, if it wants updates, after the optimizer's update of
+        some masters.
 
         Args:
             master: FP32, flat: this rank's optimizer shard of some whole parameters.
             begin: the first column of these parameters.
             rate: their learning rate; some optimizers store it in a tensor.
         """
-        mode, rows = self.gradients.mode, self.masters.table(master.detach())
+        mode = self.gradients.mode
+        rows = self.masters.table(master.detach())
         mode.before_update(begin, rows.shape[1])
         if not mode.wants_updates:
             yield
@@ -228,10 +271,12 @@ class Stage3:
         mode.after_update(begin, old, row, float(rate))
 
     def end_step(self, skipped: bool) -> None:
-        """End an optimizer step, skipped or not: begin publish, commit sync, zero the gradients, end the meter's step.
+        """End an optimizer step, skipped or not: begin publish, commit sync, zero the gradients,
+        end the meter's step.
 
         Raises:
-            RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not bit-identical.
+            RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not
+                bit-identical.
         """
         self.weights.begin()
         self._queue.flush()
@@ -241,13 +286,20 @@ class Stage3:
             check_replicas(self.mesh.plans, self.weights.copies())
             if self._frozen:
                 secondary = self.config.of_frozen().plan.secondary
-                plans = {ranks: replace(plan, secondary=secondary) for ranks, plan in self.mesh.plans.items()}
-                check_replicas(plans, [self.weights.frozen_primary, *self.weights.frozen_secondary.shared])
+                plans = {
+                    ranks: replace(plan, secondary=secondary)
+                    for ranks, plan in self.mesh.plans.items()
+                }
+                check_replicas(
+                    plans, [self.weights.frozen_primary, *self.weights.frozen_secondary.shared]
+                )
         if self._counts_steps:
             self.meter.end_step()
 
     def settle(self) -> None:
-        """Finish pending work: sync begun by a backward pass, publishes, the mode's own collectives. Collective."""
+        """Finish pending work: sync begun by a backward pass, publishes, the mode's own
+        collectives. Collective.
+        """
         self._queue.finish()
         self.weights.finish()
         self.gradients.mode.drain()
@@ -260,8 +312,8 @@ class Stage3:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state beyond DeepSpeed's own that a bit-exact resume needs.
 
-        This is the state of sync, and the state of weights that masters do not determine. The result is one entry for
-        DeepSpeed's dictionary, or empty if there is neither.
+        This is the state of sync, and the state of weights that masters do not determine. The
+        result is one entry for DeepSpeed's dictionary, or empty if there is neither.
         """
         self.weights.finish()
         kept = self.weights.state_dict()
@@ -270,24 +322,33 @@ class Stage3:
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **kept}
         if residuals is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
-            state["residual_owners"] = {"owners": residuals.owners, "parameters": residuals.parameters}
-            state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))  # of optimizer states
+            state["residual_owners"] = {
+                "owners": residuals.owners,
+                "parameters": residuals.parameters,
+            }
+            # Of optimizer states
+            state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))
         return {STATE_KEY: state} if sync or kept else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
-        """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh. Collective.
+        """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh.
+        Collective.
 
-        State of another plan is restored as far as it fits, and the log says so. If ranks cannot all restore the same
-        state, all start fresh, as otherwise their replicas would diverge.
+        State of another plan is restored as far as it fits, and the log says so. If ranks cannot
+        all restore the same state, all start fresh, as otherwise their replicas would diverge.
 
         Args:
-            saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
-            folder: the checkpoint's folder; see Note [Residuals of another run] in ``residual_transfer.py``.
+            saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock
+                ZeRO-3.
+            folder: the checkpoint's folder; see Note [Residuals of another run] in
+                ``residual_transfer.py``.
 
         Returns:
-            Saved ages for AgedAdamW, uint8 ``[N / O, F]``, the rows of the optimizer's shard; None if there are none.
+            Saved ages for AgedAdamW, uint8 ``[N / O, F]``, the rows of the optimizer's shard; None
+            if there are none.
         """
-        entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        entry = saved.get(STATE_KEY, {})
+        mode = self.gradients.mode
         state = entry if isinstance(entry, Mapping) else {}
         self.settle()  # the state that is replaced owns what its collectives send
         self.gradients.zero()
@@ -300,14 +361,25 @@ class Stage3:
                 raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
             lost = restore(mode, state, self.config.plan)
         except Exception as error:  # a damaged entry has any content
-            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if "stored" in kept and getattr(kept["stored"], "shape", None) != self.weights.own_row.shape:
-            kept, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
+            problem = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+        if (
+            "stored" in kept
+            and getattr(kept["stored"], "shape", None) != self.weights.own_row.shape
+        ):
+            kept = {}
+            problem = f"its stored weights are no row of {self.weights.own_row.numel()} weights"
         residuals, ages = carried(folder, self.parameters)
         facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
         facts["carried"] = [sorted(residuals), sorted(ages)]
-        if differ := all_can(None, facts, self.like.device, "look at their files of this checkpoint"):
-            problem, kept, residuals, ages = differ, {}, {}, {}
+        if differ := all_can(
+            None, facts, self.like.device, "look at their files of this checkpoint"
+        ):
+            problem = differ
+            kept = {}
+            residuals = {}
+            ages = {}
         self.weights.load_state_dict(kept)
         if problem is not None:
             mode.load_state_dict({})

@@ -2,11 +2,13 @@
 """Offloads tensors from the accelerator to the host, and reloads them into their old storages.
 
 Note [Emptied storages]
-    Shards are read through many views: gathers, publish, DeepSpeed's flat buffers, masters that are the weights
-    themselves. Replacing the data of one view would not free the memory, which the other views share. A storage is
-    therefore copied to the host and resized to zero under all its views; they are valid again after the reload, and
-    must not be read before. Tensors that users can access (``param.ds_tensor``, masters, optimizer states) use the
-    host's copy in the meantime, as in stock ZeRO-3: they can be read and edited, and their ``device`` is the CPU.
+    Shards are read through many views: gathers, publish, DeepSpeed's flat buffers, masters that are
+        the weights
+    themselves. Replacing the data of one view would not free the memory, which the other views
+    share. A storage is therefore copied to the host and resized to zero under all its views; they
+    are valid again after the reload, and must not be read before. Tensors that users can access
+    (``param.ds_tensor``, masters, optimizer states) use the host's copy in the meantime, as in
+    stock ZeRO-3: they can be read and edited, and their ``device`` is the CPU.
 """
 
 from __future__ import annotations
@@ -19,29 +21,36 @@ from torch import Tensor, UntypedStorage
 from zero_topo.collectives.queue import on_gpu
 
 
-def offload(tensors: Iterable[Tensor], device: torch.device, pin_memory: bool) -> Callable[[bool], None]:
+def offload(
+    tensors: Iterable[Tensor], device: torch.device, pin_memory: bool
+) -> Callable[[bool], None]:
     """Copy the storages of some tensors to the host, and free them; one host synchronization.
 
     Args:
-        tensors: of any shapes; their data are the host's copy until the reload. Other tensors that share their storages
-            must not be read until then.
+        tensors: of any shapes; their data are the host's copy until the reload. Other tensors that
+            share their storages must not be read until then.
         device: tensors of other devices are not moved.
         pin_memory: whether copies are page-locked; ignored on a CPU.
 
     Returns:
-        A function that copies all tensors back into their storages, with any edits. With True it only queues the
-        copies, on the current stream.
+        A function that copies all tensors back into their storages, with any edits. With True it
+        only queues the copies, on the current stream.
     """
-    stored = {id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()}
+    stored = {
+        id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()
+    }
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in stored.values()}
     copies = {}
     for address, storage in storages.items():
         pinned = pin_memory and on_gpu(device)
-        copies[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        copies[address] = torch.empty(
+            storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
         copies[address].copy_(_bytes_of(storage), non_blocking=True)
     if on_gpu(device):
         torch.accelerator.synchronize()
-    there = [(tensor, tensor.data) for tensor in stored.values()]  # each with its data on the device
+    # Each with its data on the device
+    there = [(tensor, tensor.data) for tensor in stored.values()]
     for tensor in stored.values():
         copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
         place = tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Bytes to train on: by default the sources of the running Python's own standard library, so nothing is downloaded."""
+"""Bytes to train on: by default the sources of the running Python's own standard library, so
+nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 EVAL_EVERY = 20  # one piece in twenty is kept for evaluation
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:
-    """Every `*.py` of the standard library in sorted order, without its tests and without installed packages."""
+    """Every `*.py` of the standard library in sorted order, without its tests and without installed
+    packages.
+    """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    files = (
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+    )
     return sorted(files)
 
 
@@ -26,7 +36,9 @@ def _pieces(path: Path | None) -> list[bytes]:
     if path is None:
         return [file.read_bytes() for file in standard_library_files()]
     if not path.exists():
-        raise ValueError(f"--data {path} does not exist: give a text file or a folder of text files")
+        raise ValueError(
+            f"--data {path} does not exist: give a text file or a folder of text files"
+        )
     if path.is_dir():
         return [file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()]
     content = path.read_bytes()
@@ -36,7 +48,9 @@ def _pieces(path: Path | None) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and evaluation bytes, each one uint8 tensor `[bytes]` that no other part overlaps."""
+    """Training and evaluation bytes, each one uint8 tensor `[bytes]` that no other part
+    overlaps.
+    """
 
     train: Tensor
     evaluation: Tensor
@@ -46,24 +60,34 @@ class Corpus:
         """Read the text and keep every 20th piece for evaluation.
 
         Raises:
-            ValueError: the path is missing, or a part is shorter than one sample of `context` + 1 bytes.
+            ValueError: the path is missing, or a part is shorter than one sample of `context` + 1
+                bytes.
         """
         pieces = _pieces(path)
         parts = []
         for chosen in (False, True):
-            joined = b"".join(piece for i, piece in enumerate(pieces) if (i % EVAL_EVERY == EVAL_EVERY - 1) == chosen)
+            joined = b"".join(
+                piece
+                for i, piece in enumerate(pieces)
+                if (i % EVAL_EVERY == EVAL_EVERY - 1) == chosen
+            )
             if len(joined) <= context:
                 what = "evaluation" if chosen else "training"
                 raise ValueError(
-                    f"the {what} text of {path or 'the standard library'} has {len(joined)} bytes, one sample needs "
-                    f"{context + 1}: give --data more text ({EVAL_EVERY} files, or one file {EVAL_EVERY} times longer)"
+                    f"the {what} text of {path or 'the standard library'} has {len(joined)} bytes, "
+                    "one sample needs "
+                    f"{context + 1}: give --data more text ({EVAL_EVERY} files, or one file "
+                    f"{EVAL_EVERY} times longer)"
                 )
             parts.append(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
         return cls(*parts)
 
 
-def batch(text: Tensor, shape: tuple[int, int], seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Draw one micro-batch; a pure function of (seed, step, rank), so a resumed run sees the batches it would have.
+def batch(
+    text: Tensor, shape: tuple[int, int], seed: int, step: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Draw one micro-batch; a pure function of (seed, step, rank), so a resumed run sees the
+    batches it would have.
 
     Args:
         text: uint8 `[bytes]`.

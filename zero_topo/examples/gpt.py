@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A small byte-level GPT in plain PyTorch: nothing in this file depends on DeepSpeed, sharding or zero_topo."""
+"""A small byte-level GPT in plain PyTorch: nothing in this file depends on DeepSpeed, sharding or
+zero_topo.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); `[batch, time, width]` in and out."""
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x));
+    `[batch, time, width]` in and out.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,12 +39,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, next-byte logits (or their mean cross entropy) out; the default sizes give 3.3 million parameters."""
+    """Bytes in, next-byte logits (or their mean cross entropy) out; the default sizes give 3.3
+    million parameters.
+    """
 
-    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self, layers: int = 4, width: int = 256, heads: int = 4, context: int = 64
+    ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"width {width} does not divide into {heads} heads: choose a multiple of it")
+            raise ValueError(
+                f"width {width} does not divide into {heads} heads: choose a multiple of it"
+            )
         self.context = context
         self.embed_bytes = nn.Embedding(BYTES, width)
         self.embed_positions = nn.Embedding(context, width)
@@ -50,8 +60,14 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal weights, 1/sqrt(fan-in) inside the blocks; what joins the residual stream shrinks with the joins."""
-        outside = {"embed_bytes.weight": 0.2, "embed_positions.weight": 0.02, "lm_head.weight": 0.02}
+        """Normal weights, 1/sqrt(fan-in) inside the blocks; what joins the residual stream shrinks
+        with the joins.
+        """
+        outside = {
+            "embed_bytes.weight": 0.2,
+            "embed_positions.weight": 0.02,
+            "lm_head.weight": 0.02,
+        }
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
@@ -68,9 +84,12 @@ class GPT(nn.Module):
             targets: int64 `[batch, time]`, or None.
 
         Returns:
-            The mean loss in nats per byte (FP32 scalar) if targets are given, else logits `[batch, time, 256]`.
+            The mean loss in nats per byte (FP32 scalar) if targets are given, else logits
+            `[batch, time, 256]`.
         """
-        x = self.embed_bytes(tokens) + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed_bytes(tokens) + self.embed_positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.lm_head(self.norm(x))
@@ -80,7 +99,9 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def sample(model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: float = 0.8) -> bytes:
+def sample(
+    model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: float = 0.8
+) -> bytes:
     """Continue `prompt` by `length` bytes; the same seed gives the same text on every rank."""
     device = model.lm_head.weight.device
     generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -35,7 +35,8 @@ class Run:
 
     def train(self, first: int, end: int) -> list[float]:
         """Optimizer steps ``first .. end - 1``; loss by step, mean over ranks."""
-        losses, batches = [], iter(self.accelerator.skip_first_batches(self.batches, first))
+        losses = []
+        batches = iter(self.accelerator.skip_first_batches(self.batches, first))
         for _ in range(first, end):
             loss = self.model(**next(batches)).loss
             self.accelerator.backward(loss)
@@ -51,7 +52,8 @@ def start(config: dict[str, Any]) -> Run:
     backend = get_accelerator().communication_backend_name()
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],  # Accelerate would find none on a CPU
+        # Accelerate would find none on a CPU
+        kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
     )
     set_seed(0)
     model = llama()
@@ -63,11 +65,15 @@ def start(config: dict[str, Any]) -> Run:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description="Train a small Llama with Hugging Face's Accelerate.")
+    parser = argparse.ArgumentParser(
+        description="Train a small Llama with Hugging Face's Accelerate."
+    )
     parser.add_argument("--deepspeed_config", help="DeepSpeed JSON; default: this example's own")
     parser.add_argument("--plain", action="store_true", help='drop the config\'s "zero_topo" block')
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--save", type=Path, help="folder for the state, and for the weights in safetensors")
+    parser.add_argument(
+        "--save", type=Path, help="folder for the state, and for the weights in safetensors"
+    )
     args = parser.parse_args()
     behave()
     join()

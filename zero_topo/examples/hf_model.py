@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines what both Hugging Face examples use: a small Llama of bytes, text as a dataset, and a DeepSpeed config.
+"""Defines what both Hugging Face examples use: a small Llama of bytes, text as a dataset, and a
+DeepSpeed config.
 
-The config says "auto" where Hugging Face knows the value, as its users write it; DeepSpeed never sees that word.
+The config says "auto" where Hugging Face knows the value, as its users write it; DeepSpeed never
+sees that word.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ CONTEXT = 64
 
 
 def join() -> None:
-    """Let DeepSpeed make the process group, because it would not recognise the one Hugging Face makes on a CPU."""
+    """Let DeepSpeed make the process group, because it would not recognise the one Hugging Face
+    makes on a CPU.
+    """
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
 
 
 def deepspeed_config(path: str | None, plain: bool = False) -> dict[str, Any]:
-    """The DeepSpeed config of a run: the file's, or one for 8 ranks of this machine's CPU, FP32 and unquantized.
+    """The DeepSpeed config of a run: the file's, or one for 8 ranks of this machine's CPU, FP32 and
+    unquantized.
 
     Args:
         path: a DeepSpeed JSON, or None.
@@ -43,7 +48,10 @@ def deepspeed_config(path: str | None, plain: bool = False) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True},
+        },
         "zero_optimization": {
             "stage": 3,
             "overlap_comm": True,
@@ -64,7 +72,9 @@ def deepspeed_config(path: str | None, plain: bool = False) -> dict[str, Any]:
 
 
 def llama(layers: int = 2, width: int = 64) -> PreTrainedModel:
-    """A Llama of random weights over bytes; under ZeRO-3 its parameters are partitioned as they are built."""
+    """A Llama of random weights over bytes; under ZeRO-3 its parameters are partitioned as they are
+    built.
+    """
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=width,
@@ -88,7 +98,9 @@ def with_lora(model: PreTrainedModel, rank: int) -> PeftModel:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """A dataset of non-overlapping windows of the example's text, as inputs of transformers' models."""
+    """A dataset of non-overlapping windows of the example's text, as inputs of transformers'
+    models.
+    """
 
     def __init__(self, samples: int) -> None:
         text = Corpus.load(None, CONTEXT).train[: samples * CONTEXT]

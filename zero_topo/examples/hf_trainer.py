@@ -1,10 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Train a small Llama with Hugging Face's Trainer; to zero_topo belong its import and the block of the DeepSpeed JSON.
+"""Train a small Llama with Hugging Face's Trainer; to zero_topo belong its import and the block of
+the DeepSpeed JSON.
 
     deepspeed --no_local_rank --num_accelerators 8 zero_topo/examples/hf_trainer.py --steps 20
 
-A config of your own is given as --deepspeed_config FILE; --plain trains with stock ZeRO-3. After `zero-topo enable`
-the import may go too.
+A config of your own is given as --deepspeed_config FILE; --plain trains with stock ZeRO-3. After
+`zero-topo enable` the import may go too.
 """
 
 from __future__ import annotations
@@ -76,7 +77,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="a checkpoint-N folder to go on from")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank alone (PEFT)")
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train adapters of that rank alone (PEFT)",
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/hf-trainer"))
     args = parser.parse_args()
     behave()

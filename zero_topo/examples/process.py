@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Sets up one process among many on a machine: which rank prints, and how many threads each uses."""
+"""Sets up one process among many on a machine: which rank prints, and how many threads each
+uses.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from zero_topo.doctor.files import warn_of_shortage
 
 
 def behave() -> None:
-    """Let only rank 0 print, without DeepSpeed's info messages, and share the machine's cores among its ranks.
+    """Let only rank 0 print, without DeepSpeed's info messages, and share the machine's cores among
+    its ranks.
 
     The first rank of a host warns if its shared memory is short.
     """
@@ -23,7 +26,8 @@ def behave() -> None:
     if int(os.environ.get("RANK", "0")):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process; errors still reach stderr)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed 0.19.8 calls it
+    # DeepSpeed 0.19.8 calls it
+    warnings.filterwarnings("ignore", ".*torch.distributed.*is deprecated", FutureWarning)
     if "OMP_NUM_THREADS" not in os.environ:
         neighbours = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))

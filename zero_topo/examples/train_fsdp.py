@@ -1,10 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Train the example's GPT on PyTorch's FSDP2, without DeepSpeed: the lines with ``topo`` are all that FSDP2 lacks.
+"""Train the example's GPT on PyTorch's FSDP2, without DeepSpeed: the lines with ``topo`` are all
+that FSDP2 lacks.
 
     torchrun --nproc-per-node 4 zero_topo/examples/train_fsdp.py --nodes 2
 
-Four CPU ranks emulate two nodes of two GPUs. On GPUs, leave ``--nodes`` out: the launcher and the device tools describe
-the machine.
+Four CPU ranks emulate two nodes of two GPUs. On GPUs, leave ``--nodes`` out: the launcher and the
+device tools describe the machine.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT on FSDP2.")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
-    parser.add_argument("--micro-batches", type=int, default=2, help="forward and backward passes of a step")
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, help="forward and backward passes of a step"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--scheme", default="topo", help="of the zero_topo block")
-    parser.add_argument("--q4", action="store_true", help="send gradients and weights between nodes in INT4")
+    parser.add_argument(
+        "--q4", action="store_true", help="send gradients and weights between nodes in INT4"
+    )
     parser.add_argument("--nodes", type=int, help="emulate so many nodes on the CPU")
     parser.add_argument("--data", type=Path, help="a text file; by default Python's own library")
     parser.add_argument("--checkpoint", type=Path, help="a folder to resume from and to save to")
@@ -84,7 +89,10 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         dist.all_reduce(total)
-        print(f"step {step + 1}: loss {float(total) / dist.get_world_size():.4f}, gradient norm {float(norm):.3f}")
+        print(
+            f"step {step + 1}: loss {float(total) / dist.get_world_size():.4f}, gradient norm "
+            f"{float(norm):.3f}"
+        )
     print(topo.stats(optimizer))
     if args.checkpoint is not None:
         weights, states = get_state_dict(model, optimizer)

@@ -102,7 +102,8 @@ def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = N
 def _attached(
     model: nn.Module, config: ResolvedConfig, states: DeviceMesh | None, divisor: float | None
 ) -> nn.Module:
-    rank, plan = dist.get_rank(), config.plan
+    rank = dist.get_rank()
+    plan = config.plan
     device = _device()
     check_sharding(model, plan, rank)
     meter = Meter(config.meter)

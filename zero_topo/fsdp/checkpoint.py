@@ -60,7 +60,8 @@ def _global(part: Part, value: Any) -> Any:
 def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
     """Return all ranks' residuals of each part, summed; none without feedback. Collective."""
     gradients = optimizer.gradients
-    mode, layout = gradients.mode, gradients.layout
+    mode = gradients.mode
+    layout = gradients.layout
     feedback = getattr(optimizer.host.config.sync, "error_feedback", False)
     if not isinstance(mode, Crossing) or not feedback:
         return {}
@@ -68,7 +69,8 @@ def _residuals(optimizer: ShardedOptimizer) -> dict[Part, Tensor]:
     if not layout.columns:  # FSDP2 stores nothing on these ranks
         return {part: part.master.detach() for part in optimizer.parts.values()}
     table = torch.zeros(mode.peers.size, layout.columns, device=gradients.buffer.device)
-    rows, owned = mode.residual_rows(), mode.residual_owners()
+    rows = mode.residual_rows()
+    owned = mode.residual_owners()
     # With gradients in the same memory there is nothing to save: the warning says so.
     if rows is not None and owned is not None and gradients.state_dict():
         places = {rank: place for place, rank in enumerate(mode.members())}

@@ -152,7 +152,9 @@ class Scatter(ModuleCollective):
         sizes = self._counted("scatter", output_tensor)
         parts = cut(input_tensor, sizes, hierarchy.size)
         with hierarchy.groups[0].meter.timing("scatter"):
-            reduce_scatter(hierarchy, parts, spec, cut(output_tensor, sizes, 1), self._factor).wait()
+            reduce_scatter(
+                hierarchy, parts, spec, cut(output_tensor, sizes, 1), self._factor
+            ).wait()
 
 
 def cut(flat: Tensor, sizes: Sequence[int], members: int) -> list[View]:

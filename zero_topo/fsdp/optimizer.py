@@ -128,15 +128,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         """Build the gradient shard, the mode of sync, and the post-step all-gather."""
-        host, config = self.host, self.host.config
-        plan, mesh = config.plan, host.mesh
+        host = self.host
+        config = self.host.config
+        plan = config.plan
+        mesh = host.mesh
         self._stored = [part for part in self.parts.values() if part.width]
         layout = Layout(plan, mesh.rank, tuple(plan.world_size * p.width for p in self._stored))
         ranges = layout.shard_ranges(range(len(self._stored)))
         parameters = []
         for param_index, (part, shard_range) in enumerate(zip(self._stored, ranges, strict=True)):
             part.param_index = param_index
-            numel, dims = layout.padded_numels[param_index], part.param.dim()
+            numel = layout.padded_numels[param_index]
+            dims = part.param.dim()
             parameters.append(Parameter(part.name, numel, dims, shard_range, place=param_index))
         weights = next(iter(self.parts)).dtype
         accumulated = DTYPES[config.accumulation_dtype] if config.accumulation_dtype else weights
@@ -296,7 +299,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _end_meter(self) -> None:
         """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
-        shared, sync = self.host.shared, self.host.config.sync
+        shared = self.host.shared
+        sync = self.host.config.sync
         context = self.gradients.mode.context
         for ranges in context.runs:
             widths = [end - begin for begin, end in ranges]
@@ -311,9 +315,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Call the mode of sync before and, if it wants updates, after the update."""
-        mode, layout = self.gradients.mode, self.gradients.layout
+        mode = self.gradients.mode
+        layout = self.gradients.layout
         updated = [part for part in self._stored if part.master.grad is not None]
-        begins = [layout.begins[part.param_index] for part in updated if part.param_index is not None]
+        begins = [
+            layout.begins[part.param_index] for part in updated if part.param_index is not None
+        ]
         for part, begin in zip(updated, begins, strict=True):
             mode.before_update(begin, part.width)
         if not mode.wants_updates:

@@ -43,8 +43,8 @@ class Part:
         numel: elements of this rank's part.
         master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer
             updates.
-        param_index: parameter index in the gradient shard; None if FSDP2 stores nothing of the parameter
-            on this rank.
+        param_index: parameter index in the gradient shard; None if FSDP2 stores nothing of the
+            parameter on this rank.
     """
 
     param_index: int | None = None
@@ -128,7 +128,9 @@ class Part:
         """Return the parts of all ranks in the stored weights, each padded to whole blocks."""
         local = self.local().view(-1)
         columns = -(-self.shard_range // block) * block
-        return View(local, 1, columns, columns, self._parts, self.shard_range, present=self.shard_range)
+        return View(
+            local, 1, columns, columns, self._parts, self.shard_range, present=self.shard_range
+        )
 
     def view(self, flat: Tensor, block: int) -> View:
         """Return a flat part, padded to whole blocks."""
@@ -138,7 +140,8 @@ class Part:
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """Return a flat part as a DTensor of the parameter's shape, which shares the memory."""
         local = flat[: self.numel].view(self.shape)
-        size, stride = self.param.size(), self.param.stride()
+        size = self.param.size()
+        stride = self.param.stride()
         return DTensor.from_local(
             local, self._mesh, PLACEMENTS, run_check=False, shape=size, stride=stride
         )

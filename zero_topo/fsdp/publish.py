@@ -50,7 +50,8 @@ class Publisher:
         run_numel: int,
         queue: OrderedQueue,
     ) -> None:
-        plan, settings = config.plan, config.publish
+        plan = config.plan
+        settings = config.publish
         exact = cast_to(DTYPES[settings.dtype] if settings.dtype else weights)
         self._spec = settings.spec
         self.wire = settings.spec or exact
@@ -61,7 +62,8 @@ class Publisher:
         self.run_numel = run_numel
         self._plan = plan
         self._hierarchy = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
-        self._meter, self._queue = mesh.meter, queue
+        self._meter = mesh.meter
+        self._queue = queue
 
     def publish(self) -> None:
         """Send all masters; on a GPU the current stream waits, not the host. Collective."""

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Keeps "auto" in the ``zero_topo`` block when Accelerate fills in a DeepSpeed config.
 
-Accelerate's DeepSpeedPlugin, which the Trainer uses too, replaces every "auto" in the config or rejects it. In the
-``zero_topo`` block "auto" is a value ("scheme", "topology"), so the patched plugin skips the block.
+Accelerate's DeepSpeedPlugin, which the Trainer uses too, replaces every "auto" in the config or
+rejects it. In the ``zero_topo`` block "auto" is a value ("scheme", "topology"), so the patched
+plugin skips the block.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ BLOCK = "zero_topo."
 
 
 @wrapping
-def fill_others(fill: Callable[..., None], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-    """Wrap Accelerate's ``fill``, which replaces one key's "auto", to skip the keys of the ``zero_topo`` block."""
+def fill_others(
+    fill: Callable[..., None], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap Accelerate's ``fill``, which replaces one key's "auto", to skip the keys of the
+    ``zero_topo`` block.
+    """
     if not ds_key_long.startswith(BLOCK):
         fill(plugin, ds_key_long, *args, **kwargs)
 
 
-DeepSpeedPlugin.fill_match = fill_others(DeepSpeedPlugin.fill_match)  # importing this module applies the patch
+# Importing this module applies the patch
+DeepSpeedPlugin.fill_match = fill_others(DeepSpeedPlugin.fill_match)

@@ -18,18 +18,22 @@ from zero_topo.quant.operands import FLOATS
 
 
 def follows_plan(engine: Any) -> bool:
-    """Return whether an engine without an optimizer has parameters on the device that zero_topo can shard.
+    """Return whether an engine without an optimizer has parameters on the device that zero_topo can
+    shard.
 
     Args:
         engine: DeepSpeed's engine.
     """
     offload = engine.zero_offload_param()
     on_device = offload is None or offload.device == "none"
-    return on_device and any(p.dtype in FLOATS and can_freeze(p, engine.module) for p in engine.module.parameters())
+    return on_device and any(
+        p.dtype in FLOATS and can_freeze(p, engine.module) for p in engine.module.parameters()
+    )
 
 
 class TopoInference(DeepSpeedZeRoOffload):
-    """DeepSpeed's parameter gathers for a model without an optimizer, on nested shards: every parameter is frozen.
+    """DeepSpeed's parameter gathers for a model without an optimizer, on nested shards: every
+    parameter is frozen.
 
     Attributes:
         topo: the shards; parameters with the dtype of the largest one follow the plan.
@@ -60,7 +64,9 @@ class TopoInference(DeepSpeedZeRoOffload):
                 topo = self.topo = Stage3(
                     config,
                     *described,
-                    like=torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name()),
+                    like=torch.empty(
+                        0, dtype=dtype, device=get_accelerator().current_device_name()
+                    ),
                     scatter_dtype=dtype,
                     accumulation_dtype=dtype,
                     bucket_numel=max(p.ds_numel for p in params),
@@ -78,8 +84,11 @@ class TopoInference(DeepSpeedZeRoOffload):
         return [topo for topo, _ in self._parts]
 
     def notes(self) -> list[str | None]:
-        """Return lines for the log: how the weights are sharded, and which do not follow the plan."""
-        plan, spec = self.topo.config.plan, self.topo.config.weights_spec
+        """Return lines for the log: how the weights are sharded, and which do not follow the
+        plan.
+        """
+        plan = self.topo.config.plan
+        spec = self.topo.config.weights_spec
         where = "on every rank"
         if plan.weights > 1:
             bits = "in their own type" if spec is None else f"as INT{spec.bits}"
@@ -89,7 +98,9 @@ class TopoInference(DeepSpeedZeRoOffload):
         return [f"this engine has no optimizer; its weights are {where}", *notes]
 
     def _restore_from_bit16_weights(self) -> None:
-        """Do nothing: DeepSpeed calls this after loading weights to refill masters, and there are none."""
+        """Do nothing: DeepSpeed calls this after loading weights to refill masters, and there are
+        none.
+        """
 
     def destroy(self) -> None:
         """Finish pending gathers and free the shards. Collective."""

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Resolves the ``zero_topo`` block of a DeepSpeed call; most checks run before a process group exists."""
+"""Resolves the ``zero_topo`` block of a DeepSpeed call; most checks run before a process group
+exists.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
 
 
 def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed JSON passed to ``deepspeed.initialize`` or ``zero.Init`` as a dict, or None.
+    """Return the DeepSpeed JSON passed to ``deepspeed.initialize`` or ``zero.Init`` as a dict, or
+    None.
 
-    An unreadable config also gives None: DeepSpeed reports it in the same call. Without a ``zero_topo`` block
-    DeepSpeed's behaviour must not change.
+    An unreadable config also gives None: DeepSpeed reports it in the same call. Without a
+    ``zero_topo`` block DeepSpeed's behaviour must not change.
 
     Args:
         arguments: the call's bound arguments.
@@ -62,7 +65,9 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @wrapping
 def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``function`` to validate its config argument first, before it can create a process group."""
+    """Wrap ``function`` to validate its config argument first, before it can create a process
+    group.
+    """
     call = inspect.signature(function).bind(*args, **kwargs)
     with refusals():
         config = deepspeed_config_of(call.arguments)
@@ -79,16 +84,22 @@ def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def own_config(arguments: Mapping[str, Any], translation: Translation, say: bool) -> dict[str, Any]:
-    """Return a replacement of the config argument: with the environment's block, without keys that the block replaces.
+    """Return a replacement of the config argument: with the environment's block, without keys that
+    the block replaces.
 
     Args:
         arguments: the call's bound arguments.
         translation: the config without DeepSpeed's keys that the block replaces.
         say: whether rank 0 logs a line for each key.
     """
-    config, lines = translation.config, list(translation.lines)
+    config = translation.config
+    lines = list(translation.lines)
     if BLOCK_VARIABLE in os.environ:
-        used = "has the block of this engine" if ROOT in config else "is not used: this engine is not of ZeRO stage 3"
+        used = (
+            "has the block of this engine"
+            if ROOT in config
+            else "is not used: this engine is not of ZeRO stage 3"
+        )
         lines.insert(0, f"{BLOCK_VARIABLE} {used}")
     if not lines:
         return {}
@@ -113,7 +124,11 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
         config: the DeepSpeed JSON as a dict.
     """
     named = config.get("optimizer")
-    if ROOT not in config or arguments.get("optimizer") is not None or not isinstance(named, Mapping):
+    if (
+        ROOT not in config
+        or arguments.get("optimizer") is not None
+        or not isinstance(named, Mapping)
+    ):
         return {}
     from zero_topo.sync import OPTIMIZERS
 
@@ -123,7 +138,9 @@ def own_optimizer(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> di
     params = named.get("params") or {}
     unknown = sorted(set(params) - set(inspect.signature(kind).parameters))
     if unknown:
-        raise ValueError(f"optimizer.params.{unknown[0]}: {named['type']} does not take it; remove it")
+        raise ValueError(
+            f"optimizer.params.{unknown[0]}: {named['type']} does not take it; remove it"
+        )
     return {"optimizer": lambda parameters: kind(parameters, **params)}
 
 
@@ -148,7 +165,8 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     else:
         resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
     _mesh(arguments.get("mesh_param"))
-    # The signature of zero.Init has no optimizer: there the config shows whether the model is trained.
+    # The signature of zero.Init has no optimizer: there the config shows whether the model is
+    # trained.
     _remote_parameters(arguments.get("remote_device"), trains="optimizer" in config)
 
 
@@ -173,7 +191,9 @@ def _divides(mpu: Any, ranks: int | None) -> bool:
 
 
 def _refuse_stages(mpu: Any) -> None:
-    """Raise ValueError for an mpu with pipeline parallelism, which unmodified DeepSpeed refuses with ZeRO-3 too."""
+    """Raise ValueError for an mpu with pipeline parallelism, which unmodified DeepSpeed refuses
+    with ZeRO-3 too.
+    """
     for name in ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"):
         try:
             stages = int(getattr(mpu, name)())
@@ -181,7 +201,8 @@ def _refuse_stages(mpu: Any) -> None:
             continue  # no mpu, or one without pipelines
         if stages > 1:
             raise ValueError(
-                f"mpu = {type(mpu).__name__} with {stages} pipeline stages: ZeRO-3 shards the whole model, under "
+                f"mpu = {type(mpu).__name__} with {stages} pipeline stages: ZeRO-3 shards the "
+                "whole model, under "
                 "unmodified DeepSpeed too; set the number of stages to 1"
             )
 
@@ -189,8 +210,10 @@ def _refuse_stages(mpu: Any) -> None:
 def _mesh(mesh: Sequence[int] | None) -> None:
     if mesh and len(mesh) > 1 and mesh[1] > 1:
         raise ValueError(
-            f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
-            "the launch; for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, "
+            f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo "
+            "shards over all ranks of "
+            "the launch; for Ulysses give deepspeed.initialize the mpu that "
+            "deepspeed.runtime.sequence_parallel makes, "
             "as Hugging Face does"
         )
 
@@ -198,7 +221,8 @@ def _mesh(mesh: Sequence[int] | None) -> None:
 def _remote_parameters(device: str | None, trains: bool) -> None:
     if device not in (None, "none", *(() if trains else ("cpu",))):
         raise ValueError(
-            f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
+            f'remote_device = "{device}": parameter offload is not supported; leave it out and '
+            "shard weights wider, "
             'such as "zero_topo": {"weights": "node"}'
         )
 
@@ -217,14 +241,19 @@ def resolve_block(
     Args:
         config: the DeepSpeed JSON as a dict, with a block.
         world_size: ranks of the launch, if known.
-        members: the data-parallel groups over which DeepSpeed shards; empty for one group of all ranks.
+        members: the data-parallel groups over which DeepSpeed shards; empty for one group of all
+            ranks.
         env: the launcher's environment.
-        engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it exists.
-        memory: bytes of the job's smallest device (on CPUs, of its smallest host) and of its smallest host, if known.
-        shared: returns the request that all ranks plan with, if their parts of the model may differ; collective.
+        engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it
+            exists.
+        memory: bytes of the job's smallest device (on CPUs, of its smallest host) and of its
+            smallest host, if known.
+        shared: returns the request that all ranks plan with, if their parts of the model may
+            differ; collective.
 
     Raises:
-        ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
+        ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not
+            fit.
     """
     block = _checked(config)
     topology = _machine(block.topology, env, world_size, engine)
@@ -256,10 +285,13 @@ def resolve_block(
     return replace(found, groups=groups)
 
 
-def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Members, rank: int) -> ResolvedConfig:
+def resolve_experts(
+    config: dict[str, Any], dense: ResolvedConfig, members: Members, rank: int
+) -> ResolvedConfig:
     """Resolve the block a second time, for experts, which DeepSpeed shards over smaller groups.
 
-    Named degrees are domains of the experts' tree. An automatic block takes the dense plan's domains.
+    Named degrees are domains of the experts' tree. An automatic block takes the dense plan's
+    domains.
 
     Args:
         config: the DeepSpeed JSON as a dict, with a block.
@@ -282,7 +314,8 @@ def resolve_experts(config: dict[str, Any], dense: ResolvedConfig, members: Memb
         return replace(resolve_config(block, tree), groups=groups)
     except ValueError as error:
         raise ValueError(
-            f"expert_parallel: {error} (experts are sharded over {tree.world_size} of {machine.world_size} ranks)"
+            f"expert_parallel: {error} (experts are sharded over {tree.world_size} of "
+            f"{machine.world_size} ranks)"
         ) from None
 
 
@@ -295,16 +328,17 @@ def _checked(config: dict[str, Any]) -> ZeroTopoConfig:
 
 
 def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
-    """Return the planner's request for an engine: its modules, with activation checkpointing, and its settings.
+    """Return the planner's request for an engine: its modules, with activation checkpointing, and
+    its settings.
 
-    Every rank has the same model, config and machine, and the planner is a pure function of them, so all ranks choose
-    one plan without communication. ``agreement.py`` checks that they did.
+    Every rank has the same model, config and machine, and the planner is a pure function of them,
+    so all ranks choose one plan without communication. ``agreement.py`` checks that they did.
 
     Args:
         engine: DeepSpeed's engine.
         topology: the machine.
-        trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
-            the policy's plan, so that both round their weights identically.
+        trains: whether there are gradients and optimizer states. True for the reference model of a
+            policy too: it uses the policy's plan, so that both round their weights identically.
     """
     return module_request(
         engine.module,
@@ -313,7 +347,9 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.gradient_accumulation_steps(),
         itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
-        muon=method_of({"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}),
+        muon=method_of(
+            {"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}
+        ),
         live=engine.zero_max_live_parameters(),
         bucket=engine.zero_reduce_bucket_size(),
         sub_group=engine.zero_sub_group_size(),
@@ -322,8 +358,12 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
     )
 
 
-def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:
-    """Return the machine of a setting; "measured" is resolved like "auto" until ranks can communicate."""
+def _machine(
+    setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any
+) -> Topology:
+    """Return the machine of a setting; "measured" is resolved like "auto" until ranks can
+    communicate.
+    """
     if setting != MEASURED:
         return resolve_topology(setting, env, world_size)
     if engine is None:
@@ -334,7 +374,9 @@ def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_siz
 
 
 def seed_everything(seed: int | None, rank: int) -> None:
-    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks and repeats."""
+    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks and
+    repeats.
+    """
     if seed is None:
         return
     import torch

@@ -2,9 +2,10 @@
 """Installs the hook into DeepSpeed; one of the files (see ``seam.py``) that use its private names.
 
 Note [The seam]
-    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. During that call, and only for a
-    config with a ``zero_topo`` block, this name is bound to :class:`TopoStage3`; for an engine without an optimizer,
-    the name of DeepSpeed's parameter offload class is bound to :class:`TopoInference`. Both only override methods.
+    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. During that
+    call, and only for a config with a ``zero_topo`` block, this name is bound to
+    :class:`TopoStage3`; for an engine without an optimizer, the name of DeepSpeed's parameter
+    offload class is bound to :class:`TopoInference`. Both only override methods.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from zero_topo.versions import default_clipping, untried
 
 
 def enable() -> None:
-    """Install the hook into DeepSpeed; after ``import zero_topo`` an import of DeepSpeed installs it too.
+    """Install the hook into DeepSpeed; after ``import zero_topo`` an import of DeepSpeed installs
+    it too.
 
     Later calls do nothing.
 
@@ -56,14 +58,19 @@ def enable() -> None:
         return
     check_deepspeed()
     DeepSpeedEngine._zero_topo_hook = True
-    DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
-    DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
+    DeepSpeedEngine._configure_distributed_model = meeting(
+        DeepSpeedEngine._configure_distributed_model
+    )
+    DeepSpeedEngine._configure_zero_optimizer = _choosing_class(
+        DeepSpeedEngine._configure_zero_optimizer
+    )
     DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_atomically(DeepSpeedEngine.save_checkpoint)
     sys.excepthook = one_line(sys.excepthook)
-    # The deepspeed launcher, if this process is one, passes variables with these beginnings to other nodes.
+    # The deepspeed launcher, if this process is one, passes variables with these beginnings to
+    # other nodes.
     accelerator = get_accelerator()
     accelerator.export_envs = _exporting(accelerator.export_envs)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
@@ -73,9 +80,11 @@ def enable() -> None:
 
 
 def _exporting(export_envs: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    """Add zero_topo's to the beginnings of variables that DeepSpeed's launcher passes to other nodes.
+    """Add zero_topo's to the beginnings of variables that DeepSpeed's launcher passes to other
+    nodes.
 
-    The launcher quotes a value with quotation marks that a shell of the other node removes, and the value's with them.
+    The launcher quotes a value with quotation marks that a shell of the other node removes, and the
+    value's with them.
     """
 
     @refusals()
@@ -83,7 +92,8 @@ def _exporting(export_envs: Callable[[], list[str]]) -> Callable[[], list[str]]:
         for name, value in os.environ.items():
             if name.startswith("ZERO_TOPO_") and '"' in value:
                 raise ValueError(
-                    f"{name} = {cut(value)}: the deepspeed launcher loses its quotation marks on the way to other "
+                    f"{name} = {cut(value)}: the deepspeed launcher loses its quotation marks on "
+                    "the way to other "
                     f"nodes; put it into a file that every node reads, and set {name}=FILE.json"
                 )
         return [*export_envs(), "ZERO_TOPO_"]
@@ -102,7 +112,9 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def init_context(*args: Any, **kwargs: Any) -> Any:
-    """Install the hook and return ``deepspeed.zero.Init``, which partitions parameters as they are built."""
+    """Install the hook and return ``deepspeed.zero.Init``, which partitions parameters as they are
+    built.
+    """
     enable()
     return deepspeed.zero.Init(*args, **kwargs)
 
@@ -120,19 +132,36 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
     log_notes(rank, filter(None, [untried("deepspeed", deepspeed.__version__)]))
     if optimizer is None and not follows_plan(engine):
         log_notes(
-            rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"]
+            rank,
+            [
+                "this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 "
+                "gathers them"
+            ],
         )
         seed_everything(resolved.seed, rank)
         return configure(engine, None)
     if optimizer is None:
-        kind = partial(TopoInference, configs=[plan.without_training() for plan in configs], names=engine.param_names)
+        kind = partial(
+            TopoInference,
+            configs=[plan.without_training() for plan in configs],
+            names=engine.param_names,
+        )
         with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
             built = configure(engine, None)
-        engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
+        # To export and load its weights
+        engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
     else:
         on_cpu = get_accelerator().is_synchronized_device()
-        log_notes(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
-        log_notes(rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__)))
+        log_notes(
+            rank,
+            [
+                *resolved.log_lines(),
+                *([] if on_cpu else deepspeed_hints(engine._config._param_dict)),
+            ],
+        )
+        log_notes(
+            rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__))
+        )
         kind = partial(TopoStage3, configs=configs)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):
             built = configure(engine, optimizer)
@@ -146,7 +175,9 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
 
 @wrapping
 def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
+    """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are
+    then published.
+    """
     load(engine, *args, **kwargs)
     if isinstance(engine.optimizer, TopoStage3):
         for topo in engine.optimizer.engines():
@@ -155,7 +186,9 @@ def _loading(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) 
 
 @wrapping
 def _cut_out(fragment: Callable[..., Tensor], engine: Any, param: Any) -> Tensor:
-    """Wrap DeepSpeed's ``fragment``: clone a frozen shard that is a view, so its whole storage is not saved."""
+    """Wrap DeepSpeed's ``fragment``: clone a frozen shard that is a view, so its whole storage is
+    not saved.
+    """
     found = fragment(engine, param)
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ends a rank without an abort, and removes files that DeepSpeed's CPU collectives leave in /dev/shm."""
+"""Ends a rank without an abort, and removes files that DeepSpeed's CPU collectives leave in
+/dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ import torch.distributed as dist
 def leave(status: int = 0) -> NoReturn:
     """End this process after a barrier: the last line of a script that trains on CPUs. Collective.
 
-    A thread of gloo may still be releasing the tensors of the last collective. If Python ends at that moment, torch
-    aborts the process after the work is done: "terminate called without an active exception", status -6. This function
-    runs the functions registered with ``atexit`` and ends the process without Python's shutdown.
+    A thread of gloo may still be releasing the tensors of the last collective. If Python ends at
+    that moment, torch aborts the process after the work is done: "terminate called without an
+    active exception", status -6. This function runs the functions registered with ``atexit`` and
+    ends the process without Python's shutdown.
 
     Args:
         status: exit status of the process.
@@ -31,18 +34,23 @@ def leave(status: int = 0) -> NoReturn:
         unlink_shared_memory(dist.get_rank())
         dist.destroy_process_group()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():  # else mpirun reports a crash
+    # Else mpirun reports a crash
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def unlink_shared_memory(rank: int, env: Mapping[str, str] = os.environ, folder: Path = Path("/dev/shm")) -> None:
-    """Unlink this rank's shared-memory buffer of DeepSpeed's CPU collectives (its csrc/cpu/comm/shm.cpp), 66 MB.
+def unlink_shared_memory(
+    rank: int, env: Mapping[str, str] = os.environ, folder: Path = Path("/dev/shm")
+) -> None:
+    """Unlink this rank's shared-memory buffer of DeepSpeed's CPU collectives (its
+    csrc/cpu/comm/shm.cpp), 66 MB.
 
-    DeepSpeed never unlinks it. Ranks that have mapped the buffer keep it until they end, so it may be unlinked once all
-    ranks have opened it: after any collective that follows ``init_distributed``.
+    DeepSpeed never unlinks it. Ranks that have mapped the buffer keep it until they end, so it may
+    be unlinked once all ranks have opened it: after any collective that follows
+    ``init_distributed``.
 
     Args:
         rank: the rank of this process.

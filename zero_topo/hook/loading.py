@@ -1,12 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint on all ranks or on none: every rank reads and checks its files before any state changes.
+"""Loads a checkpoint on all ranks or on none: every rank reads and checks its files before any
+state changes.
 
 Note [A load that fails]
-    DeepSpeed's load alternates between reads, copies and collectives. If one rank cannot read its file, it raises an
-    error while the others wait in the next collective. Here each rank first reads its files, without a collective, and
-    checks them against this run. Then all ranks compare their files' contents: names, dtypes and shapes, and the counts
-    that must be equal. If one rank fails or differs, all raise the same error before any state has changed, so a caller
-    who catches it can continue. Otherwise DeepSpeed's load uses the files that were read.
+    DeepSpeed's load alternates between reads, copies and collectives. If one rank cannot read its
+    file, it raises an error while the others wait in the next collective. Here each rank first
+    reads its files, without a collective, and checks them against this run. Then all ranks compare
+    their files' contents: names, dtypes and shapes, and the counts that must be equal. If one rank
+    fails or differs, all raise the same error before any state has changed, so a caller who catches
+    it can continue. Otherwise DeepSpeed's load uses the files that were read.
 """
 
 from __future__ import annotations
@@ -44,34 +46,45 @@ Contents = dict[Path, Any]
 def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap DeepSpeed's ``load_checkpoint``: our engines load as in Note [A load that fails].
 
-    Weights loaded without optimizer states come from the named tag on every rank. DeepSpeed would load those of the
-    latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
+    Weights loaded without optimizer states come from the named tag on every rank. DeepSpeed would
+    load those of the latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
     """
     if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
         return load(engine, *args, **kwargs)
     call = inspect.signature(load).bind(engine, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    given["load_module_only"] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+    given[
+        "load_module_only"
+    ] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
     given["load_optimizer_states"] &= not given["load_module_only"]
     contents: Contents = {}
-    tag, groups = _agreed(engine, contents, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"])
+    tag, groups = _agreed(
+        engine, contents, Path(given["load_dir"]), given["tag"], given["load_optimizer_states"]
+    )
     given["tag"] = tag
     if tag is not None and not contents:
         if dist.get_rank() == 0:
             logger.warning(
-                f"zero_topo: {given['load_dir']}/{tag} does not exist: this engine has no optimizer, and its weights "
+                f"zero_topo: {given['load_dir']}/{tag} does not exist: this engine has no "
+                "optimizer, and its weights "
                 "stay as they are"
             )
         return None, {}
-    universal, whole = engine.load_universal_checkpoint(), ds_engine.get_fp32_state_dict_from_zero_checkpoint
-    stock, search = engine.checkpoint_engine, getattr(DeepSpeedEngine, MODEL_FILES)
+    universal = engine.load_universal_checkpoint()
+    whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
+    stock = engine.checkpoint_engine
+    search = getattr(DeepSpeedEngine, MODEL_FILES)
 
     def weights_alone(folder: str) -> dict[str, Tensor]:
         return {} if universal else whole(folder, tag)
 
     def read_before(path: str, map_location: Any = None) -> Any:
-        return contents[Path(path)] if Path(path) in contents else stock.load(path, map_location=map_location)
+        return (
+            contents[Path(path)]
+            if Path(path) in contents
+            else stock.load(path, map_location=map_location)
+        )
 
     def model_file(engine: Any, *place: Any) -> list[str]:
         """Return the first file that was read, and those of the other tensor-parallel ranks.
@@ -82,7 +95,9 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
             return list(search(engine, *place)) if universal else []
         own = next(iter(contents))
         rank = int(re.findall(r"zero_pp_rank_(\d+)_", own.name)[0])
-        return [str(own.with_name(file_name(rank, "model", of))) for of in range(engine.mp_world_size)]
+        return [
+            str(own.with_name(file_name(rank, "model", of))) for of in range(engine.mp_world_size)
+        ]
 
     with (
         replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
@@ -108,14 +123,15 @@ def _agreed(
 
     Args:
         engine: DeepSpeed's engine.
-        contents: filled with the files that DeepSpeed will read; first, except for a universal checkpoint, the file of
-            this rank's model states.
+        contents: filled with the files that DeepSpeed will read; first, except for a universal
+            checkpoint, the file of this rank's model states.
         load_dir: the folder with the folders of all tags.
         tag: the tag to load; None is the latest.
         states: whether optimizer states are loaded.
 
     Returns:
-        The tag, or None if there is no latest; and the optimizer's parameter groups, of a universal checkpoint only.
+        The tag, or None if there is no latest; and the optimizer's parameter groups, of a universal
+        checkpoint only.
 
     Raises:
         ValueError: on every rank, naming a rank that cannot load its part.
@@ -132,36 +148,52 @@ def _agreed(
         if tag is not None:
             folder = load_dir / str(tag)
             if universal and len(engine.optimizer.engines()) > 1:
-                raise ValueError(f"{folder}: with expert_parallel load the run's own checkpoint, not a universal one")
+                raise ValueError(
+                    f"{folder}: with expert_parallel load the run's own checkpoint, not a "
+                    "universal one"
+                )
             if universal:
                 name = file_name(0, "model", _tensor_rank(engine))
                 facts |= _model(_read(engine, folder / name, contents))
                 parameters = engine.optimizer.topo.parameters
                 groups = _universal(parameters, folder, states, engine.mp_world_size)
-                facts |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder, parameters)])}
+                facts |= {
+                    "parameter groups": _kind_of(groups),
+                    "carried": _kind_of([*carried(folder, parameters)]),
+                }
             elif engine.optimizer.topo.parameters or folder.exists():
                 facts |= _own_files(engine, contents, folder, states)
             else:
                 facts["skipped"] = str(tag)  # a save skips an engine without an optimizer
     except Exception as error:  # a damaged file has any content
-        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {first_line(error)}"
-    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+        problem = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{load_dir}/{tag}: {first_line(error)}"
+        )
+    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does
+    # not divide.
     groups_of_ranks = [*engine.optimizer.topo.mesh.plans]
     compared = groups_of_ranks if len(groups_of_ranks) > 1 else ()
     if refused := all_can(problem, facts, engine.device, WAY_OUT, compared):
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {refused}")
     if facts.get(DROPS) and dist.get_rank() == 0:
         logger.warning(
-            "zero_topo: other ranks or another order of parameters saved this checkpoint: the residual of sync is "
+            "zero_topo: other ranks or another order of parameters saved this checkpoint: the "
+            "residual of sync is "
             'dropped; a universal checkpoint and "zero-topo carry" take it along'
         )
     return tag, groups
 
 
 def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
-    """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal on all ranks."""
-    mesh, tensor_rank = engine.optimizer.topo.mesh, _tensor_rank(engine)
-    rank, ranks = mesh.rank, len(mesh.ranks)
+    """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal
+    on all ranks.
+    """
+    mesh = engine.optimizer.topo.mesh
+    tensor_rank = _tensor_rank(engine)
+    rank = mesh.rank
+    ranks = len(mesh.ranks)
     path, first = (folder / file_name(of, "model", tensor_rank) for of in (rank, 0))
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
@@ -185,21 +217,30 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
         contents[path] = saved.model(found, shapes)
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
         stored = contents[optimizer] = saved.optimizer(shapes, groups)
-        facts = {"saved by": found["dp_world_size"], **_model(contents[path]), DROPS: saved.drops_residual(shapes)}
+        facts = {
+            "saved by": found["dp_world_size"],
+            **_model(contents[path]),
+            DROPS: saved.drops_residual(shapes),
+        }
     return {**facts, "optimizer": _optimizer(optimizer, stored, engine.optimizer)}
 
 
-def _same_experts(path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool) -> bool:
-    """Return True if the ranks and the shapes of a run with expert parallelism are those of this run.
+def _same_experts(
+    path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool
+) -> bool:
+    """Return True if the ranks and the shapes of a run with expert parallelism are those of this
+    run.
 
     Raises:
-        ValueError: otherwise: experts are sharded over other ranks than dense parameters, and no file says which.
+        ValueError: otherwise: experts are sharded over other ranks than dense parameters, and no
+            file says which.
     """
     saved = [tuple(shape) for of in found.get("param_shapes", ()) for shape in of.values()]
     own = [tuple(shape) for of in shapes for shape in of.values()]
     if not alike or saved != own:
         raise ValueError(
-            f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: with expert_parallel "
+            f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: "
+            "with expert_parallel "
             "resume with the same"
         )
     return True
@@ -211,9 +252,17 @@ def _tensor_rank(engine: Any) -> int:
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about a model file that must be equal on all ranks; modules' extra state may differ."""
-    module = {name: value for name, value in found["module"].items() if not name.endswith("_extra_state")}
-    kinds = {"module": module, "frozen": found.get("frozen_param_fragments"), "scheduler": "lr_scheduler" in found}
+    """Return the facts about a model file that must be equal on all ranks; modules' extra state may
+    differ.
+    """
+    module = {
+        name: value for name, value in found["module"].items() if not name.endswith("_extra_state")
+    }
+    kinds = {
+        "module": module,
+        "frozen": found.get("frozen_param_fragments"),
+        "scheduler": "lr_scheduler" in found,
+    }
     return {**_kind_of(kinds), **{key: found[key] for key in COUNTS if key in found}}
 
 
@@ -228,19 +277,26 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
     own = [*optimizer.fp16_partitioned_groups_flat_numel]
     if stored != own:
         raise ValueError(
-            f"{path} holds {sum(stored)} masters in sub-groups of {_cut(stored)}, this run has {sum(own)} in {_cut(own)}: "
-            "give it the same model, parameter groups, sub_group_size and ranks, or load a universal checkpoint"
+            f"{path} holds {sum(stored)} masters in sub-groups of {_cut(stored)}, this run has "
+            f"{sum(own)} in {_cut(own)}: "
+            "give it the same model, parameter groups, sub_group_size and ranks, or load a "
+            "universal checkpoint"
         )
     return _kind_of(saved)
 
 
-def _universal(parameters: Sequence[Parameter], folder: Path, states: bool, tensor: int) -> list[Group]:
-    """Check every file of a universal checkpoint without reading its tensors; return the saved parameter groups.
+def _universal(
+    parameters: Sequence[Parameter], folder: Path, states: bool, tensor: int
+) -> list[Group]:
+    """Check every file of a universal checkpoint without reading its tensors; return the saved
+    parameter groups.
 
-    Files have whole parameters, of which each of ``tensor`` tensor-parallel ranks has a part, not always an equal one.
+    Files have whole parameters, of which each of ``tensor`` tensor-parallel ranks has a part, not
+    always an equal one.
 
     Raises:
-        ValueError: for a file that is missing, damaged, or of another size, which would shift all later parameters.
+        ValueError: for a file that is missing, damaged, or of another size, which would shift all
+            later parameters.
     """
     zero = folder / "zero"
     for name, numel in ((p.name, p.numel) for p in parameters):
@@ -250,10 +306,15 @@ def _universal(parameters: Sequence[Parameter], folder: Path, states: bool, tens
             saved = found["param"] if isinstance(found, dict) else found
             split = tensor > 1 and saved.numel() > numel
             if saved.numel() != numel and not split:
-                raise ValueError(f"{path} holds {saved.numel()} elements, but {name} has {numel}: convert it anew")
+                raise ValueError(
+                    f"{path} holds {saved.numel()} elements, but {name} has {numel}: convert it "
+                    "anew"
+                )
     if not states:
         return []
-    groups: list[Group] = mapped(zero / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
+    groups: list[Group] = mapped(zero / "optimizer_state.pt")["optimizer_state_dict"][
+        "param_groups"
+    ]
     return groups
 
 
@@ -275,11 +336,14 @@ def _kind_of(value: Any) -> Any:
 
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:
-    """Restore each parameter group's saved settings; DeepSpeed gives the first group's settings to all."""
+    """Restore each parameter group's saved settings; DeepSpeed gives the first group's settings to
+    all.
+    """
     if len(saved) != len(own):
         if dist.get_rank() == 0:
             logger.warning(
-                "zero_topo: the universal checkpoint was saved with %d parameter groups, this run has %d: all have the "
+                "zero_topo: the universal checkpoint was saved with %d parameter groups, this run "
+                "has %d: all have the "
                 "settings of the first (learning rate %s); set them after load_checkpoint",
                 len(saved),
                 len(own),

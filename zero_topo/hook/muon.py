@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Muon's update of whole matrices, by DeepSpeed's own functions; one of the files that use its private names."""
+"""Muon's update of whole matrices, by DeepSpeed's own functions; one of the files that use its
+private names.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ APPLY = "_apply_muon_to_accumulated_grads"
 
 
 def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
-    """Raise ValueError if torch's optimizer is Muon and a plan or this DeepSpeed does not support it.
+    """Raise ValueError if torch's optimizer is Muon and a plan or this DeepSpeed does not support
+    it.
 
-    Before :data:`APPLY` existed, DeepSpeed computed Muon's updates in its reduction, which is not used here.
+    Before :data:`APPLY` existed, DeepSpeed computed Muon's updates in its reduction, which is not
+    used here.
     """
     if type(optimizer).__name__ != "MuonWithAuxAdam":
         return
@@ -29,15 +33,18 @@ def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
     if isinstance(configs[0].sync, SPARSE_MODES):
         raise ValueError(f"optimizer Muon: {MUON_REFUSED}")
     if not has(APPLY):
-        raise ValueError(f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW")
+        raise ValueError(
+            f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW"
+        )
 
 
 @contextmanager
 def equal_bits(replicated: bool) -> Iterator[None]:
-    """Give equal matrix products equal bits in all processes, within the context, if their results are replicated.
+    """Give equal matrix products equal bits in all processes, within the context, if their results
+    are replicated.
 
-    On ROCm rocBLAS may add partial products by atomics, in any order, unless torch's algorithms are deterministic.
-    cuBLAS gives equal bits for one stream.
+    On ROCm rocBLAS may add partial products by atomics, in any order, unless torch's algorithms are
+    deterministic. cuBLAS gives equal bits for one stream.
     """
     if not replicated or torch.version.hip is None or torch.are_deterministic_algorithms_enabled():
         yield
@@ -51,20 +58,26 @@ def equal_bits(replicated: bool) -> Iterator[None]:
 
 
 def orthogonalized(matrices: Tensor, heads: Sequence[int | None], method: str) -> Tensor:
-    """Return Muon's updates of matrices that have their momentum already, as stock computes them, scale included.
+    """Return Muon's updates of matrices that have their momentum already, as stock computes them,
+    scale included.
 
     Args:
-        matrices: FP32 ``[count, rows, columns]``, or weights of convolutions ``[count, out, in, height, width]``.
-        heads: for each matrix, the number of attention heads that are computed separately; None for the whole.
+        matrices: FP32 ``[count, rows, columns]``, or weights of convolutions
+            ``[count, out, in, height, width]``.
+        heads: for each matrix, the number of attention heads that are computed separately; None for
+            the whole.
         method: "gram" or "standard".
     """
     # Imported here because importing Muon compiles its kernels.
     from deepspeed.runtime.zero.muon.original_muon import muon_update
 
     # With a beta of zero `muon_update` neither reads nor blends the momentum that it is given.
-    if matrices.dim() == 3 and len({*heads}) == 1:  # one batch of all matrices, or of all their heads
+    # One batch of all matrices, or of all their heads
+    if matrices.dim() == 3 and len({*heads}) == 1:
         batch = matrices.reshape(-1, matrices.shape[1] // (heads[0] or 1), matrices.shape[2])
-        update = muon_update(batch, torch.zeros_like(batch), beta=0.0, ns_method=method, is_expert_group=True)
+        update = muon_update(
+            batch, torch.zeros_like(batch), beta=0.0, ns_method=method, is_expert_group=True
+        )
         return update.reshape(matrices.shape)
     updates = [
         muon_update(matrix, torch.zeros_like(matrix), beta=0.0, ns_method=method, num_heads=count)

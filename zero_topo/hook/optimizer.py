@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's stage-3 optimizer on nested shards; one of the files (see ``seam.py``) that use its private names.
+"""DeepSpeed's stage-3 optimizer on nested shards; one of the files (see ``seam.py``) that use its
+private names.
 
-DeepSpeed's flat parameter and gradient buffers become rows of our nested shards. The optimizer step, clipping, overflow
-handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
+DeepSpeed's flat parameter and gradient buffers become rows of our nested shards. The optimizer
+step, clipping, overflow handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
 """
 
 from __future__ import annotations
@@ -34,25 +35,31 @@ from zero_topo.sync import Moment
 
 logger = logging.getLogger(__name__)
 
-LP_PARAMS, LP_GRADS = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads
+LP_PARAMS = OffloadStateTypeEnum.lp_params
+LP_GRADS = OffloadStateTypeEnum.lp_grads
 BUCKET = OffloadStateTypeEnum.contiguous_grad_buffer
 
 SEVERAL_BACKWARDS = (
-    "zero_topo: this step has several backward passes, each of them taken for its last, so gradients cross nodes in "
-    'each: set "gradient_accumulation_steps" to their number; or run them under engine.coalesce_grad_reduction(), or '
+    "zero_topo: this step has several backward passes, each of them taken for its last, so "
+    "gradients cross nodes in "
+    'each: set "gradient_accumulation_steps" to their number; or run them under '
+    "engine.coalesce_grad_reduction(), or "
     "call engine.set_gradient_accumulation_boundary(False) before and (True) for the last; or set "
     '"managed_gradient_accumulation": false'
 )
 
 
 class TopoStage3(Stock):
-    """DeepSpeed's stage-3 optimizer on nested shards. It only overrides methods; :class:`Stage3` does the work.
+    """DeepSpeed's stage-3 optimizer on nested shards. It only overrides methods; :class:`Stage3`
+    does the work.
 
     Attributes:
         topo: the shards, independent of DeepSpeed.
-        param_indices: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones that follow the plan.
+        param_indices: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones
+            that follow the plan.
         pace: speed of the last optimizer step.
-        predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled on first use.
+        predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled
+            on first use.
         recorder: writes the run's folder on rank 0, if the block names one.
         stepping: whether ``step`` is running.
         offloaded_states: the states that ``offload_states`` has moved to the host.
@@ -65,25 +72,34 @@ class TopoStage3(Stock):
     persistent_parameters: list[Any]
 
     def __init__(self, *args: Any, configs: Sequence[ResolvedConfig], **kwargs: Any) -> None:
-        self._configs, self._parts = configs, Parts()
-        # Whether stock's FP32 masters would be the weights themselves: edits of weights must then update our masters.
+        self._configs = configs
+        self._parts = Parts()
+        # Whether stock's FP32 masters would be the weights themselves: edits of weights must then
+        # update our masters.
         self._edits_reach_masters = False
         self.param_indices: dict[int, int] = {}
         self.stepping = False
-        self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
+        # Read before DeepSpeed's __init__ sets its own
+        self.offloaded_states: set[OffloadStateTypeEnum] = set()
         self._passes = BackwardPasses()
-        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
+        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged
+        # (only once).
         self._forwards = 0
         self._hinted = False
         # The loss scale of `torch_autocast` in FP16, read once a step: DeepSpeed's own is 1 then.
         self._autocast_scale: float | None = None
-        # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
-        # Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy each gradient to that
-        # buffer on the reduction's stream, while autograd may add a second part on the computation's stream.
-        super().__init__(*args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False}))
+        # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it
+        # too. Our scatter reads gradients in place and needs no contiguous buffer. Stock would copy
+        # each gradient to that buffer on the reduction's stream, while autograd may add a second
+        # part on the computation's stream.
+        super().__init__(
+            *args, **(kwargs | {"reduce_scatter": False, "contiguous_gradients": False})
+        )
         self.reduce_scatter = True
         self._read_autocast_scale()
-        self._reloads: list[Callable[[bool], None]] = []  # each reloads what one call of `offload_states` has moved
+        self._reloads: list[
+            Callable[[bool], None]
+        ] = []  # each reloads what one call of `offload_states` has moved
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
         store = meeting_place()
@@ -97,17 +113,24 @@ class TopoStage3(Stock):
         """Return lines for the log: which parameters do not follow the plan."""
         return [part.gathers.note() for part in self._parts]
 
-    # -- buffers ---------------------------------------------------------------------------------------------------
+    # -- buffers -----------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         check_muon(self.optimizer, self._configs)
-        for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
+        # zero.Init stores them on the host if its config has offload_param
+        for param in self.module.parameters():
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        self._parts.build(self, self._configs, self._moments, lambda: self._autocast_scale or float(self.loss_scale))
+        self._parts.build(
+            self,
+            self._configs,
+            self._moments,
+            lambda: self._autocast_scale or float(self.loss_scale),
+        )
         self.topo = self._parts.parts[0].topo
         self.param_indices = self._parts.param_indices
-        # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are replaced.
+        # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are
+        # replaced.
         self.lp_param_buffer = self.topo.weights.own_row
         self.fp16_partitioned_groups_flat[:] = self._parts.flats()
         for sub_group in range(len(self.fp16_groups)):
@@ -115,7 +138,9 @@ class TopoStage3(Stock):
         for part in self._parts:
             part.topo.restart()
             part.gathers.serve(part.topo, self._write_back, partial(self.require_states, LP_PARAMS))
-        self._beginning = self.module.register_forward_pre_hook(module_hook(self.forward_begins), with_kwargs=True)
+        self._beginning = self.module.register_forward_pre_hook(
+            module_hook(self.forward_begins), with_kwargs=True
+        )
         rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
         trained = sum(param.ds_numel for param in self._parts.trained()) / max(numel, 1)
@@ -126,7 +151,8 @@ class TopoStage3(Stock):
         super()._setup_for_real_optimizer()
         own = self.topo.gradients.own_row
         self.grad_partitions_flat_buffer = own
-        # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
+        # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay
+        # on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
         views = {param.ds_id: self._parts.own_param_index(param) for param in self._parts.trained()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
@@ -149,41 +175,60 @@ class TopoStage3(Stock):
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 grad = torch.zeros_like(master)
-                master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
+                master.grad = (
+                    get_accelerator().pin_memory(grad)
+                    if self.offload_optimizer_pin_memory
+                    else grad
+                )
             self.fp32_partitioned_groups_flat[i] = master
 
     def _pin_masters(self) -> None:
-        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its gradients there."""
+        """Page-lock masters on the host, which publish copies to the device, as DeepSpeed does its
+        gradients there.
+        """
         for master in self.fp32_partitioned_groups_flat:
             if master.device.type == "cpu":
                 master.data = get_accelerator().pin_memory(master.data)
 
     def masters_are_weights(self) -> bool:
-        """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
+        """Return whether the FP32 masters are views of the weights, as stock may make them for an
+        FP32 model.
+        """
         weights = self.lp_param_buffer.untyped_storage().data_ptr()
-        return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
+        return any(
+            m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat
+        )
 
     def _moments(self, sub_groups: Sequence[int]) -> list[Moment]:
-        groups = [self.optimizer.param_groups[self.sub_group_to_group_id[index]] for index in sub_groups]
+        groups = [
+            self.optimizer.param_groups[self.sub_group_to_group_id[index]] for index in sub_groups
+        ]
         begins = [self._parts.columns[index][0] for index in sub_groups]
         flats = [self.fp32_partitioned_groups_flat[index] for index in sub_groups]
-        return self._parts.at(sub_groups[0]).masters.moments(self.optimizer.state, flats, begins, groups)
+        return self._parts.at(sub_groups[0]).masters.moments(
+            self.optimizer.state, flats, begins, groups
+        )
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
-        # DeepSpeed reads and edits masters at these offsets, which must lie in the row of its own layout.
+        # DeepSpeed reads and edits masters at these offsets, which must lie in the row of its own
+        # layout.
         for position in self.grad_position.values():
             position[1] += self._parts.own_offset(position[0])
 
     def _write_back(self, param: Any) -> None:
-        """Store an edit under GatheredParameters, also in our master if stock's FP32 master is the weight itself."""
+        """Store an edit under GatheredParameters, also in our master if stock's FP32 master is the
+        weight itself.
+        """
         topo = self._parts.of(param)
-        weights, param_index = topo.weights, self.param_indices[param.ds_id]
+        weights = topo.weights
+        param_index = self.param_indices[param.ds_id]
         if not self._edits_reach_masters or param_index in weights.frozen:
             weights.write_back(param_index, param.data)
             return
         rows = weights.layout.parameter(weights.own, param_index)
-        before = rows.clone()  # `rows` is a view that changes: the copy shows afterwards which elements were edited
+        # `rows` is a view that changes: the copy shows afterwards which elements were edited
+        before = rows.clone()
         weights.write_back(param_index, param.data)
         group, begin, _ = self._master_columns(param)
         topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
@@ -193,10 +238,12 @@ class TopoStage3(Stock):
         group, offset, width = self.grad_position[self.get_param_id(param)]
         return group, offset - self._parts.own_offset(group), width
 
-    # -- backward pass ---------------------------------------------------------------------------------------------
+    # -- backward pass -----------------------------------------------------------------------------
 
     def backward_prologue(self) -> None:
-        """Record that a backward pass of the engine begins: DeepSpeed 0.18.3 and later call this from a hook in it."""
+        """Record that a backward pass of the engine begins: DeepSpeed 0.18.3 and later call this
+        from a hook in it.
+        """
         self._passes.begin(outer=True)  # before any gradient
         super().backward_prologue()
 
@@ -206,13 +253,18 @@ class TopoStage3(Stock):
         super().backward(loss, *args, **kwargs)
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
-        """Put a gradient into the bucket, unless it is there already (Note [Zeroed, then added])."""
+        """Put a gradient into the bucket, unless it is there already (Note [Zeroed, then
+        added]).
+        """
         self.require_states(LP_GRADS, BUCKET)
         self._passes.add()
-        if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
+        if not any(
+            param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params
+        ):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
         elif not get_accelerator().is_synchronized_device():
-            # The stream that scatters the bucket waits for autograd's addition, as it did for the first part.
+            # The stream that scatters the bucket waits for autograd's addition, as it did for the
+            # first part.
             self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
@@ -222,16 +274,22 @@ class TopoStage3(Stock):
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
         grads = [p.grad for p in params_to_reduce]
-        gradients = self._parts.of(params_to_reduce[0]).gradients  # a bucket has parameters of one process group
+        gradients = self._parts.of(
+            params_to_reduce[0]
+        ).gradients  # a bucket has parameters of one process group
         repeated = gradients.scatter(param_indices, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
-            if dist.get_rank() == 0 and self.topo.config.plan.gradients < self.topo.config.plan.world_size:
+            if (
+                dist.get_rank() == 0
+                and self.topo.config.plan.gradients < self.topo.config.plan.world_size
+            ):
                 logger.warning(SEVERAL_BACKWARDS)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
-            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a separate stream
+            # DeepSpeed scatters on a separate stream
+            if not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
@@ -243,7 +301,8 @@ class TopoStage3(Stock):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forwards = 0
-        if not self.stepping:  # DeepSpeed's step calls this before the masters have read the gradients
+        # DeepSpeed's step calls this before the masters have read the gradients
+        if not self.stepping:
             for bucket in self.ipg_buckets.values():
                 self.partition_grads(bucket.params, None)
                 empty_bucket(bucket)
@@ -254,7 +313,9 @@ class TopoStage3(Stock):
         super().zero_grad(set_to_none)
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
+        """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before
+        a forward pass.
+        """
         self.pace.forward_begins([*args, *kwargs.values()])
         for part in self._parts:
             part.gathers.warn_of_unfrozen()
@@ -264,34 +325,41 @@ class TopoStage3(Stock):
         half = self._passes.failed()
         if half:
             if dist.get_rank() == 0:
-                logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
+                logger.warning(
+                    "zero_topo: a backward pass did not end; all gradients since the last step are "
+                    "dropped"
+                )
             self.zero_grad()
 
-    # -- step ------------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         if self._passes.failed():
             raise RuntimeError(
-                "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
+                "the backward pass did not end, so its gradients are not whole: repeat the "
+                "micro-batches since the "
                 "last step, or drop their gradients with optimizer.zero_grad()"
             )
         self.require_states()
         if self._passes.unreduced:
-            # No epilogue came: the pass ran inside a forward pass, or torch.autograd.grad of the engine's output had
-            # used up DeepSpeed's hook. The gradients are whole, and unmodified DeepSpeed would drop them.
+            # No epilogue came: the pass ran inside a forward pass, or torch.autograd.grad of the
+            # engine's output had used up DeepSpeed's hook. The gradients are whole, and unmodified
+            # DeepSpeed would drop them.
             self.independent_gradient_partition_epilogue()
         self.stepping = True
         try:
             self._parts.sync()
             self._parts.track_overflow(self.inf_or_nan_tracker)
-            if not get_accelerator().is_synchronized_device():  # DeepSpeed checks for overflow on this stream
+            # DeepSpeed checks for overflow on this stream
+            if not get_accelerator().is_synchronized_device():
                 self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
             if self.offload_optimizer:
                 self._copy_gradients_to_host()
             super().step(closure)
         finally:
             self.stepping = False
-        if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
+        # DeepSpeed leaves them partitioned after a skipped step
+        if self.overflow and self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self._parts.end_step(self.overflow, self.fp32_partitioned_groups_flat)
         self._read_autocast_scale()
@@ -302,9 +370,12 @@ class TopoStage3(Stock):
             self._autocast_scale = float(self.torch_autocast_gradscaler.get_scale())
 
     def _copy_gradients_to_host(self) -> None:
-        """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
+        """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's
+        own reduction.
+        """
         for i, master in enumerate(self.fp32_partitioned_groups_flat):
-            rows, grad = self._parts.gradient_rows(i), master.grad
+            rows = self._parts.gradient_rows(i)
+            grad = master.grad
             grad.copy_(rows.to(grad.dtype).reshape(-1), non_blocking=True)
         if not get_accelerator().is_synchronized_device():  # the host reads the copies
             get_accelerator().current_stream().synchronize()
@@ -316,19 +387,26 @@ class TopoStage3(Stock):
         rows = self._parts.gradient_rows(sub_group_id)
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
-        self.averaged_gradients[sub_group_id] = None  # as DeepSpeed does: these views have been read
+        self.averaged_gradients[sub_group_id] = (
+            None  # as DeepSpeed does: these views have been read
+        )
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         begin, _ = self._parts.columns[sub_group_id]
         rate = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]["lr"]
-        with self._parts.at(sub_group_id).watched(self.fp32_partitioned_groups_flat[sub_group_id], begin, rate):
+        with self._parts.at(sub_group_id).watched(
+            self.fp32_partitioned_groups_flat[sub_group_id], begin, rate
+        ):
             super()._optimizer_step(sub_group_id)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        topo, (begin, end) = self._parts.at(sub_group_id), self._parts.columns[sub_group_id]
+        topo = self._parts.at(sub_group_id)
+        begin, end = self._parts.columns[sub_group_id]
         weights = topo.weights
         rows = topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
-        param_indices = [self.param_indices[param.ds_id] for param in self.fp16_groups[sub_group_id]]
+        param_indices = [
+            self.param_indices[param.ds_id] for param in self.fp16_groups[sub_group_id]
+        ]
         if weights.needs_masters:
             weights.publish(range(param_indices[0], param_indices[-1] + 1), rows)
             return
@@ -338,22 +416,28 @@ class TopoStage3(Stock):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(param_indices[0], param_indices[-1] + 1))
 
-    # -- Muon ------------------------------------------------------------------------------------------------------
+    # -- Muon --------------------------------------------------------------------------------------
 
     def _create_momentum_buffer(self, num_elements: int, i: int, ds_id: str) -> None:
         """Do nothing: :meth:`_momentum` creates it, for all rows of the optimizer shard."""
 
     def _momentum(self, sub_group: int) -> Tensor:
-        """Return the momentum of a sub-group, ``[N / O, columns]``, FP32, on the device of its masters."""
+        """Return the momentum of a sub-group, ``[N / O, columns]``, FP32, on the device of its
+        masters.
+        """
         master = self.fp32_partitioned_groups_flat[sub_group]
         state = self.optimizer.state[master]
         if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
+            state["momentum_buffer"] = torch.zeros_like(
+                master, dtype=torch.float32, requires_grad=False
+            )
         state["momentum_buffer"] = state["momentum_buffer"].to(torch.float32)
         return self.topo.masters.table(state["momentum_buffer"])
 
     def _apply_muon_to_accumulated_grads(self) -> None:
-        """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
+        """Replace synced gradients of Muon's matrices by the updates; stock calls this before it
+        computes the norm.
+        """
         if not self.use_muon:
             return
         finite = self._all_finite()
@@ -366,54 +450,82 @@ class TopoStage3(Stock):
             self._copy_gradients_to_host()
 
     def _all_finite(self) -> Tensor:
-        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host does not wait."""
-        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())  # NaN if any element is
+        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the
+        host does not wait.
+        """
+        # NaN if any element is
+        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())
         finite = least_and_most.isfinite().all().to(torch.uint8)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return finite.bool()
 
     def _apply_muon(
-        self, sub_group: int, rows: Tensor, params: list[Any], settings: dict[str, Any], finite: Tensor
+        self,
+        sub_group: int,
+        rows: Tensor,
+        params: list[Any],
+        settings: dict[str, Any],
+        finite: Tensor,
     ) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update.
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by
+        Muon's update.
 
-        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed finds that in
-        their norm and skips the step; only with FP16 does it look before.
+        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN.
+        DeepSpeed finds that in their norm and skips the step; only with FP16 does it look before.
         """
-        momentum, blended, beta = self._momentum(sub_group), rows.float(), settings["momentum"]
+        momentum = self._momentum(sub_group)
+        blended = rows.float()
+        beta = settings["momentum"]
         added = blended.to(momentum.device)
         torch.where(finite.to(momentum.device), added, momentum, out=added)
         momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
         blended.masked_fill_(finite.logical_not(), torch.nan)
         param_indices = {self.param_indices[param.ds_id]: param for param in params}
-        shard_ranges = dict(zip(param_indices, self.topo.layout.shard_ranges(param_indices), strict=True))
+        shard_ranges = dict(
+            zip(param_indices, self.topo.layout.shard_ranges(param_indices), strict=True)
+        )
         first = min(shard_ranges.values())[0]
         plan = self.topo.config.plan
-        parts = {param_index: blended[:, begin - first : end - first] for param_index, (begin, end) in shard_ranges.items()}
+        parts = {
+            param_index: blended[:, begin - first : end - first]
+            for param_index, (begin, end) in shard_ranges.items()
+        }
 
         def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
-            heads = [getattr(param_indices[param_index], "muon_num_heads", None) for param_index in owned]
+            heads = [
+                getattr(param_indices[param_index], "muon_num_heads", None) for param_index in owned
+            ]
             with equal_bits(plan.optimizer < plan.world_size):
                 return orthogonalized(matrices, heads, settings["ns_method"])
 
-        self.topo.matrices.apply(parts, {param_index: tuple(param.ds_shape) for param_index, param in param_indices.items()}, update)
+        self.topo.matrices.apply(
+            parts,
+            {param_index: tuple(param.ds_shape) for param_index, param in param_indices.items()},
+            update,
+        )
         rows.copy_(blended)
 
-    # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
+    # -- masters edited by the user (safe_set_*) ---------------------------------------------------
 
-    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(
+        self, value: Tensor, param: Any, optim_state_key: str | None = None
+    ) -> None:
         self._parts.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
-    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: Tensor, param: Any, optim_state_key: str | None = None
+    ) -> None:
         self._parts.finish()
         super().set_local_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def _share_edit(self, param: Any, optim_state_key: str | None) -> None:
-        """Send an edited master or optimizer state to the ranks that store replicas of it. Collective."""
+        """Send an edited master or optimizer state to the ranks that store replicas of it.
+        Collective.
+        """
         if not param.requires_grad:
             return
         group, begin, width = self._master_columns(param)
@@ -426,7 +538,7 @@ class TopoStage3(Stock):
             param_index = self.param_indices[param.ds_id]
             topo.weights.publish_world(range(param_index, param_index + 1), anew=False)
 
-    # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
+    # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------
 
     def _get_norm_groups(self) -> list[Tensor]:
         if not self.stepping:  # a user's call: gradients are neither synced nor on the host yet
@@ -436,10 +548,14 @@ class TopoStage3(Stock):
         return super()._get_norm_groups()
 
     def note_norms(self) -> None:
-        """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
+        """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for
+        optimizer offload.
+        """
         for param in self._parts.trained():
             view = self._parts.own_param_index(param)
-            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
+            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(
+                view
+            )
 
     def _peek(self, write: bool = False) -> None:
         self.require_states(LP_GRADS)
@@ -450,9 +566,13 @@ class TopoStage3(Stock):
         self._peek(write)
         return self._parts.own_param_index(param)
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
+    def _get_fp32_grad_state_partition(
+        self, param: Any, release_swap_buffers: bool
+    ) -> tuple[Tensor, int]:
         # DeepSpeed keeps its swap buffers if it is going to write.
-        return self._synced_param(param, not release_swap_buffers), self.grad_position[self.get_param_id(param)][0]
+        return self._synced_param(param, not release_swap_buffers), self.grad_position[
+            self.get_param_id(param)
+        ][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         return {
@@ -472,7 +592,7 @@ class TopoStage3(Stock):
             self.require_states(LP_GRADS)
             self._parts.of(param).gradients.replace(self.param_indices[param.ds_id], value)
 
-    # -- offload_states and reload_states: shards on the host between uses -----------------------------------------
+    # -- offload_states and reload_states: shards on the host between uses -------------------------
 
     def offload_states(
         self,
@@ -481,13 +601,16 @@ class TopoStage3(Stock):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to the host, as stock does (Note [Emptied storages]). Collective: it finishes publish first.
+        """Move states to the host, as stock does (Note [Emptied storages]). Collective: it finishes
+        publish first.
 
         Args:
-            include: the kinds; None is all. Gradients include the state of sync, weights their secondary copies.
+            include: the kinds; None is all. Gradients include the state of sync, weights their
+                secondary copies.
             device: the CPU.
             pin_memory: whether copies are page-locked.
-            non_blocking: ignored: copies are queued together, and the host waits for all before it frees memory.
+            non_blocking: ignored: copies are queued together, and the host waits for all before it
+                frees memory.
         """
         kinds = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
@@ -506,7 +629,9 @@ class TopoStage3(Stock):
         }
         tensors = [tensor for kind in kinds for tensor in stored.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
-        super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
+        super().offload_states(
+            [kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking
+        )
         self.offloaded_states.update(kinds)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -522,27 +647,43 @@ class TopoStage3(Stock):
 
     def require_states(self, *kinds: OffloadStateTypeEnum) -> None:
         """Raise RuntimeError if one of these states, by default any, is on the host."""
-        away = [kind.value for kind in kinds or OffloadStateTypeEnum if kind in self.offloaded_states]
+        away = [
+            kind.value for kind in kinds or OffloadStateTypeEnum if kind in self.offloaded_states
+        ]
         if away:
-            raise RuntimeError(f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() first")
+            raise RuntimeError(
+                f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() "
+                "first"
+            )
 
     def checkpoint_event_prologue(self) -> None:
-        """Finish publish before DeepSpeed saves or loads a checkpoint, which reads or fills the weights. Collective."""
+        """Finish publish before DeepSpeed saves or loads a checkpoint, which reads or fills the
+        weights. Collective.
+        """
         self.require_states()
         self._parts.finish()
         super().checkpoint_event_prologue()
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the optimizer's state tensors, without scalars."""
-        return [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        return [
+            v
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor) and v.dim()
+        ]
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @contextmanager
     def _stock_layout(self, share: bool) -> Iterator[None]:
-        """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank, within the context."""
+        """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank,
+        within the context.
+        """
         with (
-            self._parts.narrowed(self.fp32_partitioned_groups_flat, self.optimizer, share) as narrow,
+            self._parts.narrowed(
+                self.fp32_partitioned_groups_flat, self.optimizer, share
+            ) as narrow,
             replaced(self, "fp32_partitioned_groups_flat", narrow),
         ):
             yield
@@ -557,11 +698,14 @@ class TopoStage3(Stock):
             self._parts.clean(self.fp32_partitioned_groups_flat, self.optimizer.state)
         own = state_dict_list[self.topo.mesh.rank] if isinstance(state_dict_list, list) else None
         folder = kwargs.get("checkpoint_folder")
-        self._parts.load_state_dict(own or {}, folder, self.fp32_partitioned_groups_flat, self.optimizer)
+        self._parts.load_state_dict(
+            own or {}, folder, self.fp32_partitioned_groups_flat, self.optimizer
+        )
 
     def _restore_from_bit16_weights(self) -> None:
         numels = [master.numel() for master in self.fp32_partitioned_groups_flat]
-        if numels == self.fp16_partitioned_groups_flat_numel:  # masters of one row, always or during a load
+        # Masters of one row, always or during a load
+        if numels == self.fp16_partitioned_groups_flat_numel:
             return super()._restore_from_bit16_weights()
         for i, (begin, end) in enumerate(self._parts.columns):
             topo = self._parts.at(i)
@@ -574,12 +718,14 @@ class TopoStage3(Stock):
         if self._watch:
             self._watch.close()
         self._beginning.remove()
-        self._parts.settle()  # before anything is freed: after an exception collectives may still be in progress
+        # Before anything is freed: after an exception collectives may still be in progress
+        self._parts.settle()
         for part in self._parts:
             part.gathers.release()  # behind `settle`: another engine may take over the weights
         super().destroy()
         self._parts.destroy()
-        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the views of gradients.
+        # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups, shards and the
+        # views of gradients.
         del self.grad_partitions_flat_buffer
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
         self.averaged_gradients.clear()

@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Connects DeepSpeed's parameters to the engine: their gather and partition calls, and their states.
+"""Connects DeepSpeed's parameters to the engine: their gather and partition calls, and their
+states.
 
-DeepSpeed sets ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its coordinator, hooks,
-``GatheredParameters`` and checkpoint code call them. :class:`ParameterGathers` replaces these calls on every parameter
-that the engine shards, and serves them from its shards. Other parameters keep DeepSpeed's calls.
+DeepSpeed sets ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its
+coordinator, hooks, ``GatheredParameters`` and checkpoint code call them. :class:`ParameterGathers`
+replaces these calls on every parameter that the engine shards, and serves them from its shards.
+Other parameters keep DeepSpeed's calls.
 """
 
 from __future__ import annotations
@@ -33,30 +35,39 @@ METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 @wrapping
 def by_owner(convert: Callable[[Any, Any], None], init: Any, param: Any) -> None:
-    """Wrap DeepSpeed's ``convert``, which sets a parameter's calls, to split a call for a list by engine.
+    """Wrap DeepSpeed's ``convert``, which sets a parameter's calls, to split a call for a list by
+    engine.
 
-    DeepSpeed uses the first parameter's call for the whole list, whose parameters may be of several engines and models.
+    DeepSpeed uses the first parameter's call for the whole list, whose parameters may be of several
+    engines and models.
     """
     convert(init, param)
     for name in METHODS:
         setattr(param, name, wrapping(partial(_split_by_owner, name))(getattr(param, name)))
 
 
-def _split_by_owner(name: str, stock: Callable[..., Any], params: Any = None, **options: Any) -> Any:
+def _split_by_owner(
+    name: str, stock: Callable[..., Any], params: Any = None, **options: Any
+) -> Any:
     params = options.pop("param_list", params)
     if params is None:
         return stock(**options)
     parts: dict[ParameterGathers | None, list[Any]] = {}
     for param in params:
         parts.setdefault(served_by(param), []).append(param)
-    found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
+    found = [
+        (getattr(part[0], name) if owner else stock)(part, **options)
+        for owner, part in parts.items()
+    ]
     if name == "all_gather_coalesced":
         return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
     return [handle for handles in found for handle in handles or ()]
 
 
 def lower_dtype(param: Any) -> torch.dtype | None:
-    """Return the dtype in which ``torch_autocast`` of the DeepSpeed config sends a parameter; None if it is its own."""
+    """Return the dtype in which ``torch_autocast`` of the DeepSpeed config sends a parameter; None
+    if it is its own.
+    """
     sent: torch.dtype | None = getattr(param, "comm_dtype", None)
     return None if sent == param.ds_tensor.dtype else sent
 
@@ -65,7 +76,9 @@ class ParameterHandle(Handle[None]):
     """A pending gather that DeepSpeed waits for."""
 
     def wait(self, handle_dependency: bool = True) -> None:  # type: ignore[override]  # DeepSpeed's signature
-        """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
+        """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and
+        ignored.
+        """
         super().wait()
 
 
@@ -82,7 +95,9 @@ def can_freeze(param: Any, module: torch.nn.Module) -> bool:
     It cannot if an engine trains it, or if an engine of another module stores it already.
     """
     server = served_by(param)
-    return server is None or (getattr(server, "module", None) is module and not server.trains(param))
+    return server is None or (
+        getattr(server, "module", None) is module and not server.trains(param)
+    )
 
 
 @dataclass
@@ -123,9 +138,12 @@ def wrong_group(name: str, ranks: int, planned: int) -> str:
         planned: number of ranks of the data-parallel group.
     """
     return (
-        f"{name} is partitioned over {ranks} ranks, but the data-parallel group has {planned}: build the model under "
-        "deepspeed.zero.Init(data_parallel_group=...) of that group, which also keeps tensor-parallel ranks from "
-        "getting rank 0's weights, or without zero.Init; a domain in the block stores parameters in fewer ranks"
+        f"{name} is partitioned over {ranks} ranks, but the data-parallel group has {planned}: "
+        "build the model under "
+        "deepspeed.zero.Init(data_parallel_group=...) of that group, which also keeps "
+        "tensor-parallel ranks from "
+        "getting rank 0's weights, or without zero.Init; a domain in the block stores parameters "
+        "in fewer ranks"
     )
 
 
@@ -135,8 +153,8 @@ def by_plan(
     """Return for each plan the parameters that DeepSpeed partitions over its ranks.
 
     Raises:
-        ValueError: if a parameter is partitioned over other ranks, as under ``zero.Init``. Stock trains it, but with
-            tensor parallelism from the values of rank 0's part.
+        ValueError: if a parameter is partitioned over other ranks, as under ``zero.Init``. Stock
+            trains it, but with tensor parallelism from the values of rank 0's part.
     """
     found: dict[tuple[int, ...], list[Any]] = {ranks_of(config): [] for config in configs}
     planned = next(iter(found))
@@ -148,13 +166,16 @@ def by_plan(
             ranks_by_group[group] = tuple(dist.get_process_group_ranks(group))
         ranks = ranks_by_group[group]
         if ranks not in found:
-            raise ValueError(wrong_group(str(names.get(param, param.ds_id)), len(ranks), len(planned)))
+            raise ValueError(
+                wrong_group(str(names.get(param, param.ds_id)), len(ranks), len(planned))
+            )
         found[ranks].append(param)
     return list(zip(configs, found.values(), strict=True))
 
 
 class ParameterGathers:
-    """Selects a module's parameters that follow the plan, and serves their gather and partition calls from an engine.
+    """Selects a module's parameters that follow the plan, and serves their gather and partition
+    calls from an engine.
 
     Args:
         module: the module.
@@ -167,7 +188,8 @@ class ParameterGathers:
         module: the module.
         trained: the parameters that the optimizer updates.
         frozen: the other parameters that follow the plan.
-        param_indices: ``ds_id`` -> parameter index in the shards: the trained parameters, then the frozen ones.
+        param_indices: ``ds_id`` -> parameter index in the shards: the trained parameters, then the
+            frozen ones.
     """
 
     def __init__(
@@ -178,7 +200,10 @@ class ParameterGathers:
         dtype: torch.dtype,
         params: list[Any] | None = None,
     ) -> None:
-        self.module, self.trained, self._names, self._dtype = module, trained, names, dtype
+        self.module = module
+        self.trained = trained
+        self._names = names
+        self._dtype = dtype
         updated = {param.ds_id for param in trained}
         if params is None:
             params = [*module.parameters()]
@@ -186,10 +211,14 @@ class ParameterGathers:
         self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
         self._others = len(rest) - len(self.frozen)
-        self.param_indices = {param.ds_id: param_index for param_index, param in enumerate([*trained, *self.frozen])}
-        # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to another tensor.
+        self.param_indices = {
+            param.ds_id: param_index for param_index, param in enumerate([*trained, *self.frozen])
+        }
+        # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to
+        # another tensor.
         self._homes: dict[int, Tensor] = {}
-        # Gathers still referenced: `release` waits for those not waited for yet, as every collective must finish.
+        # Gathers still referenced: `release` waits for those not waited for yet, as every
+        # collective must finish.
         self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def _name(self, param: Any) -> str:
@@ -199,29 +228,44 @@ class ParameterGathers:
         """Describe the trained and the frozen parameters for the engine."""
 
         def described(param: Any) -> Parameter:
-            persistent, whole = bool(param.ds_persist), bool(getattr(param, "use_muon", False))
-            name, dims, sent = self._name(param), len(param.ds_shape), lower_dtype(param)
+            persistent = bool(param.ds_persist)
+            whole = bool(getattr(param, "use_muon", False))
+            name = self._name(param)
+            dims = len(param.ds_shape)
+            sent = lower_dtype(param)
             # `ds_id` counts parameters in the order in which modules create them.
             return Parameter(
-                name, param.ds_numel, dims, persistent=persistent, place=param.ds_id, whole=whole, sent=sent
+                name,
+                param.ds_numel,
+                dims,
+                persistent=persistent,
+                place=param.ds_id,
+                whole=whole,
+                sent=sent,
             )
 
-        return [described(param) for param in self.trained], [described(param) for param in self.frozen]
+        return [described(param) for param in self.trained], [
+            described(param) for param in self.frozen
+        ]
 
     def note(self) -> str | None:
-        """Return a log line about frozen parameters outside the plan: of another dtype, or of another engine."""
+        """Return a log line about frozen parameters outside the plan: of another dtype, or of
+        another engine.
+        """
         if not self._others:
             return None
         return (
-            f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: "
+            f"{self._others} frozen parameters are not {self._dtype}, or another engine already "
+            "gathers them: "
             "unmodified ZeRO-3 shards them over all ranks"
         )
 
     def warn_of_unfrozen(self) -> None:
-        """Log once, before a forward pass, that a frozen parameter has ``requires_grad`` now: nothing updates it.
+        """Log once, before a forward pass, that a frozen parameter has ``requires_grad`` now:
+        nothing updates it.
 
-        Training continues, as under stock ZeRO-3. PEFT sets ``requires_grad`` of all active adapters when it leaves
-        ``disable_adapter``, in trainers whose user cannot change that.
+        Training continues, as under stock ZeRO-3. PEFT sets ``requires_grad`` of all active
+        adapters when it leaves ``disable_adapter``, in trainers whose user cannot change that.
         """
         if not torch.is_grad_enabled():
             return
@@ -231,9 +275,12 @@ class ParameterGathers:
         self._never_trained.clear()
         if dist.get_rank() == 0:
             logger.warning(
-                f"zero_topo: {len(thawed)} parameters were frozen when DeepSpeed was initialized and have "
-                f"requires_grad now, such as {thawed[0]}: they are not trained, because no optimizer has them, as "
-                "under stock ZeRO-3; to train them, save a checkpoint and call deepspeed.initialize on the model as it "
+                f"zero_topo: {len(thawed)} parameters were frozen when DeepSpeed was initialized "
+                "and have "
+                f"requires_grad now, such as {thawed[0]}: they are not trained, because no "
+                "optimizer has them, as "
+                "under stock ZeRO-3; to train them, save a checkpoint and call "
+                "deepspeed.initialize on the model as it "
                 "is to be trained"
             )
 
@@ -243,16 +290,21 @@ class ParameterGathers:
         write_back: Callable[[Any], None] | None = None,
         require_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve the parameters from the engine's shards, of which the frozen ones are filled first. Collective.
+        """Serve the parameters from the engine's shards, of which the frozen ones are filled first.
+        Collective.
 
         Args:
             engine: built from :meth:`described`.
-            write_back: called with a whole parameter, edited equally on every rank, before it is partitioned; by
-                default it is stored in the shards.
-            require_weights: called before each gather; raises if the shards are not on the accelerator.
+            write_back: called with a whole parameter, edited equally on every rank, before it is
+                partitioned; by default it is stored in the shards.
+            require_weights: called before each gather; raises if the shards are not on the
+                accelerator.
         """
-        self._engine, self._require_weights = engine, require_weights
-        self._write_back = write_back or (lambda p: engine.weights.write_back(self.param_indices[p.ds_id], p.data))
+        self._engine = engine
+        self._require_weights = require_weights
+        self._write_back = write_back or (
+            lambda p: engine.weights.write_back(self.param_indices[p.ds_id], p.data)
+        )
         shards = engine.weights.frozen_row.split([param.ds_tensor.numel() for param in self.frozen])
         for param, own in zip(self.frozen, shards, strict=True):
             self._homes[param.ds_id] = own
@@ -268,7 +320,9 @@ class ParameterGathers:
         return param_index is not None and param_index < len(self.trained)
 
     def _fill(self, frozen: Iterable[Any]) -> None:
-        """Fill the shards of frozen parameters from DeepSpeed's, which become views of the engine's row. Collective."""
+        """Fill the shards of frozen parameters from DeepSpeed's, which become views of the engine's
+        row. Collective.
+        """
         for param in frozen:
             own = self._homes[param.ds_id]
             own.copy_(param.ds_tensor)
@@ -284,8 +338,8 @@ class ParameterGathers:
     def release(self) -> None:
         """Finish pending gathers, and give up the calls of the parameters. Collective.
 
-        A parameter that an older engine of the module stores as a frozen one goes back to that engine, with its weights
-        of now. The others get DeepSpeed's own calls.
+        A parameter that an older engine of the module stores as a frozen one goes back to that
+        engine, with its weights of now. The others get DeepSpeed's own calls.
         """
         for handle in list(self._started):
             handle.wait()
@@ -306,7 +360,9 @@ class ParameterGathers:
             server.take_back(params)
 
     def take_back(self, params: list[Any]) -> None:
-        """Serve frozen parameters again that a newer engine has released, and may have trained. Collective."""
+        """Serve frozen parameters again that a newer engine has released, and may have trained.
+        Collective.
+        """
         self._fill(params)
         for param in params:
             self._set_calls(param)
@@ -314,25 +370,36 @@ class ParameterGathers:
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
         """Split parameters into ours and all others; without duplicates, by ``ds_id``.
 
-        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike; each by the dtype that is sent.
+        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike; each by the
+        dtype that is sent.
         """
         self._require_weights()
-        groups, others = dict[tuple[bool, bool, str], list[Any]](), list[Any]()
+        groups = dict[tuple[bool, bool, str], list[Any]]()
+        others = list[Any]()
         for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
             param_index = self.param_indices.get(ds_id)
             if param_index is None:
                 others.append(param)
             else:
-                frozen, sent = param_index in self._engine.weights.frozen, str(lower_dtype(param))
+                frozen = param_index in self._engine.weights.frozen
+                sent = str(lower_dtype(param))
                 groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
         return [groups[key] for key in sorted(groups)], others
 
-    def _gather_coalesced(self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any) -> Any:
-        handles = self._start_all(params, _phase_of_pass(), lambda others: [stock(others, *args, **options)])
+    def _gather_coalesced(
+        self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any
+    ) -> Any:
+        handles = self._start_all(
+            params, _phase_of_pass(), lambda others: [stock(others, *args, **options)]
+        )
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
-    def _start_all(self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]) -> list[Any]:
-        """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the handles."""
+    def _start_all(
+        self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]
+    ) -> list[Any]:
+        """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the
+        handles.
+        """
         ours, others = self._split(params)
         handles: list[Any] = [self._start(alike, phase) for alike in ours]
         if others:
@@ -345,15 +412,21 @@ class ParameterGathers:
         phase = "gather_exact" if params[0].ds_persist else phase
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
+                raise RuntimeError(
+                    f"cannot gather a parameter that is not partitioned: {param.ds_summary()}"
+                )
             if param.ds_tensor.data_ptr() != self._homes[param.ds_id].data_ptr():
                 raise RuntimeError(
-                    f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set to another tensor, "
-                    "which zero_topo does not read: edit parameters under deepspeed.zero.GatheredParameters"
+                    f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set "
+                    "to another tensor, "
+                    "which zero_topo does not read: edit parameters under "
+                    "deepspeed.zero.GatheredParameters"
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT
         with self._engine.meter.timing(phase):
-            handle = self._engine.weights.gather([self.param_indices[p.ds_id] for p in params], phase)
+            handle = self._engine.weights.gather(
+                [self.param_indices[p.ds_id] for p in params], phase
+            )
         started = ParameterHandle(None, (), partial(self._finish, params, handle, phase))
         self._started.add(started)
         return started
@@ -368,35 +441,53 @@ class ParameterGathers:
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         absent = [param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        sent = sum((dist.get_world_size(p.ds_process_group) - 1) * p.ds_tensor.nbytes for p in absent)
+        sent = sum(
+            (dist.get_world_size(p.ds_process_group) - 1) * p.ds_tensor.nbytes for p in absent
+        )
         topology = self._engine.config.topology
         self._engine.meter.record(phase, topology.domain(topology.world_size), sent)
 
     def _gather_now(
-        self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+        self,
+        param: Any,
+        stock: Callable[..., Any],
+        param_list: Any = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
     ) -> list[Any] | None:
         params = [param] if param_list is None else param_list
-        missing = [p for p in params if p.ds_id not in self.param_indices or p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
-        # gathers it with the parameters of the module that read it.
-        in_forward = getattr(self.module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
+        missing = [
+            p
+            for p in params
+            if p.ds_id not in self.param_indices or p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        ]
+        # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the
+        # next pass on it gathers it with the parameters of the module that read it.
+        # An attribute of DeepSpeed's dictionary
+        in_forward = getattr(self.module._parameters, "_in_forward", False)
         reads = param_list is None and (in_forward or _in_backward())
         phase = _phase_of_pass() if reads else "gather_exact"
-        handles = self._start_all(missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy))
+        handles = self._start_all(
+            missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy)
+        )
         if async_op:
             return handles
         for handle in handles:
             handle.wait()
         return None
 
-    def _partition(self, param: Any, stock: Callable[..., Any], param_list: Any = None, **options: Any) -> None:
+    def _partition(
+        self, param: Any, stock: Callable[..., Any], param_list: Any = None, **options: Any
+    ) -> None:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):
             for p in params:
                 if p.ds_id in self.param_indices and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
         others = [p for p in params if p.ds_id not in self.param_indices]
-        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self.param_indices], **options)
+        getattr(stock, "__wrapped__", stock)(
+            [p for p in params if p.ds_id in self.param_indices], **options
+        )
         if others:
             stock(others, **options)
 
@@ -406,5 +497,7 @@ def _phase_of_pass() -> str:
 
 
 def _in_backward() -> bool:
-    """Return whether a backward pass runs: only then there is a graph task. Prefetches of a forward pass have none."""
+    """Return whether a backward pass runs: only then there is a graph task. Prefetches of a forward
+    pass have none.
+    """
     return torch._C._current_graph_task_id() != -1

@@ -2,8 +2,9 @@
 """The engines of one model: one for each set of ranks over which DeepSpeed partitions parameters.
 
 DeepSpeed partitions parameters over the data-parallel group, and AutoEP's experts over the smaller
-expert-data-parallel group. A sub-group and a bucket have parameters of one process group only, so each belongs to one
-engine. Without experts there is one engine, and nothing here adds a collective or a kernel to a step.
+expert-data-parallel group. A sub-group and a bucket have parameters of one process group only, so
+each belongs to one engine. Without experts there is one engine, and nothing here adds a collective
+or a kernel to a step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from zero_topo.hook.parameters import ParameterGathers, by_plan
 from zero_topo.sync import AgedAdamW
 
 REPLICATED = "replicated"
-"""Phase of the meter, and its domain: the gradients of parameters that tensor-parallel ranks all have."""
+"""Phase of the meter, and its domain: the gradients of parameters that tensor-parallel ranks all
+have.
+"""
 
 
 @dataclass
@@ -69,7 +72,8 @@ class Parts:
         moments: Callable[[Sequence[int]], Any],
         loss_scale: Callable[[], float],
     ) -> None:
-        """Build the engines of a DeepSpeed optimizer, and copy its flat buffers into their rows. Collective.
+        """Build the engines of a DeepSpeed optimizer, and copy its flat buffers into their rows.
+        Collective.
 
         Args:
             optimizer: the stage-3 optimizer, which has built its flat buffers of weights.
@@ -78,7 +82,8 @@ class Parts:
             loss_scale: returns the current loss scale.
         """
         stock = list(optimizer.fp16_partitioned_groups_flat)
-        names, dtype = optimizer.param_names, optimizer.lp_param_buffer.dtype
+        names = optimizer.param_names
+        dtype = optimizer.lp_param_buffer.dtype
         found = dict[int, tuple[int, int]]()
         for config, params in by_plan(optimizer.module, names, configs):
             ids = {param.ds_id for param in params}
@@ -92,7 +97,8 @@ class Parts:
                 topo = Stage3(
                     config,
                     *described,
-                    like=optimizer.lp_param_buffer.new_empty(0),  # not a view: the old buffer must be freed
+                    # Not a view: the old buffer must be freed
+                    like=optimizer.lp_param_buffer.new_empty(0),
                     scatter_dtype=optimizer.communication_data_type,
                     accumulation_dtype=optimizer.gradient_accumulation_dtype,
                     bucket_numel=optimizer.reduce_bucket_size,
@@ -116,7 +122,11 @@ class Parts:
     @property
     def param_indices(self) -> dict[int, int]:
         """``ds_id`` -> parameter index in its engine."""
-        return {ds_id: param_index for part in self.parts for ds_id, param_index in part.gathers.param_indices.items()}
+        return {
+            ds_id: param_index
+            for part in self.parts
+            for ds_id, param_index in part.gathers.param_indices.items()
+        }
 
     def of(self, param: Any) -> Stage3:
         """Return the engine of a parameter that follows a plan."""
@@ -135,7 +145,9 @@ class Parts:
         """Return the view of a parameter's gradient in the own row of its engine."""
         part = next(part for part in self.parts if param.ds_id in part.gathers.param_indices)
         gradients = part.topo.gradients
-        return gradients.layout.parameter(gradients.own_row[None], part.gathers.param_indices[param.ds_id])[0]
+        return gradients.layout.parameter(
+            gradients.own_row[None], part.gathers.param_indices[param.ds_id]
+        )[0]
 
     def own_offset(self, sub_group: int) -> int:
         """Return the elements before the row of DeepSpeed's layout in a sub-group's masters."""
@@ -143,7 +155,9 @@ class Parts:
         return self.at(sub_group).masters.own_row * (end - begin)
 
     def gradient_rows(self, sub_group: int) -> Tensor:
-        """Return a sub-group's columns of the synced gradient of the optimizer shard, ``[N / O, columns]``."""
+        """Return a sub-group's columns of the synced gradient of the optimizer shard,
+        ``[N / O, columns]``.
+        """
         begin, end = self.columns[sub_group]
         return self.at(sub_group).gradients.optimizer_rows()[:, begin:end]
 
@@ -159,7 +173,7 @@ class Parts:
         """Return the parameters that the optimizer updates."""
         return [param for part in self.parts for param in part.gathers.trained]
 
-    # -- a step ----------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Reduce gradients across nodes, in one order of engines on all ranks."""
@@ -169,16 +183,19 @@ class Parts:
             self._replicated.average()
 
     def track_overflow(self, tracker: Tensor) -> None:
-        """Set DeepSpeed's flag if a gradient is not finite; DeepSpeed itself checks the first engine's alone.
+        """Set DeepSpeed's flag if a gradient is not finite; DeepSpeed itself checks the first
+        engine's alone.
 
         Args:
-            tracker: a boolean on the accelerator, which DeepSpeed reduces over all ranks and clears in the step.
+            tracker: a boolean on the accelerator, which DeepSpeed reduces over all ranks and clears
+                in the step.
         """
         for part in self.parts[1:]:
             tracker.logical_or_(~part.topo.gradients.own_row.isfinite().all())
 
     def end_step(self, skipped: bool, masters: Sequence[Tensor]) -> None:
-        """End an optimizer step; the first engine comes last, because it ends the step of the meter.
+        """End an optimizer step; the first engine comes last, because it ends the step of the
+        meter.
 
         Args:
             skipped: whether the step was skipped.
@@ -200,11 +217,15 @@ class Parts:
         for part in self.parts:
             part.topo.settle()
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @contextmanager
-    def narrowed(self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool) -> Iterator[list[Tensor]]:
-        """Present masters and optimizer states of all engines in DeepSpeed's layout; see :class:`Masters`."""
+    def narrowed(
+        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+    ) -> Iterator[list[Tensor]]:
+        """Present masters and optimizer states of all engines in DeepSpeed's layout; see
+        :class:`Masters`.
+        """
         found = dict[int, Tensor]()
         with ExitStack() as stack:
             for part in self.parts:
@@ -227,9 +248,14 @@ class Parts:
         return found
 
     def load_state_dict(
-        self, saved: Mapping[str, Any], folder: str | None, masters: Sequence[Tensor], optimizer: Any
+        self,
+        saved: Mapping[str, Any],
+        folder: str | None,
+        masters: Sequence[Tensor],
+        optimizer: Any,
     ) -> None:
-        """Restore the engines after DeepSpeed has restored masters and optimizer states. Collective.
+        """Restore the engines after DeepSpeed has restored masters and optimizer states.
+        Collective.
 
         Args:
             saved: DeepSpeed's dictionary of this rank.
@@ -240,7 +266,8 @@ class Parts:
         for part in self.parts:
             topo = part.topo
             row = topo.weights.own_row
-            # DeepSpeed filled it from the masters: rounding as publish does restores the weights that the run had.
+            # DeepSpeed filled it from the masters: rounding as publish does restores the weights
+            # that the run had.
             row.copy_(row.to(topo.publish_dtype))
             entry = {STATE_KEY: saved[part.key]} if part.key in saved else {}
             ages = topo.load_state_dict(entry, folder)
@@ -263,12 +290,14 @@ class Parts:
 
 
 class Replicated:
-    """Keeps parameters equal that tensor-parallel ranks all have: norms, biases, often embedding and head.
+    """Keeps parameters equal that tensor-parallel ranks all have: norms, biases, often embedding
+    and head.
 
-    What a sparse mode of sync sends of a parameter depends on the other elements of its run, which differ between
-    tensor-parallel ranks. Replicas would therefore drift apart. After sync their gradients are averaged over these
-    ranks: a mean keeps the sum that the ranks' residuals conserve, a broadcast would not. Other modes treat each
-    parameter alone, so replicas stay equal without this.
+    What a sparse mode of sync sends of a parameter depends on the other elements of its run, which
+    differ between tensor-parallel ranks. Replicas would therefore drift apart. After sync their
+    gradients are averaged over these ranks: a mean keeps the sum that the ranks' residuals
+    conserve, a broadcast would not. Other modes treat each parameter alone, so replicas stay equal
+    without this.
 
     Args:
         topo: the engine.
@@ -276,17 +305,23 @@ class Replicated:
         group: DeepSpeed's tensor-parallel group of this rank.
     """
 
-    def __init__(self, topo: Stage3, param_indices: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._topo, self._group = topo, group
+    def __init__(
+        self, topo: Stage3, param_indices: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._topo = topo
+        self._group = group
         self._shard_ranges = topo.layout.shard_ranges(param_indices)
         self._names = [topo.parameters[param_index].name for param_index in param_indices]
         self._sparse = isinstance(topo.config.sync, SPARSE_MODES)
 
     def average(self) -> None:
-        """Average the synced gradients of the optimizer's rows over the tensor-parallel ranks, if sync is sparse."""
+        """Average the synced gradients of the optimizer's rows over the tensor-parallel ranks, if
+        sync is sparse.
+        """
         if not self._sparse or not self._shard_ranges:
             return
-        rows, size = self._topo.gradients.optimizer_rows(), dist.get_world_size(self._group)
+        rows = self._topo.gradients.optimizer_rows()
+        size = dist.get_world_size(self._group)
         views = [rows[:, begin:end] for begin, end in self._shard_ranges]
         meter = self._topo.meter
         with meter.timing(REPLICATED):
@@ -310,9 +345,12 @@ class Replicated:
         if not self._shard_ranges:
             return
         device = self._topo.like.device
-        table = torch.cat([self._topo.masters.table(master.detach()).to(device) for master in masters], 1)
+        table = torch.cat(
+            [self._topo.masters.table(master.detach()).to(device) for master in masters], 1
+        )
         sums = torch.stack([checksum(table[:, begin:end]) for begin, end in self._shard_ranges])
-        least, most = sums.clone(), sums.clone()
+        least = sums.clone()
+        most = sums.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         count = len(self._names)
@@ -321,8 +359,10 @@ class Replicated:
         dist.all_reduce(first, dist.ReduceOp.MIN)  # of all groups, so that every rank raises
         if int(first) < count:
             raise RuntimeError(
-                f"{self._names[int(first)]} is replicated on tensor-parallel ranks but has different bits there after "
-                "the step: the run is no longer valid; restart from the last checkpoint and report this with your "
+                f"{self._names[int(first)]} is replicated on tensor-parallel ranks but has "
+                "different bits there after "
+                "the step: the run is no longer valid; restart from the last checkpoint and report "
+                "this with your "
                 "configuration"
             )
 
@@ -331,8 +371,8 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
     """Return what keeps a part's replicated parameters equal; None without tensor parallelism.
 
     Raises:
-        ValueError: for a sparse mode if tensor-parallel ranks are placed in different orders: rows of several owners
-            would not be those of the same elements.
+        ValueError: for a sparse mode if tensor-parallel ranks are placed in different orders: rows
+            of several owners would not be those of the same elements.
     """
     if group is None or dist.get_world_size(group) == 1:
         return None
@@ -340,17 +380,22 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
     orders = {tree.order for tree in config.groups.trees} if config.groups else set()
     if len(orders) > 1 and isinstance(config.sync, SPARSE_MODES):
         raise ValueError(
-            f'sync.mode = "{config.sync.MODE}": the data-parallel groups of tensor-parallel ranks are placed in '
-            'different orders on the machine; place ranks node by node, or use sync.mode "dense" or "quantized"'
+            f'sync.mode = "{config.sync.MODE}": the data-parallel groups of tensor-parallel ranks '
+            "are placed in "
+            'different orders on the machine; place ranks node by node, or use sync.mode "dense" '
+            'or "quantized"'
         )
     alike = []
     for param in part.gathers.trained:
-        # Experts may be sharded over the data-parallel group, too; each tensor-parallel rank has others.
+        # Experts may be sharded over the data-parallel group, too; each tensor-parallel rank has
+        # others.
         expert = getattr(param, "ds_zero_partition_group_name", None) is not None
         if not expert and not is_model_parallel_parameter(param):
             alike.append(part.gathers.param_indices[param.ds_id])
     return Replicated(part.topo, alike, group)
 
 
-def _bound(moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]) -> Callable[[], Any]:
+def _bound(
+    moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]
+) -> Callable[[], Any]:
     return lambda: moments(sub_groups) if sub_groups else []

@@ -1,12 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Hooks on the module; tracks backward passes: which of them failed, and which run inside a forward pass.
+"""Hooks on the module; tracks backward passes: which of them failed, and which run inside a forward
+pass.
 
 Note [Failed passes]
-    A backward pass that failed half-way has added some of its gradients, so all gradients since the last step are
-    useless. Gradients without DeepSpeed's epilogue are no sign of it: a loss may run backward inside its forward pass
-    (DeepSpeed's TiledFusedLogitsLoss), and the epilogue follows in the outer pass. The sign is autograd's own: it calls
-    back at the end of a graph task only if the task succeeded. A reentrant checkpoint is a task in a task; the outer
-    one is recorded when DeepSpeed's hook on the engine's output runs, before any gradient.
+    A backward pass that failed half-way has added some of its gradients, so all gradients since the
+    last step are useless. Gradients without DeepSpeed's epilogue are no sign of it: a loss may run
+    backward inside its forward pass (DeepSpeed's TiledFusedLogitsLoss), and the epilogue follows in
+    the outer pass. The sign is autograd's own: it calls back at the end of a graph task only if the
+    task succeeded. A reentrant checkpoint is a task in a task; the outer one is recorded when
+    DeepSpeed's hook on the engine's output runs, before any gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ class BackwardPasses:
     """The backward passes since the last step.
 
     Attributes:
-        outer: whether a pass of the engine has begun and its epilogue has not ended. DeepSpeed's boundary flag is then
-            that of this pass; in a pass inside a forward pass it is that of an earlier one.
+        outer: whether a pass of the engine has begun and its epilogue has not ended. DeepSpeed's
+            boundary flag is then that of this pass; in a pass inside a forward pass it is that of
+            an earlier one.
         unreduced: whether gradients were added since the last epilogue.
     """
 
@@ -82,17 +85,19 @@ def graph_task() -> int:
 
 
 def module_hook(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook for ``method.__self__.module`` that calls a bound method as long as its object lives.
+    """Return a hook for ``method.__self__.module`` that calls a bound method as long as its object
+    lives.
 
-    The module stays the user's: ``copy.deepcopy`` copies hooks with a module, and would copy the engine behind a bound
-    method. A function is not copied, and the copy of a module calls nothing.
+    The module stays the user's: ``copy.deepcopy`` copies hooks with a module, and would copy the
+    engine behind a bound method. A function is not copied, and the copy of a module calls nothing.
 
     Args:
         method: takes what the hook gets behind the module.
     """
     owner = WeakMethod(method)
 
-    @torch.compiler.disable  # as DeepSpeed's own hooks: what it does is not part of a compiled graph
+    # As DeepSpeed's own hooks: what it does is not part of a compiled graph
+    @torch.compiler.disable
     def hook(module: torch.nn.Module, *args: Any) -> None:
         bound = owner()
         if bound is not None and bound.__self__.module is module:  # type: ignore[attr-defined]

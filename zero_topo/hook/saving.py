@@ -1,12 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Atomic checkpoints: every rank writes to temporary files, which are renamed once all ranks have written.
+"""Atomic checkpoints: every rank writes to temporary files, which are renamed once all ranks have
+written.
 
 Note [A save that fails]
-    DeepSpeed overwrites files of the same tag. If one rank cannot write, it raises torch's ``unexpected pos 704 vs
-    598`` while the others wait in a barrier. Here a rank stores its error until all ranks reach ``commit``, so it takes
-    part in every collective before that. Then all ranks raise the same error, and no file under its final name has
-    changed. The error is raised, not only logged, because scripts delete older checkpoints after a save. Training state
-    is unchanged, so a caller who catches the error can train on, bit for bit as if nothing had been saved.
+    DeepSpeed overwrites files of the same tag. If one rank cannot write, it raises torch's
+    ``unexpected pos 704 vs 598`` while the others wait in a barrier. Here a rank stores its error
+    until all ranks reach ``commit``, so it takes part in every collective before that. Then all
+    ranks raise the same error, and no file under its final name has changed. The error is raised,
+    not only logged, because scripts delete older checkpoints after a save. Training state is
+    unchanged, so a caller who catches the error can train on, bit for bit as if nothing had been
+    saved.
 """
 
 from __future__ import annotations
@@ -46,24 +49,32 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def saving_atomically(save: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
     """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`AtomicSaves`.
 
-    An engine without an optimizer is skipped: Accelerate's ``save_state`` saves every prepared model, also frozen ones.
+    An engine without an optimizer is skipped: Accelerate's ``save_state`` saves every prepared
+    model, also frozen ones.
     """
     if isinstance(engine.optimizer, TopoInference):
         if engine.global_rank == 0:
             logger.warning(
-                "zero_topo: save_checkpoint skips this engine: without an optimizer it has no state to resume; "
+                "zero_topo: save_checkpoint skips this engine: without an optimizer it has no "
+                "state to resume; "
                 "save_16bit_model writes its weights"
             )
         return False
     stock = engine.checkpoint_engine
-    ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
+    ours = (
+        isinstance(getattr(engine.optimizer, "topo", None), Stage3)
+        and type(stock) is TorchCheckpointEngine
+    )
     if not ours:  # other checkpoint engines have their own commit
         return save(engine, *args, **kwargs)
     call = inspect.signature(save).bind(engine, *args, **kwargs)
     call.apply_defaults()
-    saves = AtomicSaves(stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0)
+    saves = AtomicSaves(
+        stock, engine.device, call.arguments["save_latest"] and engine.global_rank == 0
+    )
     call.arguments["save_latest"] = False  # `commit` names the latest checkpoint
-    copy = getattr(DeepSpeedEngine, RECOVERY_SCRIPT)  # it is to run once all other files have their final names
+    # It is to run once all other files have their final names
+    copy = getattr(DeepSpeedEngine, RECOVERY_SCRIPT)
 
     def copy_last(engine: Any, save_path: str) -> None:
         saves.last.append(partial(copy, engine, save_path))
@@ -77,7 +88,8 @@ def saving_atomically(save: Callable[..., bool], engine: Any, *args: Any, **kwar
 
 
 class AtomicSaves:
-    """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save that fails]).
+    """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save
+    that fails]).
 
     All else that DeepSpeed calls is its own engine's.
 
@@ -88,8 +100,12 @@ class AtomicSaves:
     """
 
     def __init__(self, stock: CheckpointEngine, device: torch.device, points: bool) -> None:
-        self._stock, self._device, self._points = stock, device, points
-        self.last: list[Callable[[], object]] = []  # this rank's actions once all ranks have renamed their files
+        self._stock = stock
+        self._device = device
+        self._points = points
+        self.last: list[
+            Callable[[], object]
+        ] = []  # this rank's actions once all ranks have renamed their files
         self._written: list[Path] = []
         self._problem: str | None = None
 
@@ -102,7 +118,9 @@ class AtomicSaves:
             self._stock.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a temporary file and fsync it: some file systems report only then that they are full."""
+        """Write a temporary file and fsync it: some file systems report only then that they are
+        full.
+        """
         with self._keeping(path, state_dict):
             self._write(Path(path), lambda file: self._stock.save(state_dict, file))
 
@@ -112,7 +130,8 @@ class AtomicSaves:
         Raises:
             OSError: on every rank, naming a rank that failed, its file and the remedy.
         """
-        latest, files = Path(info.save_dir, LATEST), [*self._written]
+        latest = Path(info.save_dir, LATEST)
+        files = [*self._written]
         if self._points:
             self.last.append(lambda: os.replace(_temporary(latest), latest))
             with self._keeping(latest):
@@ -143,14 +162,17 @@ class AtomicSaves:
         """Store the first error with a path until all ranks reach a check in ``commit``."""
         try:
             yield
-        except Exception as error:  # torch raises RuntimeError for a full disk, pickle its own errors
+        except (
+            Exception
+        ) as error:  # torch raises RuntimeError for a full disk, pickle its own errors
             self._problem = self._problem or _sentence(Path(path), error, content)
 
     def _write(self, path: Path, fill: Callable[[Any], object]) -> None:
         if self._problem is not None:
             return
         self._written.append(path)
-        _temporary(path).unlink(missing_ok=True)  # left by a killed save; a symbolic link is not followed
+        # Left by a killed save; a symbolic link is not followed
+        _temporary(path).unlink(missing_ok=True)
         with _temporary(path).open("xb") as file:
             fill(file)
             file.flush()
@@ -162,7 +184,9 @@ class AtomicSaves:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove files that killed saves left in a folder of checkpoints, and tags that are then empty."""
+    """Remove files that killed saves left in a folder of checkpoints, and tags that are then
+    empty.
+    """
     for part in (*folder.glob(f"*/*.pt{PART}"), _temporary(folder / LATEST)):
         with suppress(OSError):
             if time.time() - part.lstat().st_mtime > OLD_S:
@@ -188,6 +212,7 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     place = os.statvfs(next(folder for folder in path.parents if folder.exists()))
     free = format_bytes(place.f_bavail * place.f_frsize)
     return (
-        f"{reason}: it takes {format_bytes(size)}, other ranks' about as much, and {free} are free there; "
+        f"{reason}: it takes {format_bytes(size)}, other ranks' about as much, and {free} are free "
+        "there; "
         "delete older checkpoints, raise the quota, or save into another folder"
     )

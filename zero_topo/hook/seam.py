@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Lists the DeepSpeed names that zero_topo uses, and checks that the installed release has them.
 
-With ``install.py``, ``optimizer.py`` and ``inference.py``, which override these names, and ``start.py``, this is the
-seam: the only code that uses DeepSpeed's private names.
+With ``install.py``, ``optimizer.py`` and ``inference.py``, which override these names, and
+``start.py``, this is the seam: the only code that uses DeepSpeed's private names.
 """
 
 from __future__ import annotations
@@ -37,14 +37,22 @@ SINCE: Mapping[str, str] = MappingProxyType(
         "sub_groups_lacking_loss_scale": "0.19.8",
     }
 )
-"""All differences between the supported releases: a later addition to :data:`Stock` -> the first release with it.
+"""All differences between the supported releases: a later addition to :data:`Stock` -> the first
+release with it.
 
 ``name()`` is an attribute before that release, and a method from then on.
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
-MODEL_FILES, RECOVERY_SCRIPT = "_get_all_ckpt_names", "_copy_recovery_script"
-LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
+MODEL_FILES = "_get_all_ckpt_names"
+RECOVERY_SCRIPT = "_copy_recovery_script"
+LOAD_CHECKPOINT = (
+    "load_dir",
+    "tag",
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+)
 LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 # Every DeepSpeed name used -> the parameters it must have (None: it must only exist).
@@ -69,14 +77,27 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (Stock, "offload_states", ("self", "include", "device", "pin_memory", "non_blocking")),
     (Stock, "reload_states", ("self", "non_blocking")),
     *((Stock, name, ("self",)) for name in ("checkpoint_event_prologue", "empty_partition_cache")),
-    *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
-    *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
+    *(
+        (Stock, name, ("self",))
+        for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")
+    ),
+    *(
+        (Stock, name, ("self",))
+        for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")
+    ),
     *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
     (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
-    (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
+    (
+        Stock,
+        f"{MANGLED}__avg_scatter_grads",
+        ("self", "params_to_reduce", "communication_data_type"),
+    ),
     (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
     (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
-    *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
+    *(
+        (Stock, name, ("self", "sub_group_id"))
+        for name in ("_unflatten_partitioned_parameters", "_optimizer_step")
+    ),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
@@ -87,22 +108,83 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
-    *((Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key")) for part in ("full", "local")),
-    *((Stock, name, ("self", "param")) for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")),
+    *(
+        (Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key"))
+        for part in ("full", "local")
+    ),
+    *(
+        (Stock, name, ("self", "param"))
+        for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")
+    ),
 )
 # Instance attributes used: some method of the class must name them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine")),
+    (
+        DeepSpeedEngine,
+        ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine"),
+    ),
     (DeepSpeedEngine, ("param_names", "mp_world_size", "mpu")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
-    (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
-    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
-    (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
-    (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
-    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
-    (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
-    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states", "reduce_scatter", "torch_autocast_gradscaler")),
+    (
+        type(deepspeed.comm.comms_logger),
+        ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict"),
+    ),
+    (
+        Stock,
+        (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position"),
+    ),
+    (
+        Stock,
+        (
+            "fp16_groups",
+            "fp16_partitioned_groups_flat",
+            "fp16_partitioned_groups_flat_numel",
+            "lp_param_buffer",
+        ),
+    ),
+    (
+        Stock,
+        (
+            "fp32_partitioned_groups_flat",
+            "averaged_gradients",
+            "inf_or_nan_tracker",
+            "norm_for_param_grads",
+        ),
+    ),
+    (
+        Stock,
+        (
+            "optimizer",
+            "offload_optimizer",
+            "param_names",
+            "reduce_bucket_size",
+            "loss_scale",
+            "ipg_buckets",
+        ),
+    ),
+    (
+        Stock,
+        ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory"),
+    ),
+    (
+        Stock,
+        (
+            "communication_data_type",
+            "gradient_accumulation_dtype",
+            "overflow",
+            "module",
+            "sub_group_to_group_id",
+        ),
+    ),
+    (
+        Stock,
+        (
+            "is_gradient_accumulation_boundary",
+            "offloaded_states",
+            "reduce_scatter",
+            "torch_autocast_gradscaler",
+        ),
+    ),
     (Stock, ("backward", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
@@ -119,7 +201,9 @@ def has(name: str) -> bool:
 
 
 def wrapping(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for functions of DeepSpeed: ``call`` gets the decorated function, then its arguments."""
+    """Return a decorator for functions of DeepSpeed: ``call`` gets the decorated function, then its
+    arguments.
+    """
 
     @wraps(call)
     def decorate(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,13 +234,17 @@ def at_boundary(optimizer: Any) -> bool:
 
 
 def forget_backward(optimizer: Any) -> None:
-    """Reset DeepSpeed's count of active backward passes, where it has one, after a pass that failed half-way."""
+    """Reset DeepSpeed's count of active backward passes, where it has one, after a pass that failed
+    half-way.
+    """
     if has("_backward_active_depth"):
         optimizer._backward_active_depth = 0
 
 
 def empty_bucket(bucket: Any) -> None:
-    """Drop the parameters of a bucket and keep its buffer, like ``clear_params``, which early releases lack."""
+    """Drop the parameters of a bucket and keep its buffer, like ``clear_params``, which early
+    releases lack.
+    """
     bucket.params.clear()
     bucket.elements = 0
     bucket.process_group = None
@@ -171,14 +259,17 @@ def check_deepspeed() -> None:
     if problems := list(_differences()):
         known = SUPPORTED["deepspeed"]
         raise ImportError(
-            f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this DeepSpeed "
+            f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this "
+            "DeepSpeed "
             f"{deepspeed.__version__} differs where it matters: {'; '.join(problems)}. "
             f"Install deepspeed=={known.pinned}, or a zero_topo for your version"
         )
 
 
 def _differences() -> Iterator[str]:
-    """Yield one phrase for each name that is missing, has other parameters, or came with another release."""
+    """Yield one phrase for each name that is missing, has other parameters, or came with another
+    release.
+    """
     for owner, name, expected in REQUIRED:
         found = getattr(owner, name, None)
         if found is None:
@@ -194,25 +285,37 @@ def _differences() -> Iterator[str]:
         plain = name.removesuffix("()")
         exists = callable(getattr(Stock, plain, None)) if name != plain else plain in there
         if exists != has(name):
-            yield f"{Stock.__name__}.{name} is {'there' if exists else 'gone'}, which came with {since}"
+            yield (
+                f"{Stock.__name__}.{name} is {'there' if exists else 'gone'}, which came with "
+                f"{since}"
+            )
 
 
 def attributes(owner: type) -> set[str]:
-    """Return the attributes of a class, and all names in its methods: some attributes exist only on instances."""
+    """Return the attributes of a class, and all names in its methods: some attributes exist only on
+    instances.
+    """
     package = owner.__module__.partition(".")[0]
     bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]
     methods = [f for base in bases for f in vars(base).values() if inspect.isfunction(f)]
-    return {*dir(owner), *(name for method in methods for f in _layers(method) for name in f.__code__.co_names)}
+    return {
+        *dir(owner),
+        *(name for method in methods for f in _layers(method) for name in f.__code__.co_names),
+    }
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return a function's parameter names, also through DeepSpeed's tracing decorator (``*args, **kwargs``)."""
+    """Return a function's parameter names, also through DeepSpeed's tracing decorator
+    (``*args, **kwargs``).
+    """
     every = [tuple(inspect.signature(layer).parameters) for layer in _layers(function)]
     return next((names for names in every if names != ("args", "kwargs")), every[-1])
 
 
 def _layers(function: Any) -> list[Any]:
-    """Return a function and all functions in its closures, each once: a closure may contain itself."""
+    """Return a function and all functions in its closures, each once: a closure may contain
+    itself.
+    """
     found = [function]
     for layer in found:
         for cell in getattr(layer, "__closure__", None) or ():
@@ -223,7 +326,8 @@ def _layers(function: Any) -> list[Any]:
 
 
 class Builder:
-    """Runs the code of DeepSpeed's engine that builds an optimizer and a schedule from a config, without an engine.
+    """Runs the code of DeepSpeed's engine that builds an optimizer and a schedule from a config,
+    without an engine.
 
     Args:
         config: DeepSpeed's parsed config.

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks across all ranks of an engine, before its first collective and before its first process group."""
+"""Checks across all ranks of an engine, before its first collective and before its first process
+group.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,37 @@ from zero_topo.topology.groups import groups_from
 LOCAL: Mapping[str, str] = MappingProxyType(
     {
         r"(.*[._])?(path|dir|file)": "the same file may lie elsewhere on another node",
-        "train_batch_size|train_micro_batch_size_per_gpu": "what a rank reads at a time is its script's affair",
-        "gradient_accumulation_steps": "the number that DeepSpeed derives is compared, whatever says it",
+        "train_batch_size|train_micro_batch_size_per_gpu": "each rank may read another batch size",
+        "gradient_accumulation_steps": "the number that DeepSpeed derives is compared",
         "zero_topo": "the block as it was resolved is compared, with the machine",
         "aio": "how a node reads its own disks",
-        "disable_python_gc": "when a process collects its own garbage",
-        "steps_per_print|dump_state|log_level|zero_optimization.log_trace_cache_warnings": "what a rank logs",
-        "wall_clock_breakdown|memory_breakdown|timers|flops_profiler|comms_logger": "what a rank measures of itself",
+        "disable_python_gc": "garbage collection of one process",
+        "steps_per_print|dump_state|log_level": "logs of one process",
+        "zero_optimization.log_trace_cache_warnings": "logs of one process",
+        "wall_clock_breakdown|memory_breakdown|timers|flops_profiler": "measurements of one process",
+        "comms_logger": "measurements of one process",
         "tensorboard|wandb|csv_monitor|comet": "rank 0 alone writes to monitors",
     }
 )
-"""Keys of the DeepSpeed JSON (patterns of whole dotted names) that may differ between ranks, and why."""
+"""Keys of the DeepSpeed JSON (patterns of whole dotted names) that may differ between ranks, and
+why.
+"""
 LISTS = ("params", "param_names")
-"""Entries of an optimizer's group with one item per parameter; all other entries are settings of the group."""
+"""Entries of an optimizer's group with one item per parameter; all other entries are settings of
+the group.
+"""
 
 
 @wrapping
 def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
-    """Wrap DeepSpeed's ``configure(engine, model)`` to check first that all ranks reach it with equal settings.
+    """Wrap DeepSpeed's ``configure(engine, model)`` to check first that all ranks reach it with
+    equal settings.
 
-    ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if shapes differ.
+    ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if
+    shapes differ.
     """
-    has_block, store = ROOT in engine._config._param_dict, meeting_place()
+    has_block = ROOT in engine._config._param_dict
+    store = meeting_place()
     with refusals():
         if store is not None:
             block = os.environ.get(BLOCK_VARIABLE) or None
@@ -64,7 +75,9 @@ def meeting(configure: Callable[..., None], engine: Any, model: Any) -> None:
 
 
 def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
-    """Check that ranks begin with equal settings, and with parameters that ``zero.Init`` shards over their group."""
+    """Check that ranks begin with equal settings, and with parameters that ``zero.Init`` shards
+    over their group.
+    """
     group = sharding_group(engine.mpu)
     size = dist.get_world_size(group)
     for name, param in model.named_parameters():
@@ -75,22 +88,29 @@ def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
             agree({"refused": line}, engine.device)
             raise ValueError(line)
     agree(_settings(engine), engine.device)
-    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does not divide.
+    # Tensor-parallel ranks have different parts of the model, of different shapes if a size does
+    # not divide.
     agree(_model(model), engine.device, groups=groups_over(group, engine.device))
 
 
 def meeting_place() -> dist.Store | None:
     """Return the store of torch's rendezvous; None for backends without one."""
-    return None if dist.get_backend() in ("mpi", "fake") else dist.distributed_c10d._get_default_store()
+    return (
+        None
+        if dist.get_backend() in ("mpi", "fake")
+        else dist.distributed_c10d._get_default_store()
+    )
 
 
 def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of all process groups of the job of which ``group`` is this rank's. Collective.
+    """Return the ranks of all process groups of the job of which ``group`` is this rank's.
+    Collective.
 
     Groups are created by all ranks in one order, so every rank needs those of the others.
 
     Args:
-        group: a process group; together with those of the other ranks it divides the world. None is the world.
+        group: a process group; together with those of the other ranks it divides the world. None is
+            the world.
         device: the device of the world group's tensors.
 
     Returns:
@@ -99,7 +119,9 @@ def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]
     world = dist.get_world_size()
     if group is None or dist.get_world_size(group) == world:
         return ()
-    first = torch.tensor([min(dist.get_process_group_ranks(group))], dtype=torch.int64, device=device)
+    first = torch.tensor(
+        [min(dist.get_process_group_ranks(group))], dtype=torch.int64, device=device
+    )
     firsts = first.new_empty(world)
     dist.all_gather_into_tensor(firsts, first)
     return groups_from(firsts.tolist())
@@ -115,7 +137,8 @@ def _model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _settings(engine: Any) -> dict[str, Any]:
-    """Return what must be equal on all ranks besides plan and model: DeepSpeed's settings, versions.
+    """Return what must be equal on all ranks besides plan and model: DeepSpeed's settings,
+    versions.
 
     ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
     """
@@ -123,7 +146,9 @@ def _settings(engine: Any) -> dict[str, Any]:
     return {
         **_shared({**config._param_dict, "zero_optimization": config.zero_config.model_dump()}),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "versions": {module.__name__: module.__version__ for module in (torch, deepspeed, zero_topo)},
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, deepspeed, zero_topo)
+        },
     }
 
 
@@ -132,12 +157,15 @@ def _shared(block: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     local = re.compile("|".join(LOCAL))
     found = {key: value for key, value in block.items() if not local.fullmatch(f"{path}{key}")}
     return {
-        key: _shared(value, f"{path}{key}.") if isinstance(value, Mapping) else value for key, value in found.items()
+        key: _shared(value, f"{path}{key}.") if isinstance(value, Mapping) else value
+        for key, value in found.items()
     }
 
 
 def _trained(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
-    """Return what must be equal of an optimizer: its class, its groups' settings, and each parameter's group."""
+    """Return what must be equal of an optimizer: its class, its groups' settings, and each
+    parameter's group.
+    """
     groups = dict(enumerate(optimizer.param_groups))
     return {
         "optimizer": type(optimizer).__name__,
@@ -146,35 +174,49 @@ def _trained(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
             for index, group in groups.items()
         },
         "param_group_of": {
-            names.get(param, "?"): index for index, group in groups.items() for param in group["params"]
+            names.get(param, "?"): index
+            for index, group in groups.items()
+            for param in group["params"]
         },
     }
 
 
 def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
-    """Raise ValueError if trained parameters have an unsupported dtype, or more than one: shards have one dtype."""
+    """Raise ValueError if trained parameters have an unsupported dtype, or more than one: shards
+    have one dtype.
+    """
     kinds: dict[torch.dtype, str] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+    for param in (
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ):
         if getattr(param, "ds_numel", param.numel()):
             kinds.setdefault(getattr(param, "ds_tensor", param).dtype, names.get(param, "?"))
     for dtype, name in kinds.items():
         if dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {dtype}: weights are stored and sent as FP32, FP16 or BF16, and FP32 masters train them "
-                "under stock ZeRO-3 too; call model.float() before deepspeed.initialize or zero.Init gets the model"
+                f"{name} is {dtype}: weights are stored and sent as FP32, FP16 or BF16, and FP32 "
+                "masters train them "
+                "under stock ZeRO-3 too; call model.float() before deepspeed.initialize or "
+                "zero.Init gets the model"
             )
     if len(kinds) > 1:
         named = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())
         raise ValueError(
-            f"trained parameters have several types, such as {named}: ZeRO-3 keeps them in one flat buffer; convert "
+            f"trained parameters have several types, such as {named}: ZeRO-3 keeps them in one "
+            "flat buffer; convert "
             "the model to one type, or freeze those of the others"
         )
 
 
 def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device) -> None:
-    """Sort each group's parameters into the model's order if the order differs between ranks (a ``set``). Collective.
+    """Sort each group's parameters into the model's order if the order differs between ranks (a
+    ``set``). Collective.
 
-    Shards are cut in the order of the groups. An order that all ranks share stays, because checkpoints use it.
+    Shards are cut in the order of the groups. An order that all ranks share stays, because
+    checkpoints use it.
 
     Args:
         optimizer: torch's optimizer, whose groups have the same parameters on all ranks.
@@ -189,12 +231,15 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         return
     place = {param: index for index, param in enumerate(names)}
     for group in optimizer.param_groups:
-        order = sorted(range(len(group["params"])), key=lambda index: place.get(group["params"][index], -1))
+        order = sorted(
+            range(len(group["params"])), key=lambda index: place.get(group["params"][index], -1)
+        )
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
 
 
 def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
-    """Resolve the block and check that all ranks agree; return it, or an empty list without a block.
+    """Resolve the block and check that all ranks agree; return it, or an empty list without a
+    block.
 
     With expert parallelism there is a second plan, of the experts.
 
@@ -202,9 +247,11 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
 
     Args:
         engine: DeepSpeed's engine.
-        optimizer: torch's optimizer, or None; its groups and their order are checked too (:func:`_in_one_order`).
+        optimizer: torch's optimizer, or None; its groups and their order are checked too
+            (:func:`_in_one_order`).
     """
-    config, names = engine._config._param_dict, engine.param_names
+    config = engine._config._param_dict
+    names = engine.param_names
     if ROOT not in config:
         return []
     memory = least_memory(engine.device)
@@ -213,7 +260,9 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
     experts = [groups_over(group, engine.device) for group in expert_groups[:1]]
     try:
         if len(expert_groups) > 1:
-            raise ValueError(f"expert_parallel: {len(expert_groups)} expert-parallel sizes in one model; use one")
+            raise ValueError(
+                f"expert_parallel: {len(expert_groups)} expert-parallel sizes in one model; use one"
+            )
         shared = partial(_largest, device=engine.device) if members else None
         world = dist.get_world_size()
         found = [resolve_block(config, world, members, engine=engine, memory=memory, shared=shared)]
@@ -235,7 +284,8 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
 
 
 def _largest(request: Request, device: torch.device) -> Request:
-    """Return the request of the rank with the most parameters, so that all choose one plan. Collective.
+    """Return the request of the rank with the most parameters, so that all choose one plan.
+    Collective.
 
     Tensor-parallel ranks have parts of different sizes if a size does not divide.
     """
@@ -249,13 +299,20 @@ def _largest(request: Request, device: torch.device) -> Request:
 
 
 def _expert_groups(engine: Any) -> list[Any]:
-    """Return the process groups over which DeepSpeed partitions AutoEP's experts, one for each expert-parallel size."""
-    found = {getattr(param, "ds_zero_partition_group_name", None) for param in engine.module.parameters()}
-    return [engine.expert_data_parallel_group[name] for name in sorted(name for name in found if name)]
+    """Return the process groups over which DeepSpeed partitions AutoEP's experts, one for each
+    expert-parallel size.
+    """
+    found = {
+        getattr(param, "ds_zero_partition_group_name", None) for param in engine.module.parameters()
+    }
+    return [
+        engine.expert_data_parallel_group[name] for name in sorted(name for name in found if name)
+    ]
 
 
 def least_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the job's smallest device (on CPUs, its smallest host) and of its smallest host. Collective.
+    """Return the bytes of the job's smallest device (on CPUs, its smallest host) and of its
+    smallest host. Collective.
 
     All ranks plan with these numbers, so their plans are equal.
 

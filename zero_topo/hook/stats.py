@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero_topo.stats``: an engine's traffic, memory and waiting times; and the reports that show them.
+"""``zero_topo.stats``: an engine's traffic, memory and waiting times; and the reports that show
+them.
 
-With the block's key ``report``, rank 0 writes a line for each optimizer step, and a report of its own measurements when
-the engine is destroyed or the process ends, without a collective. ``zero_topo.report`` gathers the measurements of all
-ranks.
+With the block's key ``report``, rank 0 writes a line for each optimizer step, and a report of its
+own measurements when the engine is destroyed or the process ends, without a collective.
+``zero_topo.report`` gathers the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from zero_topo.units import KIB
 
 
 def stats(engine: Any) -> Stats:
-    """Return this rank's traffic, memory and times for a DeepSpeed engine with a ``zero_topo`` block. Not collective.
+    """Return this rank's traffic, memory and times for a DeepSpeed engine with a ``zero_topo``
+    block. Not collective.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
@@ -53,7 +55,8 @@ def stats(engine: Any) -> Stats:
     trains = isinstance(optimizer, TopoStage3)
     if not trains and not isinstance(optimizer, TopoInference):
         raise ValueError(
-            'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
+            'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON '
+            "and import zero_topo"
         )
     topo = optimizer.topo
     micro_batches = engine.gradient_accumulation_steps()
@@ -88,8 +91,12 @@ def stats(engine: Any) -> Stats:
     )
 
 
-def _predicted(engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[ResolvedConfig, Workload]]) -> dict[str, int]:
-    """Return the planner's memory of a rank at the peak of a step, with the shards of experts added."""
+def _predicted(
+    engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[ResolvedConfig, Workload]]
+) -> dict[str, int]:
+    """Return the planner's memory of a rank at the peak of a step, with the shards of experts
+    added.
+    """
     (config, work), *experts = parts
     request = request_of(engine, config.topology)
     if experts:  # the module's parameters are those of both plans
@@ -103,39 +110,51 @@ def _predicted(engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[Resolve
 
 
 def peak_memory() -> tuple[int, bool]:
-    """Return the peak bytes of tensors on this rank's device (on a CPU, of the process), and whether of a device."""
+    """Return the peak bytes of tensors on this rank's device (on a CPU, of the process), and
+    whether of a device.
+    """
     if get_accelerator().is_synchronized_device():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
     return int(get_accelerator().max_memory_allocated()), True
 
 
 def _optimizer_itemsize(optimizer: TopoStage3) -> int:
-    """Return the expected bytes per element of Adam's states and FP32 masters (unless these are the weights)."""
+    """Return the expected bytes per element of Adam's states and FP32 masters (unless these are the
+    weights).
+    """
     adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
     ours = ((AdamS, -VARIANCE_BYTES), (AgedAdamW, AGE_BYTES))
     return adam + sum(more for kind, more in ours if isinstance(optimizer.optimizer, kind))
 
 
 def _optimizer_bytes(optimizer: TopoStage3) -> int:
-    """Return the bytes of FP32 masters (unless they are the weights) and optimizer states on this rank."""
+    """Return the bytes of FP32 masters (unless they are the weights) and optimizer states on this
+    rank.
+    """
     masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
     return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))
 
 
-# -- reports ----------------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def report(
-    engine: Any, folder: str | Path, title: str | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+    engine: Any,
+    folder: str | Path,
+    title: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
+    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML
+    page. Collective.
 
-    The report shows the losses and speeds of the steps in the folder's ``metrics.jsonl``, which the block's key
-    ``report`` writes. For an engine without a ``zero_topo`` block it has no bytes and no memory.
+    The report shows the losses and speeds of the steps in the folder's ``metrics.jsonl``, which the
+    block's key ``report`` writes. For an engine without a ``zero_topo`` block it has no bytes and
+    no memory.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
-        folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png``.
+        folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and
+            ``bytes.png``.
         title: one line about model and data; by default the model's class and size.
         settings: the program's settings, to show in the report.
     """
@@ -146,7 +165,14 @@ def report(
     if recorder is not None and recorder.folder == Path(folder):
         recorder.finish()
     if dist.get_rank() == 0:
-        _write(engine, Path(folder), found, [rank for rank in ranks if rank is not None], title, settings)
+        _write(
+            engine,
+            Path(folder),
+            found,
+            [rank for rank in ranks if rank is not None],
+            title,
+            settings,
+        )
 
 
 def _write(
@@ -157,9 +183,14 @@ def _write(
     title: str | None,
     settings: Mapping[str, Any],
 ) -> None:
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    numel = sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        for parameter in engine.module.parameters()
+    )
     if found is not None and found.phase_intervals:
-        log_timeline(folder, engine.global_steps, list(found.phase_intervals)[-1][2], found.phase_intervals)
+        log_timeline(
+            folder, engine.global_steps, list(found.phase_intervals)[-1][2], found.phase_intervals
+        )
     build_report(
         folder,
         found,
@@ -172,16 +203,19 @@ def _write(
 
 
 class Recorder:
-    """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy has completed.
+    """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy
+    has completed.
 
     Args:
-        engine: DeepSpeed's engine, whose ``backward`` is wrapped; its optimizer calls :meth:`close`.
+        engine: DeepSpeed's engine, whose ``backward`` is wrapped; its optimizer calls
+            :meth:`close`.
         folder: the run's folder; a resumed run appends to the log there, a new run replaces it.
     """
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self.folder = folder
-        self._engine, self._began = engine, time.perf_counter()
+        self._engine = engine
+        self._began = time.perf_counter()
         self._loss: Tensor | None = None
         self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
         engine.backward = wrapping(self._backward)(engine.backward)
@@ -189,15 +223,24 @@ class Recorder:
 
     def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            share = 1 if kwargs.get("scale_wrt_gas") is False else 1 / self._engine.gradient_accumulation_steps()
+            share = (
+                1
+                if kwargs.get("scale_wrt_gas") is False
+                else 1 / self._engine.gradient_accumulation_steps()
+            )
             part = loss.detach().float().reshape(()) * share
             self._loss = part if self._loss is None else self._loss + part
         return backward(loss, *args, **kwargs)
 
     def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
         """Log an optimizer step: the bytes that this rank sent, and its speed."""
-        now, engine, loss, event = time.perf_counter(), self._engine, self._loss, None
-        seconds, self._began, self._loss = now - self._began, now, None
+        now = time.perf_counter()
+        engine = self._engine
+        loss = self._loss
+        event = None
+        seconds = now - self._began
+        self._began = now
+        self._loss = None
         if loss is not None and not get_accelerator().is_synchronized_device():
             loss = loss.to("cpu", non_blocking=True)
             event = get_accelerator().Event()
@@ -205,7 +248,13 @@ class Recorder:
         if engine.global_steps == 1:
             (self.folder / METRICS).unlink(missing_ok=True)
         lr = float(engine.get_lr()[0])
-        line = {"step": engine.global_steps, "lr": lr, "seconds": seconds, "sent": sent, "pace": pace}
+        line = {
+            "step": engine.global_steps,
+            "lr": lr,
+            "seconds": seconds,
+            "sent": sent,
+            "pace": pace,
+        }
         self._waiting.append((event, loss, line))
         while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
             self._write_line()
@@ -215,7 +264,9 @@ class Recorder:
         log_step(self.folder, **line, loss=None if loss is None else loss.item())
 
     def finish(self) -> None:
-        """Write the lines whose loss is still pending, and cancel the report at the end of the process."""
+        """Write the lines whose loss is still pending, and cancel the report at the end of the
+        process.
+        """
         atexit.unregister(self.close)
         for event, _, _ in list(self._waiting):
             if event is not None:
@@ -235,7 +286,8 @@ class Recorder:
 
 
 def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
-    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and the run's folder.
+    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and
+    the run's folder.
 
     Args:
         engine: DeepSpeed's engine.
@@ -243,7 +295,8 @@ def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
     """
     optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log_dist)
     folder = optimizer.topo.config.report
-    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
+    # An engine without an optimizer has no steps
+    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):
         return
     if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
         return
@@ -260,12 +313,14 @@ def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
 
 
 def _report_step(engine: Any, optimizer: TopoStage3) -> None:
-    topo, pace = optimizer.topo, optimizer.pace.last
+    topo = optimizer.topo
+    pace = optimizer.pace.last
     seconds = topo.meter.last_seconds
     if optimizer.recorder is not None:
         optimizer.recorder.step(topo.meter.last_step, pace)
     if engine.monitor.enabled:
-        of_mode, more = topo.gradients.mode.report(), {**pace, "peak_bytes": float(peak_memory()[0])}
+        of_mode = topo.gradients.mode.report()
+        more = {**pace, "peak_bytes": float(peak_memory()[0])}
         events = step_events(topo.meter.last_step, seconds, of_mode, more, engine.global_samples)
         engine.monitor.write_events(events)
     every = engine.steps_per_print()

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Writes the batch script of a job of Slurm, Flux or PBS.
 
-``job.sbatch``, ``job.flux`` and ``job.pbs`` are the scripts' templates, ``environment.sbatch`` that of the lines that
-unpack a Python environment. A script is self-contained: it reads nothing from the environment in which it is submitted
-except what the scheduler passes on. Each setting follows a comment with its reason and its source.
+``job.sbatch``, ``job.flux`` and ``job.pbs`` are the scripts' templates, ``environment.sbatch`` that
+of the lines that unpack a Python environment. A script is self-contained: it reads nothing from the
+environment in which it is submitted except what the scheduler passes on. Each setting follows a
+comment with its reason and its source.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ ADDRESS = {
     "flux": "MASTER_ADDR=$(flux hostlist --nth=0 local)\n",
     "pbs": "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)\n",
 }
-"""Scheduler -> the line of a script that sets the address of its own node, which is that of rank 0."""
-_PLAIN, _TIME = re.compile(r"[\w./:=@%+,{}-]+"), re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
-MINUTE, HOUR, DAY = 60, 3600, 86400
+"""Scheduler -> the line of a script that sets the address of its own node, which is that of
+rank 0.
+"""
+_PLAIN = re.compile(r"[\w./:=@%+,{}-]+")
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
+MINUTE = 60
+HOUR = 3600
+DAY = 86400
 MachineName = Annotated[
     str,
     typer.Option(
@@ -109,16 +115,28 @@ class BatchJob:
     """The options of ``zero-topo launch slurm``, ``flux`` and ``pbs``: a batch job."""
 
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="Program that each rank runs, and its arguments.")
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND", help="Program that each rank runs, and its arguments."
+        ),
     ] = ()  # type: ignore[assignment]
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
     machine: MachineName = "generic"
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
-    account: Annotated[str | None, typer.Option(help="Account, Flux's bank or PBS's project.")] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")
+    ] = None
+    account: Annotated[str | None, typer.Option(help="Account, Flux's bank or PBS's project.")] = (
+        None
+    )
     time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Time limit.")] = None
-    partition: Annotated[str | None, typer.Option(help="Partition or queue; default: the machine's.")] = None
+    partition: Annotated[
+        str | None, typer.Option(help="Partition or queue; default: the machine's.")
+    ] = None
     name: Annotated[str, typer.Option(help="Job name.")] = "zero-topo"
-    log: Annotated[str | None, typer.Option(help="Log file, in the scheduler's form; default: name and number.")] = None
+    log: Annotated[
+        str | None,
+        typer.Option(help="Log file, in the scheduler's form; default: name and number."),
+    ] = None
     master_port: Port = PORT
     environment: Annotated[
         str | None,
@@ -140,19 +158,25 @@ class BatchJob:
         if target.ranks_per_node not in (None, self.on_node):
             raise ValueError(
                 f"--ranks-per-node {self.on_node}: {target.name} has {target.ranks_per_node} on "
-                "each node, and its binding is for that many; leave it out, or give --machine FILE.json"
+                "each node, and its binding is for that many; leave it out, or give --machine "
+                "FILE.json"
             )
         if self.environment is not None and not target.disk:
             raise ValueError(
-                f"--environment {self.environment}: machine {target.name} names no disk of a node; leave it out, "
+                f"--environment {self.environment}: machine {target.name} names no disk of a node; "
+                "leave it out, "
                 'or give --machine FILE.json with a "disk"'
             )
         for option in ("name", "log", "account", "time", "partition", "environment"):
             value = getattr(self, option)
             if value is not None and not _PLAIN.fullmatch(value):
-                raise ValueError(f"--{option} {value!r}: use letters, digits and . / : = @ % + - only")
+                raise ValueError(
+                    f"--{option} {value!r}: use letters, digits and . / : = @ % + - only"
+                )
         if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ValueError(f"--time {self.time!r}: is no time limit; write H:MM:SS, MM:SS or D-HH:MM:SS")
+            raise ValueError(
+                f"--time {self.time!r}: is no time limit; write H:MM:SS, MM:SS or D-HH:MM:SS"
+            )
 
     @cached_property
     def target(self) -> LaunchMachine:
@@ -164,12 +188,16 @@ class BatchJob:
         """The number of ranks on each node."""
         ranks = self.ranks_per_node or self.target.ranks_per_node
         if ranks is None:
-            raise ValueError(f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node")
+            raise ValueError(
+                f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node"
+            )
         return ranks
 
     @property
     def seconds(self) -> int | None:
-        """The time limit in seconds; Slurm's forms are minutes, M:SS, H:MM:SS, D-H, D-H:MM and D-H:MM:SS."""
+        """The time limit in seconds; Slurm's forms are minutes, M:SS, H:MM:SS, D-H, D-H:MM and
+        D-H:MM:SS.
+        """
         found = _TIME.fullmatch(self.time or "")
         if found is None:
             return None
@@ -183,37 +211,57 @@ def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
     """The batch script, ready for the scheduler's command of submission.
 
     Raises:
-        ValueError: if the machine has another scheduler, or a Python environment is to be copied without Slurm.
+        ValueError: if the machine has another scheduler, or a Python environment is to be copied
+            without Slurm.
     """
     target = job.target
     if target.scheduler not in (None, scheduler.name):
         raise ValueError(
-            f"jobs on {target.name} are not started by {scheduler.title}; use zero-topo launch {target.scheduler}"
+            f"jobs on {target.name} are not started by {scheduler.title}; use zero-topo launch "
+            f"{target.scheduler}"
         )
     if job.environment is not None and scheduler is not SLURM:
         raise ValueError(
-            f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each node; leave it out"
+            f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each "
+            "node; leave it out"
         )
-    asked = {"log": job.log or scheduler.log or None, "account": job.account, "partition": job.partition}
+    asked = {
+        "log": job.log or scheduler.log or None,
+        "account": job.account,
+        "partition": job.partition,
+    }
     asked["time"] = None if job.seconds is None else scheduler.time(job.seconds)
-    given = {scheduler.options[option]: value for option, value in asked.items() if value is not None}
+    given = {
+        scheduler.options[option]: value for option, value in asked.items() if value is not None
+    }
     options = (*target.job, *(target.disk_job if job.environment else ()))
-    doctor = "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens without the variable."
+    doctor = (
+        "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens "
+        "without the variable."
+    )
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
     unpacked = ""
     if job.environment is not None:
-        unpacked = _lines(target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node.")
-        unpacked += _template("environment.sbatch").substitute(nodes=job.nodes, archive=job.environment)
+        unpacked = _lines(
+            target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node."
+        )
+        unpacked += _template("environment.sbatch").substitute(
+            nodes=job.nodes, archive=job.environment
+        )
     passed = f"The Python environment active at submission is passed on by {scheduler.title}."
     words = {
         **{name: getattr(job, name) for name in ("nodes", "on_node", "name")},
         "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. {passed}"),
-        "asked": "".join(f"{scheduler.directive} {option}{value}\n" for option, value in given.items()),
+        "asked": "".join(
+            f"{scheduler.directive} {option}{value}\n" for option, value in given.items()
+        ),
         "cpus": target.cpus_per_rank,
         "resources": _lines(
-            [each for each in options if f"{each.name}=" not in given], f"{scheduler.directive} {{0.use}}", end=":"
+            [each for each in options if f"{each.name}=" not in given],
+            f"{scheduler.directive} {{0.use}}",
+            end=":",
         ),
         "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + unpacked,
         "port": job.master_port,
@@ -229,17 +277,27 @@ def _template(name: str) -> Template:
     return Template(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
-def _lines(settings: Sequence[Setting], form: str, title: str = "", end: str = ".", indent: str = "") -> str:
-    """Each setting in a form, under a comment with its reason; nothing, without a title too, if there are none."""
+def _lines(
+    settings: Sequence[Setting], form: str, title: str = "", end: str = ".", indent: str = ""
+) -> str:
+    """Each setting in a form, under a comment with its reason; nothing, without a title too, if
+    there are none.
+    """
     start = f"\n{title}\n" if title and settings else ""
-    written = (f"{_comment(f'{each.comment}{end}', indent)}{indent}{form.format(each)}\n" for each in settings)
+    written = (
+        f"{_comment(f'{each.comment}{end}', indent)}{indent}{form.format(each)}\n"
+        for each in settings
+    )
     return start + "".join(written)
 
 
 def _comment(text: str, indent: str = "") -> str:
     first = text.split()[0]
-    text = text[:1].upper() + text[1:] if first.isalpha() else text  # a name such as kdreg2 stays as it is
+    # A name such as kdreg2 stays as it is
+    text = text[:1].upper() + text[1:] if first.isalpha() else text
     start = f"{indent}# "
-    wrapper = textwrap.TextWrapper(WIDTH, start, start, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        WIDTH, start, start, break_long_words=False, break_on_hyphens=False
+    )
     lines = wrapper.wrap(text)
     return "".join(f"{line}\n" for line in lines)

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``srun python -m zero_topo.launch.worker -- python train.py``: give this rank its variables and become the command.
+"""``srun python -m zero_topo.launch.worker -- python train.py``: give this rank its variables and
+become the command.
 
 No process stays in between: signals and exit statuses go straight from and to the launcher.
 """
@@ -17,10 +18,15 @@ NOT_FOUND = 127  # the shell's number
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command after ``--`` in place of this process; returns a status only if that is not possible."""
+    """Run the command after ``--`` in place of this process; returns a status only if that is not
+    possible.
+    """
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command or command[0].startswith("-"):
-        return _complain("no command; usage: python -m zero_topo.launch.worker -- python train.py ...", WRONG_INPUT)
+        return _complain(
+            "no command; usage: python -m zero_topo.launch.worker -- python train.py ...",
+            WRONG_INPUT,
+        )
     try:
         added = rank_environment(os.environ)
     except ValueError as error:
@@ -32,7 +38,9 @@ def main(words: Sequence[str]) -> int:
     try:
         os.execvpe(command[0], command, {**os.environ, **added})
     except OSError as error:
-        return _complain(f"{command[0]} cannot be run ({error.strerror}) on {os.uname().nodename}", NOT_FOUND)
+        return _complain(
+            f"{command[0]} cannot be run ({error.strerror}) on {os.uname().nodename}", NOT_FOUND
+        )
 
 
 def _complain(message: str, status: int) -> int:

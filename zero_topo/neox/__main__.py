@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The command line of ``python -m zero_topo.neox``; wrong input ends with one line per problem and exit status 2."""
+"""The command line of ``python -m zero_topo.neox``; wrong input ends with one line per problem and
+exit status 2.
+"""
 
 from __future__ import annotations
 
@@ -45,36 +47,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all three commands; options that a command lacks have their defaults."""
-    whole = argparse.ArgumentParser(prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo.")
+    whole = argparse.ArgumentParser(
+        prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo."
+    )
     whole.set_defaults(cpu=False, dry_run=False, plain=False, srun=None, megatron_config=None)
     commands = whole.add_subparsers(dest="command", required=True)
-    check_ = commands.add_parser("check", help="validate the configs; imports neither NeoX nor torch")
+    check_ = commands.add_parser(
+        "check", help="validate the configs; imports neither NeoX nor torch"
+    )
     launch_ = commands.add_parser("launch", help="start a run, by DeepSpeed's launcher or by srun")
     train_ = commands.add_parser("train", help="what each rank runs")
     for command in (check_, launch_, train_):
-        command.add_argument("configs", nargs="*" if command is train_ else "+", metavar="CONFIG.yml")
-        command.add_argument("--neox-path", default=os.environ.get("NEOX_PATH"), help="checkout; default: NEOX_PATH")
-        command.add_argument("--ranks", type=int, help="ranks of all nodes; default: the launcher's number")
+        command.add_argument(
+            "configs", nargs="*" if command is train_ else "+", metavar="CONFIG.yml"
+        )
+        command.add_argument(
+            "--neox-path", default=os.environ.get("NEOX_PATH"), help="checkout; default: NEOX_PATH"
+        )
+        command.add_argument(
+            "--ranks", type=int, help="ranks of all nodes; default: the launcher's number"
+        )
     for command in (launch_, train_):
         command.add_argument("--cpu", action="store_true", help="train on CPUs, over gloo")
-    launch_.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
-    launch_.add_argument("--plain", action="store_true", help="without the zero_topo block: the baseline to compare")
+    launch_.add_argument(
+        "--dry-run", action="store_true", help="print the command instead of running it"
+    )
+    launch_.add_argument(
+        "--plain", action="store_true", help="without the zero_topo block: the baseline to compare"
+    )
     launch_.add_argument(
         "--srun",
         nargs="?",
         const=FRONTIER_STEP,
         type=_srun_options,
         metavar="OPTIONS",
-        help=f'start by srun with these options (default "{FRONTIER_STEP}", Frontier\'s) rather than by DeepSpeed',
+        help=f'start by srun with these options (default "{FRONTIER_STEP}", Frontier\'s) rather '
+        "than by DeepSpeed",
     )
-    train_.add_argument("--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them")
+    train_.add_argument(
+        "--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them"
+    )
     train_.add_argument("--deepspeed_config", help="accepted and left to NeoX's autotuning")
     return whole
 
 
 def _srun_options(text: str) -> str:
-    if text and not text.startswith("-"):  # argparse gives --srun the word after it, mostly a config
-        raise argparse.ArgumentTypeError(f"{text!r} is no option of srun; put the configs before --srun")
+    # Argparse gives --srun the word after it, mostly a config
+    if text and not text.startswith("-"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no option of srun; put the configs before --srun"
+        )
     return text
 
 

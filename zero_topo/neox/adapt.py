@@ -1,13 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Finds an unmodified NeoX and adapts it to train under zero_topo, by wrapping it from outside.
 
-1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: every rank would store them
-   unsharded until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
-2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which AdamS and AgedAdamW
-   are added.
-3. One visible device for each task (``srun --gpus-per-task=1``): NeoX asserts that the local rank is ``rank %
-   device_count``, and DeepSpeed uses it as a device index. Both then get 0, and the C++ helpers, which NeoX
-   has local rank 0 compile, are still compiled by one rank of each node.
+1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: every
+   rank would store them unsharded until ``deepspeed.initialize``. Here the second build runs under
+   ``zero.Init`` as the first does.
+2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which
+   AdamS and AgedAdamW are added.
+3. One visible device for each task (``srun --gpus-per-task=1``): NeoX asserts that the local rank
+   is ``rank % device_count``, and DeepSpeed uses it as a device index. Both then get 0, and the C++
+   helpers, which NeoX has local rank 0 compile, are still compiled by one rank of each node.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ def reach(options: Namespace) -> None:
     if options.neox_path is not None:
         sys.path.insert(0, str(checkout(options.neox_path)))
     elif importlib.util.find_spec("megatron") is None:
-        raise ValueError("GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of EleutherAI/gpt-neox")
+        raise ValueError(
+            "GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of "
+            "EleutherAI/gpt-neox"
+        )
     if options.cpu:
         cpu.choose_cpu()
-        cpu.stand_in(int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or options.ranks or 1))
+        cpu.stand_in(
+            int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or options.ranks or 1)
+        )
     from zero_topo.hook.install import enable
 
     enable()
@@ -53,7 +59,9 @@ def reach(options: Namespace) -> None:
 
 
 def install() -> None:
-    """Put the adaptations around NeoX; after ``megatron`` can be imported, before its arguments are read."""
+    """Put the adaptations around NeoX; after ``megatron`` can be imported, before its arguments are
+    read.
+    """
     from zero_topo.sync import OPTIMIZERS
 
     training: Any = import_module("megatron.training")
@@ -66,9 +74,11 @@ def install() -> None:
 
 
 def use_the_only_device(neox_args: Any) -> str | None:
-    """Give NeoX and DeepSpeed device 0 if this process sees one device and is not the first of its node.
+    """Give NeoX and DeepSpeed device 0 if this process sees one device and is not the first of its
+    node.
 
-    The machine's tree is not affected: on Slurm the place of a rank on its node is read from SLURM_LOCALID.
+    The machine's tree is not affected: on Slurm the place of a rank on its node is read from
+    SLURM_LOCALID.
 
     Args:
         neox_args: NeoX's arguments, after ``configure_distributed_args``.
@@ -85,7 +95,10 @@ def use_the_only_device(neox_args: Any) -> str | None:
     neox_args.local_rank = 0
     helpers: Any = import_module("megatron.data.data_utils")
     helpers.compile_helper = lambda: None
-    return f"one device is visible to each task, so NeoX and DeepSpeed get local_rank 0 in place of {placement}"
+    return (
+        "one device is visible to each task, so NeoX and DeepSpeed get local_rank 0 in place "
+        f"of {placement}"
+    )
 
 
 def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -101,7 +114,11 @@ def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:
         parameters = list(model.parameters())
         if dist.get_rank() == 0:
             done = sum(hasattr(parameter, "ds_id") for parameter in parameters)
-            print(f"zero_topo.neox: {done} of {len(parameters)} parameters partitioned as they were built", flush=True)
+            print(
+                f"zero_topo.neox: {done} of {len(parameters)} parameters partitioned as they were "
+                "built",
+                flush=True,
+            )
         return model
 
     return wrapper
@@ -115,9 +132,13 @@ def with_ours(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         ours = OPTIMIZERS.get(str(neox_args.optimizer_type).lower())
         if neox_args.no_load_optim or dummy or ours is None:
             return get_optimizer(model, neox_args, dummy)
-        groups = import_module("megatron.model").get_params_for_weight_decay_optimization(model, neox_args)
+        groups = import_module("megatron.model").get_params_for_weight_decay_optimization(
+            model, neox_args
+        )
         for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+            group["params"] = [
+                parameter for parameter in group["params"] if parameter.requires_grad
+            ]
             for parameter in group["params"]:
                 parameter.model_parallel = getattr(parameter, "model_parallel", False)
         settings = {"weight_decay": neox_args.weight_decay, **neox_args.optimizer["params"]}

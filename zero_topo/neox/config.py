@@ -1,10 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads NeoX's options and YAML files, merges them as NeoX does, and makes their DeepSpeed config; no torch.
+"""Reads NeoX's options and YAML files, merges them as NeoX does, and makes their DeepSpeed config;
+no torch.
 
 Note [Dropped defaults]
-    NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds ``deepspeed_extra_args``, whose
-    values win. NeoX's default for ``gradient_clipping`` is 1.0. DeepSpeed's is 1.0 from 0.19.3 on, and 0 before: there
-    a config that asks for 1.0 trains without clipping unless the extra arguments repeat it.
+    NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds
+    ``deepspeed_extra_args``, whose values win. NeoX's default for ``gradient_clipping`` is 1.0.
+    DeepSpeed's is 1.0 from 0.19.3 on, and 0 before: there a config that asks for 1.0 trains without
+    clipping unless the extra arguments repeat it.
 """
 
 from __future__ import annotations
@@ -26,23 +28,28 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = packaged(__package__, "deepspeed_default
 
 
 def load_configs(paths: Iterable[str]) -> dict[str, Any]:
-    """Load and merge the YAML files; ``125M`` means ``125M.yml``, and dashes in keys underscores, as in NeoX.
+    """Load and merge the YAML files; ``125M`` means ``125M.yml``, and dashes in keys underscores,
+    as in NeoX.
 
     Raises:
-        ValueError: for files that cannot be read, and for a key or file name that occurs twice, which NeoX refuses.
+        ValueError: for files that cannot be read, and for a key or file name that occurs twice,
+            which NeoX refuses.
     """
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     names: set[str] = set()
     for path in map(config_path, paths):
         if path.name in names:
-            raise ValueError(f"{path}: a second config of that name; NeoX saves them side by side, so rename one")
+            raise ValueError(
+                f"{path}: a second config of that name; NeoX saves them side by side, so rename one"
+            )
         names.add(path.name)
         for key, value in _load(path).items():
             plain = str(key).replace("-", "_")
             if plain in merged:
                 raise ValueError(
-                    f"{plain}: given by {origin[plain]} and by {path}; NeoX takes a key from one file only, so remove "
+                    f"{plain}: given by {origin[plain]} and by {path}; NeoX takes a key from one "
+                    "file only, so remove "
                     "it from the other"
                 )
             merged[plain], origin[plain] = value, str(path)
@@ -58,17 +65,28 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError:
-        raise ValueError("PyYAML is not installed, which NeoX needs too; pip install pyyaml") from None
+        raise ValueError(
+            "PyYAML is not installed, which NeoX needs too; pip install pyyaml"
+        ) from None
     try:
         text = read_text(path, str(path), MOST_BYTES)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config"
+        ) from None
     try:
         value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and keys raise other types
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # dates and keys raise other types
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12")
+        raise ValueError(
+            f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12"
+        )
     return value
 
 
@@ -80,7 +98,9 @@ def _strict_loader(yaml: Any) -> Any:
             keys = Counter(str(key.value) for key, _ in node.value)
             repeated = sorted(key for key, times in keys.items() if times > 1)
             if repeated:
-                raise yaml.YAMLError(f"repeated key {', '.join(repeated)} {node.start_mark}; keep one of each")
+                raise yaml.YAMLError(
+                    f"repeated key {', '.join(repeated)} {node.start_mark}; keep one of each"
+                )
             return super().construct_mapping(node, deep)
 
     return Loader
@@ -93,7 +113,9 @@ def deepspeed_config(merged: Mapping[str, Any]) -> dict[str, Any]:
         merged: of :func:`load_configs`.
     """
     config = {
-        key: merged[key] for key, default in DEEPSPEED_DEFAULTS.items() if key in merged and merged[key] != default
+        key: merged[key]
+        for key, default in DEEPSPEED_DEFAULTS.items()
+        if key in merged and merged[key] != default
     }
     precision = merged.get("precision")
     if precision == "fp16":
@@ -118,12 +140,16 @@ def checkout(neox_path: str) -> Path:
     """
     path = Path(neox_path).resolve()
     if not (path / "megatron").is_dir():
-        raise ValueError(f"NEOX_PATH = {neox_path}: holds no folder megatron; give a checkout of gpt-neox")
+        raise ValueError(
+            f"NEOX_PATH = {neox_path}: holds no folder megatron; give a checkout of gpt-neox"
+        )
     return path
 
 
 def known_keys(neox_path: str | None) -> frozenset[str] | None:
-    """Return the keys that a checkout of NeoX accepts, read from its source text; None without a checkout."""
+    """Return the keys that a checkout of NeoX accepts, read from its source text; None without a
+    checkout.
+    """
     if not neox_path:
         return None
     folder = checkout(neox_path) / "megatron" / "neox_arguments"

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """NeoX on CPUs: everything that stands in for a CUDA device, in one place.
 
-NeoX calls torch.cuda for functions that any device could serve. This module replaces them by CPU versions. Features not
-needed to train, save and resume (generation, MoE, memory profiles) are unchanged. It is meant for checking a config or
-a change on a machine without GPUs, not for speed.
+NeoX calls torch.cuda for functions that any device could serve. This module replaces them by CPU
+versions. Features not needed to train, save and resume (generation, MoE, memory profiles) are
+unchanged. It is meant for checking a config or a change on a machine without GPUs, not for speed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def stand_in(ranks_per_node: int) -> None:
 
 
 def adapt_neox() -> None:
-    """Replace the parts of NeoX that require CUDA or an old numpy. ``megatron`` must be importable."""
+    """Replace the parts of NeoX that require CUDA or an old numpy. ``megatron`` must be
+    importable.
+    """
     import deepspeed.ops.adam
     import torch
 

@@ -44,7 +44,9 @@ def launch(options: Namespace) -> int:
 
 
 def rank_arguments(options: Namespace) -> list[str]:
-    """Return NeoX's launcher arguments: the launcher's options, :data:`MODULE`, base64 arguments of each rank."""
+    """Return NeoX's launcher arguments: the launcher's options, :data:`MODULE`, base64 arguments of
+    each rank.
+    """
     forced: dict[str, Any] = dict(cpu.OVERRIDES) if options.cpu else {}
     forced["user_script"] = MODULE
     ranks = number_of_ranks(options)
@@ -61,26 +63,43 @@ def rank_arguments(options: Namespace) -> list[str]:
 
 
 def number_of_ranks(options: Namespace) -> int | None:
-    """Return the ranks of all nodes: ``--ranks``, or Slurm's number of tasks with srun; None leaves it to NeoX."""
+    """Return the ranks of all nodes: ``--ranks``, or Slurm's number of tasks with srun; None leaves
+    it to NeoX.
+    """
     if options.ranks is not None or options.srun is None:
         return options.ranks
     tasks = os.environ.get("SLURM_NTASKS")
     if tasks is None:
-        raise ValueError("--srun: neither --ranks nor SLURM_NTASKS says how many ranks there are; give --ranks 16")
+        raise ValueError(
+            "--srun: neither --ranks nor SLURM_NTASKS says how many ranks there are; give --ranks "
+            "16"
+        )
     return int(tasks)
 
 
 def deepspeed_arguments(words: list[str], options: Namespace) -> list[str]:
-    """Return the arguments for DeepSpeed's launcher: ranks run ``python -m zero_topo.neox train``."""
+    """Return the arguments for DeepSpeed's launcher: ranks run
+    ``python -m zero_topo.neox train``.
+    """
     at = words.index(MODULE)
     own = words[:at]
     if options.ranks is not None and "--num_gpus" not in own and "--hostfile" not in own:
         own = [*own, "--num_gpus", str(options.ranks)]
-    return ["--no_local_rank", "--module", *own, MODULE, "train", *_train_options(options), *words[at + 1 :]]
+    return [
+        "--no_local_rank",
+        "--module",
+        *own,
+        MODULE,
+        "train",
+        *_train_options(options),
+        *words[at + 1 :],
+    ]
 
 
 def srun_command(options: Namespace, words: list[str]) -> list[str]:
-    """Return the ``srun`` that starts the ranks without another launcher, so that its binding options apply."""
+    """Return the ``srun`` that starts the ranks without another launcher, so that its binding
+    options apply.
+    """
     own = shlex.split(options.srun or "")
     nodes = os.environ.get("SLURM_NNODES")
     size = [*(["-N", nodes] if nodes else []), "-n", str(number_of_ranks(options))]
@@ -108,7 +127,11 @@ def _share_wandb_key(neox_args: Any) -> None:
     """Pass the key to the ranks by their environment, like NeoX's deepy.py."""
     from deepspeed.launcher import runner
 
-    key = import_module("megatron.utils").get_wandb_api_key(neox_args=neox_args) if neox_args.use_wandb else None
+    key = (
+        import_module("megatron.utils").get_wandb_api_key(neox_args=neox_args)
+        if neox_args.use_wandb
+        else None
+    )
     if key is not None:
         runner.EXPORT_ENVS.append("WANDB_API_KEY")
         os.environ["WANDB_API_KEY"] = key

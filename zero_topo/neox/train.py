@@ -22,10 +22,13 @@ def train(options: Namespace) -> None:
     """Train, from base64 arguments or from YAML files, and end the process.
 
     Raises:
-        ValueError: for missing arguments or configs that would not train, before a process group exists.
+        ValueError: for missing arguments or configs that would not train, before a process group
+            exists.
     """
     if bool(options.configs) == bool(options.megatron_config):
-        raise ValueError("train needs either CONFIG.yml files or --megatron_config; `launch` writes the latter")
+        raise ValueError(
+            "train needs either CONFIG.yml files or --megatron_config; `launch` writes the latter"
+        )
     if options.configs:
         require(options)
     adopt_launcher()
@@ -35,7 +38,8 @@ def train(options: Namespace) -> None:
     neox_args = arguments(options)
     neox_args.configure_distributed_args()
     changed = adapt.use_the_only_device(neox_args)
-    if changed and neox_args.rank == neox_args.world_size - 1:  # in every distribution it is not its node's first
+    # In every distribution it is not its node's first
+    if changed and neox_args.rank == neox_args.world_size - 1:
         print(f"zero_topo.neox: {changed}", flush=True)
     neox_args.build_tokenizer()
     neox_args.initialize_tensorboard_writer()
@@ -70,12 +74,16 @@ def decode(text: str) -> dict[str, Any]:
     except (binascii.Error, UnicodeError, ValueError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"--megatron_config {text[:20]!r}...: not base64 of a JSON object; let `launch` write it")
+        raise ValueError(
+            f"--megatron_config {text[:20]!r}...: not base64 of a JSON object; let `launch` write "
+            "it"
+        )
     return value
 
 
 def adopt_launcher() -> None:
-    """Set the variables that torch.distributed reads, under a bare srun or mpirun, which set none of them.
+    """Set the variables that torch.distributed reads, under a bare srun or mpirun, which set none
+    of them.
 
     Raises:
         ValueError: if the launcher's variables contradict each other.

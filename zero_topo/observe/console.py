@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Formats all output of zero_topo: tables of figures, and a console that is wide enough for them."""
+"""Formats all output of zero_topo: tables of figures, and a console that is wide enough for
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from zero_topo.strict import plain
 
 
 class PlainConsole(Console):
-    """A console that writes control characters of a text as escapes; its own, of colours, it keeps."""
+    """A console that writes control characters of a text as escapes; its own, of colours, it
+    keeps.
+    """
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Render an object, such as a table, to the segments that rich prints."""
@@ -25,15 +29,24 @@ class PlainConsole(Console):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
 
-def figures_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
+def figures_table(
+    columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None
+) -> Table:
     """Return a table without rows.
 
     Args:
         columns: their headings.
         title: above it.
-        left: columns of words, set left, by default the first one; the others, of figures, are set right.
+        left: columns of words, set left, by default the first one; the others, of figures, are set
+            right.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     words = columns[:1] if left is None else left
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
@@ -41,8 +54,11 @@ def figures_table(columns: Sequence[str], title: str | None = None, left: Collec
 
 
 @contextmanager
-def bar(words: str, total: float | None = None, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on stderr if that is a terminal; gives what moves it, by the keywords of rich's ``Progress.update``.
+def bar(
+    words: str, total: float | None = None, quiet: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A bar on stderr if that is a terminal; gives what moves it, by the keywords of rich's
+    ``Progress.update``.
 
     Args:
         words: before it, at first.
@@ -52,12 +68,16 @@ def bar(words: str, total: float | None = None, quiet: bool = False) -> Iterator
     from rich.progress import Progress  # asked for by few commands
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as shown:
+    with Progress(
+        console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as shown:
         yield partial(shown.update, shown.add_task(words, total=total))
 
 
 def wide_console(width: int, console: Console | None = None) -> Console:
-    """A console, by default of stdout, of at least so many columns: a cut number is worse than a broken line."""
+    """A console, by default of stdout, of at least so many columns: a cut number is worse than a
+    broken line.
+    """
     console = console or PlainConsole(highlight=False)
     console.width = max(console.width, width)
     return console

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Types of ``report.json``: bytes are integers, times are seconds. A key may be left out only if its type says so."""
+"""Types of ``report.json``: bytes are integers, times are seconds. A key may be left out only if
+its type says so.
+"""
 
 from __future__ import annotations
 

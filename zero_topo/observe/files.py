@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Files of results: each kind has a mark near its beginning, and only an older result of its kind is written over."""
+"""Files of results: each kind has a mark near its beginning, and only an older result of its kind
+is written over.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAD = 4096  # bytes, among which a file's mark is
-SCALING, BENCH, RUN, PAGE, RANKING = (f"zero_topo {kind}" for kind in ("scaling", "bench", "run", "report", "ranking"))
+SCALING, BENCH, RUN, PAGE, RANKING = (
+    f"zero_topo {kind}" for kind in ("scaling", "bench", "run", "report", "ranking")
+)
 
 
 def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:
@@ -25,12 +29,14 @@ def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: boo
     """Refuse names of results, before anything is computed.
 
     Args:
-        files: name, or None, with the ending it must have, and the mark that results of its kind have near their
-            beginning; None where an older result looks like a file that the user wrote.
+        files: name, or None, with the ending it must have, and the mark that results of its kind
+            have near their beginning; None where an older result looks like a file that the user
+            wrote.
         force: write over any file.
 
     Raises:
-        ValueError: for another ending, two results of one name, or a name where something else lies.
+        ValueError: for another ending, two results of one name, or a name where something else
+            lies.
     """
     taken = set()
     for path, ending, mark in files:
@@ -38,9 +44,13 @@ def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: boo
             continue
         if not path.name.lower().endswith(ending):
             kind = ending.removeprefix(".").upper()
-            raise ValueError(f"{path}: only {kind} is written here; give the file a name that ends in {ending}")
+            raise ValueError(
+                f"{path}: only {kind} is written here; give the file a name that ends in {ending}"
+            )
         if path.resolve() in taken:
-            raise ValueError(f"{path} would be written twice, the second time over the first; give another name")
+            raise ValueError(
+                f"{path} would be written twice, the second time over the first; give another name"
+            )
         taken.add(path.resolve())
         if (inside := next((above for above in path.parents if above.is_file()), None)) is not None:
             raise ValueError(f"{path} would lie in {inside}, which is a file; name a folder")

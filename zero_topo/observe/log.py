@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The log lines at the start of a run, and the one-line error of a rejected config.
 
-DeepSpeed's logger and Python's default drop lines below a warning, so zero_topo has its own logger. Every module logs
-to a child of ``zero_topo``; users can set its level and handlers as for any logger.
+DeepSpeed's logger and Python's default drop lines below a warning, so zero_topo has its own logger.
+Every module logs to a child of ``zero_topo``; users can set its level and handlers as for any
+logger.
 """
 
 from __future__ import annotations
@@ -20,15 +21,25 @@ from types import FrameType, TracebackType
 
 LOGGER = logging.getLogger("zero_topo")
 FORMAT = "[%(asctime)s] [%(levelname)s] %(message)s"
-LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zero_topo", "contextlib", "typing_extensions")
+LIBRARIES = (
+    "torch",
+    "deepspeed",
+    "accelerate",
+    "transformers",
+    "zero_topo",
+    "contextlib",
+    "typing_extensions",
+)
 REFUSED = "zero_topo_refused"
 OTHERS_WAIT_S = 10.0
-"""Rank 0 prints a refusal, and its launcher then ends the other ranks. A rank that still runs after this many seconds
-was refused alone, and prints its own."""
+"""Rank 0 prints a refusal, and its launcher then ends the other ranks. A rank that still runs after
+this many seconds was refused alone, and prints its own.
+"""
 
 
 def show_log(rank: int) -> None:
-    """Send rank 0's choices and every rank's warnings to stderr, unless the user has configured logging.
+    """Send rank 0's choices and every rank's warnings to stderr, unless the user has configured
+    logging.
 
     Args:
         rank: the rank of this process.
@@ -54,7 +65,9 @@ def log_notes(rank: int, notes: Iterable[str]) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Mark a ValueError as a user's mistake: if it is not caught, :func:`one_line` prints only its message."""
+    """Mark a ValueError as a user's mistake: if it is not caught, :func:`one_line` prints only its
+    message.
+    """
     try:
         yield
     except ValueError as error:
@@ -66,14 +79,17 @@ Show = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def one_line(show: Show) -> Show:
-    """Wrap ``sys.excepthook`` to print an error marked ``REFUSED`` as one line, without a traceback.
+    """Wrap ``sys.excepthook`` to print an error marked ``REFUSED`` as one line, without a
+    traceback.
 
     Args:
         show: the old hook, which prints all other errors with their traceback.
     """
 
     @wraps(show)
-    def wrapper(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def wrapper(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not getattr(error, REFUSED, False):
             show(kind, error, trace)
             return
@@ -90,4 +106,6 @@ def one_line(show: Show) -> Show:
 def users_line(frame: FrameType, lineno: int) -> str:
     """Return ``file:line`` of a frame, or "" for a frame of a library."""
     name = str(frame.f_globals.get("__name__", ""))
-    return "" if name.split(".")[0] in LIBRARIES else f"{Path(frame.f_code.co_filename).name}:{lineno}"
+    return (
+        "" if name.split(".")[0] in LIBRARIES else f"{Path(frame.f_code.co_filename).name}:{lineno}"
+    )

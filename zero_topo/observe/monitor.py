@@ -1,12 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reports zero_topo's traffic and times through DeepSpeed: monitors, ``wall_clock_breakdown``, the comms logger.
+"""Reports zero_topo's traffic and times through DeepSpeed: monitors, ``wall_clock_breakdown``, the
+comms logger.
 
-After every optimizer step rank 0 writes events about its own work to the monitors that the DeepSpeed config enables
-(TensorBoard, W&B, Comet, CSV), at the sample count that DeepSpeed's own events have.
+After every optimizer step rank 0 writes events about its own work to the monitors that the
+DeepSpeed config enables (TensorBoard, W&B, Comet, CSV), at the sample count that DeepSpeed's own
+events have.
 
-DeepSpeed's comms logger times only DeepSpeed's collectives, and assumes that every group is the world. Here each
-exchange gets a record with DeepSpeed's definitions (nccl-tests' PERFORMANCE.md) and the size of its own group. Like
-DeepSpeed's, timed exchanges block.
+DeepSpeed's comms logger times only DeepSpeed's collectives, and assumes that every group is the
+world. Here each exchange gets a record with DeepSpeed's definitions (nccl-tests' PERFORMANCE.md)
+and the size of its own group. Like DeepSpeed's, timed exchanges block.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def step_events(
         samples: the step's position on the monitor's axis.
 
     Returns:
-        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>``, ``zero_topo/sync_<name>`` and ``zero_topo/<name>``.
+        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>``, ``zero_topo/sync_<name>`` and
+        ``zero_topo/<name>``.
     """
     domains: dict[str, int] = {}
     for (_, domain), nbytes in sent.items():
@@ -55,9 +58,14 @@ def step_events(
 
 
 def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
-    """Return one line with the host's time in each phase, in the order of a step, and the speed of the rank."""
+    """Return one line with the host's time in each phase, in the order of a step, and the speed of
+    the rank.
+    """
     parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
-    return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
+    return (
+        "zero_topo: "
+        f"{'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
+    )
 
 
 NAMES = {
@@ -68,7 +76,9 @@ NAMES = {
 """Operation -> DeepSpeed's name of it, which ``prof_ops`` may list."""
 
 
-def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tuple[str, int, tuple[float, ...]]:
+def record(
+    group: Group, op: str, nbytes: int, even: bool, seconds: float
+) -> tuple[str, int, tuple[float, ...]]:
     """Return DeepSpeed's record of an exchange.
 
     Args:
@@ -79,9 +89,11 @@ def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tu
         seconds: from call to completion.
 
     Returns:
-        The key of its totals: operation, phase and domain. Bytes of the tensor that was passed, by DeepSpeed's
-        definition; 0 if sizes differ between ranks, because DeepSpeed compares stragglers by size, which must then be
-        equal on all ranks. Milliseconds, and the bandwidth of the whole result and of what this rank sent, Gbit/s.
+        The key of its totals: operation, phase and domain. Bytes of the tensor that was passed, by
+            DeepSpeed's
+        definition; 0 if sizes differ between ranks, because DeepSpeed compares stragglers by size,
+        which must then be equal on all ranks. Milliseconds, and the bandwidth of the whole result
+        and of what this rank sent, Gbit/s.
     """
     others = group.size - 1
     whole = nbytes * group.size // others
@@ -94,7 +106,8 @@ def record(group: Group, op: str, nbytes: int, even: bool, seconds: float) -> tu
 def comms_timing(
     logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool
 ) -> AbstractContextManager[None] | None:
-    """Return a context that adds a record of an exchange to DeepSpeed's comms logger; None if its switches skip it.
+    """Return a context that adds a record of an exchange to DeepSpeed's comms logger; None if its
+    switches skip it.
 
     Args:
         logger: DeepSpeed's comms logger; its switches may change at any time.
@@ -109,7 +122,9 @@ def comms_timing(
 
 
 @contextmanager
-def _recorded(logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool) -> Iterator[None]:
+def _recorded(
+    logger: Any, log: Callable[..., None], group: Group, op: str, nbytes: int, even: bool
+) -> Iterator[None]:
     """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
     _synchronize()
     began = time.perf_counter()

@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Writes a run's report as one HTML file: no script, nothing fetched, and the same bytes whenever it is written again.
+"""Writes a run's report as one HTML file: no script, nothing fetched, and the same bytes whenever
+it is written again.
 
-``report.html.jinja`` is its template. It shows the tables of ``tables.py`` and the pictures of ``plots.py``, and no
-number that the run's files do not hold. Pictures are images, so that what is in one cannot act on the page; a dark page
-inverts them. Jinja2, which torch requires, escapes every value.
+``report.html.jinja`` is its template. It shows the tables of ``tables.py`` and the pictures of
+``plots.py``, and no number that the run's files do not hold. Pictures are images, so that what is
+in one cannot act on the page; a dark page inverts them. Jinja2, which torch requires, escapes every
+value.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 HTML = "report.html"
 HOST = (
-    "Host time of rank 0 from the end of the step before: packing, waiting, unpacking. Communication that overlaps "
+    "Host time of rank 0 from the end of the step before: packing, waiting, unpacking. "
+    "Communication that overlaps "
     "with computation takes no time here until the host waits for it."
 )
 
@@ -44,9 +47,15 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
     from jinja2 import Environment
 
     measured = report["zero_topo"]
-    plan = {} if measured is None else {"The whole plan": measured["config"], "The machine": measured["topology"]}
+    plan = (
+        {}
+        if measured is None
+        else {"The whole plan": measured["config"], "The machine": measured["topology"]}
+    )
     details = {"Arguments": report["settings"], "DeepSpeed config": report["deepspeed"], **plan}
-    template = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = (
+        resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    )
     page = Environment(autoescape=True, trim_blocks=True).from_string(template)
     text = page.render(
         mark=PAGE,
@@ -59,17 +68,25 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
     path.write_text(text, encoding="utf-8")
 
 
-def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _sections(
+    measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Yield the pictures with their titles, tables and lines, in the page's order."""
     yield _section("Loss", plots.loss_curve(metrics))
     if measured is None:
         return
     yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
-    stored = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
+    stored = {
+        name: {row["role"]: row[key] or 0 for row in measured["memory"]}
+        for name, key in columns.items()
+    }
     yield _section("Memory", plots.memory_bars(stored), table=memory_table(measured))
-    config, topology = measured["config"], Topology.from_json(measured["topology"])
-    plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
+    config = measured["config"]
+    topology = Topology.from_json(measured["topology"])
+    plan = Plan(
+        topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"]
+    )
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}
     yield _section("Plan", tree_svg(plan, topology, wire))
     for line in (line for line in metrics if "timeline" in line):

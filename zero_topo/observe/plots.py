@@ -79,7 +79,13 @@ def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         ("eval_loss", "evaluation", "o", "#d9822b"),
     ):
         lines = [line for line in metrics if key in line]
-        axes.plot([line["step"] for line in lines], [line[key] for line in lines], style, color=colour, label=name)
+        axes.plot(
+            [line["step"] for line in lines],
+            [line[key] for line in lines],
+            style,
+            color=colour,
+            label=name,
+        )
     axes.set(xlabel="optimizer step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -87,15 +93,19 @@ def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
-    """Draw the bytes a rank sends per optimizer step in each domain, measured and of ZeRO-3, stacked by phase.
+    """Draw the bytes a rank sends per optimizer step in each domain, measured and of ZeRO-3,
+    stacked by phase.
 
     Args:
         measured: the ``zero_topo`` part of a report.
     """
     from matplotlib.patches import Patch
 
-    rows, batches = measured["sent"], measured["micro_batches"]
-    unit, name = decimal_unit(max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0))
+    rows = measured["sent"]
+    batches = measured["micro_batches"]
+    unit, name = decimal_unit(
+        max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0)
+    )
     figure, axes = _figure(7, 4.6)
     for place, key, label in ((-0.2, "max", "this run"), (0.2, "zero3", "ZeRO-3")):
         for index, domain in enumerate(LINKED_DOMAINS):
@@ -106,7 +116,10 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     axes.set_xticks(range(len(LINKED_DOMAINS)), _LEVELS)
     axes.set(ylabel=f"{name} per optimizer step")
     ranks = measured["config"]["world_size"]
-    axes.set_title(f"Sent by each of {ranks:,} ranks in a step of {batches} micro-batch{'es' * (batches > 1)}", size=10)
+    axes.set_title(
+        f"Sent by each of {ranks:,} ranks in a step of {batches} micro-batch{'es' * (batches > 1)}",
+        size=10,
+    )
     phases = [phase for phase in COLOURS if any(row["phase"] == phase for row in rows)]
     handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in phases]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -119,18 +132,28 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
     Args:
         line: of ``metrics.jsonl``, with ``step``, ``seconds`` and ``timeline``.
     """
-    intervals, end = line["timeline"], line["seconds"]
+    intervals = line["timeline"]
+    end = line["seconds"]
     rows = [phase for phase in PHASES if any(interval[0] == phase for interval in intervals)]
     figure, axes = _figure(9, 1.4 + 0.3 * len(rows))
-    # many narrow bars: as an image also inside of an SVG, or it would be as large as the step is long
+    # many narrow bars: as an image also inside of an SVG, or it would be as large as the step is
+    # long
     own: Mapping[str, Any] = {"linewidth": 0.3, "rasterized": True}
-    edges = [0.0, *(edge for _, begin, stop in intervals for edge in (begin, stop)), max([end, *(s[2] for s in intervals)])]
+    edges = [
+        0.0,
+        *(edge for _, begin, stop in intervals for edge in (begin, stop)),
+        max([end, *(s[2] for s in intervals)]),
+    ]
     idle = [(a, b - a) for place, (a, b) in enumerate(pairwise(edges)) if place % 2 == 0 and b > a]
     axes.broken_barh(idle, (-0.4, 0.8), color=OTHER, **own)
     for place, phase in enumerate(rows, 1):
         bars = [(begin, stop - begin) for name, begin, stop in intervals if name == phase]
         axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[phase], **own)
-    axes.set_yticks(range(len(rows) + 1), ["all else: computing, data", *(NAMES[phase] for phase in rows)], fontsize=8)
+    axes.set_yticks(
+        range(len(rows) + 1),
+        ["all else: computing, data", *(NAMES[phase] for phase in rows)],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.set(xlabel=f"seconds of step {line['step']}, on rank 0", xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
@@ -152,17 +175,28 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]]) -> Figure:
     colours = {role: ROLE_COLOURS.get(role, OTHER) for role in roles}
     for index, stored in enumerate(rows.values()):
         total = f"{sum(stored.values()) / unit:.1f}"
-        _stacked(axes, index, 0.62, [(stored.get(role, 0) / unit, colours[role]) for role in roles], total)
+        _stacked(
+            axes,
+            index,
+            0.62,
+            [(stored.get(role, 0) / unit, colours[role]) for role in roles],
+            total,
+        )
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set(ylabel=f"{name} on each rank")
     axes.set_title("Memory per rank", size=10)
     handles = [Patch(color=colour, label=role) for role, colour in colours.items()]
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(
+        handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
     return figure
 
 
-def ranked_plans(rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], title: str, notes: str) -> Figure:
-    """Draw the best plans, the first at the top: seconds of a step with their range, and memory stacked by role.
+def ranked_plans(
+    rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], title: str, notes: str
+) -> Figure:
+    """Draw the best plans, the first at the top: seconds of a step with their range, and memory
+    stacked by role.
 
     Args:
         rows: name of a plan, seconds, their range, role -> bytes.
@@ -202,19 +236,24 @@ def ranked_plans(rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], ti
     return figure
 
 
-def _stacked(axes: Axes, place: float, width: float, parts: Iterable[tuple[float, str]], label: str) -> None:
+def _stacked(
+    axes: Axes, place: float, width: float, parts: Iterable[tuple[float, str]], label: str
+) -> None:
     """Draw a bar of stacked parts (height, colour), with a label above it."""
     bottom = 0.0
     for height, colour in parts:
         axes.bar(place, height, width, bottom, color=colour, edgecolor="white", linewidth=0.5)
         bottom += height
-    axes.annotate(label, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.annotate(
+        label, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=8
+    )
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figure:
-    """Draw TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of micro-batches.
+    """Draw TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of
+    micro-batches.
 
     A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
 
@@ -226,17 +265,29 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     from matplotlib.lines import Line2D
 
     figure, axes = _figure(7, 4.4)
-    colours = dict(zip(dict.fromkeys(point["scheme"] for point in points), _LINES * len(points), strict=False))
-    styles = dict(zip(dict.fromkeys(point["micro_batches"] for point in points), _STYLES * len(points), strict=False))
+    colours = dict(
+        zip(dict.fromkeys(point["scheme"] for point in points), _LINES * len(points), strict=False)
+    )
+    styles = dict(
+        zip(
+            dict.fromkeys(point["micro_batches"] for point in points),
+            _STYLES * len(points),
+            strict=False,
+        )
+    )
     for place, ((scheme, count), line) in enumerate(_lines(points).items()):
         ranks = [point["ranks"] * APART**place for point in line]
         speeds = [point["tflops_per_gpu"] for point in line]
-        bounds = [(p["seconds"] / p["range"]["high_s"], p["seconds"] / p["range"]["low_s"]) for p in line]
+        bounds = [
+            (p["seconds"] / p["range"]["high_s"], p["seconds"] / p["range"]["low_s"]) for p in line
+        ]
         off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
         off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
         colour = colours[scheme]
         axes.plot(ranks, speeds, linestyle=styles[count], marker="o", markersize=3, color=colour)
-        axes.errorbar(ranks, speeds, off, fmt="none", ecolor=colour, alpha=0.4, linewidth=0.8, capsize=1.5)
+        axes.errorbar(
+            ranks, speeds, off, fmt="none", ecolor=colour, alpha=0.4, linewidth=0.8, capsize=1.5
+        )
     axes.set(xlabel="ranks", ylabel="TFLOP/s per rank (predicted)", title=title, xscale="log")
     ticks = sorted({point["ranks"] for point in points})
     axes.set_xticks(ticks, [f"{rank:,}" for rank in ticks])
@@ -244,7 +295,10 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
-    handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
+    handles += [
+        Line2D([], [], color="black", linestyle=style, label=f"K = {count}")
+        for count, style in styles.items()
+    ]
     axes.legend(handles=handles, frameon=False, fontsize=8)
     figure.supxlabel(notes, fontsize=7, x=0.01, ha="left", parse_math=False)
     return figure
@@ -259,13 +313,23 @@ def _lines(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Ma
 
 
 def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> str:
-    """Return notes for :func:`scaling`: the model, the number of ranks, and the size of an optimizer step."""
-    counts, batches = (", ".join(f"{n:,}" for n in sorted(set(numbers))) for numbers in (ranks, micro_batches))
-    model, each = job.model, f"{job.micro_batch} x {job.model.sequence:,} tokens"
+    """Return notes for :func:`scaling`: the model, the number of ranks, and the size of an
+    optimizer step.
+    """
+    counts, batches = (
+        ", ".join(f"{n:,}" for n in sorted(set(numbers))) for numbers in (ranks, micro_batches)
+    )
+    model = job.model
+    each = f"{job.micro_batch} x {job.model.sequence:,} tokens"
     of = f"{model.name} ({format_count(model.params)} parameters)"
-    return f"{of}; ranks: {counts}; micro-batches (K) per optimizer step: {batches}, each of {each} on a rank"
+    return (
+        f"{of}; ranks: {counts}; micro-batches (K) per optimizer step: {batches}, each of "
+        f"{each} on a rank"
+    )
 
 
 def decimal_unit(largest: float) -> tuple[int, str]:
     """Return the decimal unit in which ``largest`` bytes reads well."""
-    return next(((size, name) for size, name in ((GB, "GB"), (MB, "MB")) if largest >= size), (KB, "KB"))
+    return next(
+        ((size, name) for size, name in ((GB, "GB"), (MB, "MB")) if largest >= size), (KB, "KB")
+    )

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Builds the report of a run: bytes sent and stored, compared with the formulas and with ZeRO-3 on that machine.
+"""Builds the report of a run: bytes sent and stored, compared with the formulas and with ZeRO-3 on
+that machine.
 
-``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` next to the run's
-``metrics.jsonl``. ``render`` of ``tables.py`` returns its tables as text, at once or later.
+``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` next to the
+run's ``metrics.jsonl``. ``render`` of ``tables.py`` returns its tables as text, at once or later.
 """
 
 from __future__ import annotations
@@ -30,36 +31,45 @@ from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.versions import used
 
 RankBytes = tuple[Mapping[Key, int], Mapping[str, int], int]
-"""What one rank sent in the last optimizer step, by (phase, domain); what it stores, by role; and its peak memory."""
+"""What one rank sent in the last optimizer step, by (phase, domain); what it stores, by role; and
+its peak memory.
+"""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Traffic, memory and times of an engine on this rank (``zero_topo.stats``); ``str`` returns tables.
+    """Traffic, memory and times of an engine on this rank (``zero_topo.stats``); ``str`` returns
+    tables.
 
     Attributes:
         config: the resolved block.
-        steps: optimizer steps, skipped ones included; forward passes for an engine without an optimizer.
+        steps: optimizer steps, skipped ones included; forward passes for an engine without an
+            optimizer.
         micro_batches: micro-batches per optimizer step.
         step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
         total_bytes: ``(phase, domain)`` -> bytes this rank sent since the start.
         memory: role -> bytes stored by this rank, including states offloaded to the host.
         work: the model as input of the cost formulas.
         accumulation_itemsize: bytes per element of the gradient buffer.
-        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 if FP32 masters are the weights themselves;
-            4 less with AdamS, 1 more with AgedAdamW.
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 if FP32 masters are the
+            weights themselves; 4 less with AdamS, 1 more with AgedAdamW.
         calls: phase -> collectives since the start.
-        phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or waited for it.
+        phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or
+            waited for it.
         sync_report: the mode of sync's report of the last step: densities, norms, counts.
-        phase_intervals: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds since the previous step.
-        peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the process.
+        phase_intervals: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds
+            since the previous step.
+        peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the
+            process.
         on_device: whether ``peak_memory`` is that of a device.
-        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
-            an optimizer.
-        pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
-        experts: with expert parallelism, the plan and the model of the experts; bytes are counted in domains of their
-            own, memory and calls with those of all other parameters.
-        formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed engine.
+        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts
+            them; empty without an optimizer.
+        pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as
+            far as known.
+        experts: with expert parallelism, the plan and the model of the experts; bytes are counted
+            in domains of their own, memory and calls with those of all other parameters.
+        formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed
+            engine.
     """
 
     config: ResolvedConfig
@@ -89,7 +99,9 @@ class Stats:
 
     def __str__(self) -> str:
         what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
-        head = f"{self.steps} {what}" + (f"; the last one: {pace_words(self.pace)}" if self.pace else "")
+        head = f"{self.steps} {what}" + (
+            f"; the last one: {pace_words(self.pace)}" if self.pace else ""
+        )
         return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
 
     def of_rank(self) -> RankBytes:
@@ -124,9 +136,14 @@ def build_report(
     folder.mkdir(parents=True, exist_ok=True)
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
     steps = [line for line in metrics if "lr" in line]
-    losses, evaluations = ([line[key] for line in metrics if key in line] for key in ("loss", "eval_loss"))
+    losses, evaluations = (
+        [line[key] for line in metrics if key in line] for key in ("loss", "eval_loss")
+    )
     seconds = [line["seconds"] for line in steps]
-    pace = {key: _median([line[key] for line in steps if key in line]) for key in ("tokens_per_s", "tflops", "mfu")}
+    pace = {
+        key: _median([line[key] for line in steps if key in line])
+        for key in ("tokens_per_s", "tflops", "mfu")
+    }
     report = {
         "format": FORMAT,
         "title": title,
@@ -154,7 +171,8 @@ def build_report(
 
 def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """Return the ``zero_topo`` part of a report, of all given ranks."""
-    config, zero3 = stats.config, [(_zero3(plan), work) for plan, work in stats.parts]
+    config = stats.config
+    zero3 = [(_zero3(plan), work) for plan, work in stats.parts]
     sent, stored, peaks = zip(*ranks, strict=True)
     formula = bytes_of(stats.parts) if stats.formula is None else stats.formula
     return {
@@ -187,26 +205,47 @@ def bytes_of(parts: Sequence[tuple[ResolvedConfig, Workload]]) -> dict[Key, int]
 
 def _zero3(config: ResolvedConfig) -> ResolvedConfig:
     """Return ZeRO-3's plan of the same ranks."""
-    return replace(resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology), groups=config.groups)
+    return replace(
+        resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology),
+        groups=config.groups,
+    )
 
 
 def _sent_rows(
     measured: Sequence[Mapping[Key, int]], formula: Mapping[Key, int], zero3: Mapping[Key, int]
 ) -> list[dict[str, Any]]:
-    """Return one row for each phase and domain that appears anywhere; bytes per rank and optimizer step."""
+    """Return one row for each phase and domain that appears anywhere; bytes per rank and optimizer
+    step.
+    """
     seen = {key for table in (*measured, formula, zero3) for key in table}
-    order = {key: place for place, key in enumerate((phase, domain) for domain in LINKED_DOMAINS for phase in PHASES)}
+    order = {
+        key: place
+        for place, key in enumerate(
+            (phase, domain) for domain in LINKED_DOMAINS for phase in PHASES
+        )
+    }
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
-        row = {"domain": domain, "phase": phase, **_spread([rank.get((phase, domain), 0) for rank in measured])}
-        rows.append(row | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)})
+        row = {
+            "domain": domain,
+            "phase": phase,
+            **_spread([rank.get((phase, domain), 0) for rank in measured]),
+        }
+        rows.append(
+            row
+            | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)}
+        )
     return rows
 
 
 def _memory_rows(
-    stats: Stats, zero3: Sequence[tuple[ResolvedConfig, Workload]], measured: Sequence[Mapping[str, int]]
+    stats: Stats,
+    zero3: Sequence[tuple[ResolvedConfig, Workload]],
+    measured: Sequence[Mapping[str, int]],
 ) -> list[dict[str, Any]]:
-    """Return one row for each role, bytes per rank; the formula is for Adam and includes the padding it lists."""
+    """Return one row for each role, bytes per rank; the formula is for Adam and includes the
+    padding it lists.
+    """
     itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
     formula: Counter[str] = Counter()
     padding: Counter[str] = Counter()
@@ -218,7 +257,10 @@ def _memory_rows(
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
         row = {"role": role, **_spread([rank.get(role, 0) for rank in measured])}
-        rows.append(row | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)})
+        rows.append(
+            row
+            | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)}
+        )
     return rows
 
 
@@ -231,9 +273,14 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without account keys, such as that of Comet's monitor, because users share reports."""
+    """Return a copy without account keys, such as that of Comet's monitor, because users share
+    reports.
+    """
     hidden = {key: "hidden" if key == "api_key" else value for key, value in config.items()}
-    return {key: _shareable(value) if isinstance(value, Mapping) else value for key, value in hidden.items()}
+    return {
+        key: _shareable(value) if isinstance(value, Mapping) else value
+        for key, value in hidden.items()
+    }
 
 
 def _plain(value: object) -> Any:

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run's folder: ``metrics.jsonl``, one line per optimizer step or evaluation, written as the run goes.
+"""A run's folder: ``metrics.jsonl``, one line per optimizer step or evaluation, written as the run
+goes.
 
-A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with zero_topo, ``sent``:
-bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as far as they are known rank 0's
-``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation count toward the step after it. A line of an
-evaluation holds ``step`` and ``eval_loss``; one line of the last step, with zero_topo, ``step``, ``seconds`` and
-``timeline``: when rank 0's host worked or waited for which phase of it.
+A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with
+zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as
+far as they are known rank 0's ``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation
+count toward the step after it. A line of an evaluation holds ``step`` and ``eval_loss``; one line
+of the last step, with zero_topo, ``step``, ``seconds`` and ``timeline``: when rank 0's host worked
+or waited for which phase of it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class _Timeline(TypedDict):
 
 
 def new_run_folder(name: str) -> Path:
-    """A folder name for a run that starts now, such as ``runs/demo-20250131-235959``; nothing is created."""
+    """A folder name for a run that starts now, such as ``runs/demo-20250131-235959``; nothing is
+    created.
+    """
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -80,7 +84,9 @@ def log_step(
     if loss is not None:
         line["loss"] = loss
     if sent is not None:
-        line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())}
+        line["sent"] = {
+            f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())
+        }
     _append(folder, line)
 
 
@@ -90,7 +96,9 @@ def log_evaluation(folder: Path | None, step: int, loss: float) -> float:
     return loss
 
 
-def log_timeline(folder: Path | None, step: int, seconds: float, intervals: Collection[tuple[str, float, float]]) -> None:
+def log_timeline(
+    folder: Path | None, step: int, seconds: float, intervals: Collection[tuple[str, float, float]]
+) -> None:
     """Log (phase, begin, end) of a step that took so long; in seconds."""
     rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in intervals]
     _append(folder, {"step": step, "seconds": round(seconds, 6), "timeline": rounded})
@@ -112,8 +120,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / METRICS
     if not path.is_file():
-        raise ValueError(f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/")
-    text, lines = read_text(path, str(path), MOST_BYTES), []
+        raise ValueError(
+            f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/"
+        )
+    text = read_text(path, str(path), MOST_BYTES)
+    lines = []
     for number, line in enumerate(text.splitlines(), 1):
         kind = _Step if '"lr"' in line else _Evaluation if '"eval_loss"' in line else _Timeline
         try:
@@ -135,9 +146,14 @@ def read_report(folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """
     path = folder / REPORT
     if not path.is_file():
-        raise ValueError(f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under runs/")
+        raise ValueError(
+            f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under "
+            "runs/"
+        )
     text = read_text(path, str(path))
     report = conform(dict[str, Any], str(path), text)
     if report.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again")
+        raise ValueError(
+            f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again"
+        )
     return dict(conform(kind, str(path), text))

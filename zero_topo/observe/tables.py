@@ -11,13 +11,18 @@ from zero_topo.cost.memory import HOST
 from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
-STOCK = 'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" block to the JSON to see bytes and memory.'
+STOCK = (
+    'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" block to the JSON to '
+    "see bytes and memory."
+)
 GAP = 2  # spaces between columns
 
 
 Table = Mapping[str, Any]
-"""Of a report: ``title``, the line above; ``rows``, the headings and then one tuple of cells for each line; and
-``words``: how many columns, from the left, hold words and are set left. The others hold figures."""
+"""Of a report: ``title``, the line above; ``rows``, the headings and then one tuple of cells for
+each line; and ``words``: how many columns, from the left, hold words and are set left. The others
+hold figures.
+"""
 
 
 def table_text(table: Table) -> str:
@@ -48,8 +53,16 @@ def render(folder: Path) -> str:
     if measured is None:
         lines.append(STOCK)
     else:
-        lines += [*(f"- {note}" for note in measured["config"]["notes"]), "", measured_text(measured)]
-    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".html", ".json", ".jsonl", ".png"))
+        lines += [
+            *(f"- {note}" for note in measured["config"]["notes"]),
+            "",
+            measured_text(measured),
+        ]
+    files = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".html", ".json", ".jsonl", ".png")
+    )
     return "\n".join([*lines, f"More in {folder}: {', '.join(files)}"])
 
 
@@ -60,17 +73,32 @@ def measured_text(measured: Mapping[str, Any]) -> str:
 
 
 def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """Peak memory and its prediction, the time of rank 0's last step, and what the mode of sync reports of it."""
+    """Peak memory and its prediction, the time of rank 0's last step, and what the mode of sync
+    reports of it.
+    """
     peak = measured.get("peak")
     if peak is not None:
-        of = "the device" if peak["on_device"] else "the process, with Python and its libraries, as there is no device"
-        predicted = f"; predicted for tensors: {format_bytes(peak['predicted'])}" if peak["predicted"] else ""
+        of = (
+            "the device"
+            if peak["on_device"]
+            else "the process, with Python and its libraries, as there is no device"
+        )
+        predicted = (
+            f"; predicted for tensors: {format_bytes(peak['predicted'])}"
+            if peak["predicted"]
+            else ""
+        )
         yield f"Peak memory: {_range(peak)} of {of}{predicted}."
     if measured["phase_seconds"]:
-        parts = [f"{phase.replace('_', ' ')} {format_seconds(s)}" for phase, s in measured["phase_seconds"].items()]
+        parts = [
+            f"{phase.replace('_', ' ')} {format_seconds(s)}"
+            for phase, s in measured["phase_seconds"].items()
+        ]
         yield f"Time of rank 0's last step in communication: {', '.join(parts)}."
     if measured["sync"]:
-        parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured["sync"].items()]
+        parts = [
+            f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured["sync"].items()
+        ]
         yield f"Sync of rank 0's last step: {', '.join(parts)}."
 
 
@@ -95,10 +123,13 @@ def pace_words(pace: Mapping[str, float]) -> str:
 
 def sent_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per domain and phase, with a sum for each domain."""
-    batches, rows = measured["micro_batches"], [("domain", "phase", "measured", "formula", "ZeRO-3")]
+    batches = measured["micro_batches"]
+    rows = [("domain", "phase", "measured", "formula", "ZeRO-3")]
     for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
         of_domain = [row for row in measured["sent"] if row["domain"] == domain]
-        total = {key: sum(row[key] for row in of_domain) for key in ("min", "max", "formula", "zero3")}
+        total = {
+            key: sum(row[key] for row in of_domain) for key in ("min", "max", "formula", "zero3")
+        }
         for row in (*of_domain, {"domain": domain, "phase": "all", **total}):
             figures = _range(row), *(bytes_or_dash(row[key]) for key in ("formula", "zero3"))
             rows.append((domain, row["phase"].replace("_", ", "), *figures))
@@ -119,11 +150,14 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
 
 def _who(measured: Mapping[str, Any]) -> str:
     """Return which ranks were measured: all, or the one that wrote the report alone."""
-    return "one rank" if measured.get("ranks") == 1 < measured["config"]["world_size"] else "each rank"
+    return (
+        "one rank" if measured.get("ranks") == 1 < measured["config"]["world_size"] else "each rank"
+    )
 
 
 def _range(row: Mapping[str, int]) -> str:
-    low, high = row["min"], row["max"]
+    low = row["min"]
+    high = row["max"]
     return bytes_or_dash(low) if low == high else f"{bytes_or_dash(low)} .. {bytes_or_dash(high)}"
 
 

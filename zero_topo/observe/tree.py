@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Draws the machine as a tree with the shards that each rank stores, as SVG.
 
-Each bar is the whole model, cut into one world shard per rank; the filled shards are those that the rank above stores.
-The plan's index arithmetic determines them, so the picture always agrees with the engine. Of more than 16 ranks only
-the first 8 are drawn, or whole nodes of them, and a rank's shards are one part of its bar.
+Each bar is the whole model, cut into one world shard per rank; the filled shards are those that the
+rank above stores. The plan's index arithmetic determines them, so the picture always agrees with
+the engine. Of more than 16 ranks only the first 8 are drawn, or whole nodes of them, and a rank's
+shards are one part of its bar.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from zero_topo.observe.plots import ROLE_COLOURS
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 
-INK, GREY, EMPTY = "#222222", "#666666", "#d9dfe6"
+INK = "#222222"
+GREY = "#666666"
+EMPTY = "#d9dfe6"
 DOMAIN_FILL = {"world": "#f7f8fa", "node": "#ffffff", "gpu": "#f1f5fb"}
-LEFT, CELL, BAR, GAP, ROW = 112, 10, 15, 14, 24
+LEFT = 112
+CELL = 10
+BAR = 15
+GAP = 14
+ROW = 24
 TITLE = 20  # height of a box's name
 TOP = 90  # where the first bars begin
-MOST, FIRST = 16, 8  # ranks that are all drawn, and how many of more
+MOST = 16
+FIRST = 8  # ranks that are all drawn, and how many of more
 
 
 def tree_svg(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> str:
@@ -30,19 +38,30 @@ def tree_svg(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> 
     Args:
         plan: the shards of each rank.
         topology: the machine.
-        wire: wire formats of "weights" and "gradients", such as "int8/256", and the mode of "sync"; None is 16 bits.
+        wire: wire formats of "weights" and "gradients", such as "int8/256", and the mode of "sync";
+            None is 16 bits.
     """
     width = max(_extent(topology, 0, topology.world_size)[1] + 3 * GAP, LEFT + 460)
     height = TOP + ROW * len(ROLES) + 142
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        'font-family="sans-serif">'
+    )
     parts = [_box(0, 0, width, height, "#ffffff")]
-    parts += [*_domains(plan, topology), *_bars(plan, topology), *_collectives(plan, topology, wire)]
+    parts += [
+        *_domains(plan, topology),
+        *_bars(plan, topology),
+        *_collectives(plan, topology, wire),
+    ]
     return "\n".join([head, *parts, "</svg>", ""])
 
 
 def _shown(topology: Topology) -> int:
-    """Return the number of ranks that are drawn: all, else those of the first whole nodes, else a fixed number."""
-    world, node = topology.world_size, topology.degree("node")
+    """Return the number of ranks that are drawn: all, else those of the first whole nodes, else a
+    fixed number.
+    """
+    world = topology.world_size
+    node = topology.degree("node")
     return world if world <= MOST else FIRST // node * node or FIRST
 
 
@@ -51,17 +70,31 @@ def _bar_width(topology: Topology) -> float:
 
 
 def _x(topology: Topology, position: int) -> float:
-    """Left edge of the bars of a tree position: a gap between ranks, a wider one between GPUs and between nodes."""
+    """Left edge of the bars of a tree position: a gap between ranks, a wider one between GPUs and
+    between nodes.
+    """
     edges = sum(position // topology.degree(unit) for unit in ("gpu", "node"))
     return LEFT + 2 * GAP + position * (_bar_width(topology) + GAP) + edges * 1.5 * GAP
 
 
 def _extent(topology: Topology, first: int, degree: int) -> tuple[float, float]:
-    """Left and right edge of the bars of ``degree`` tree positions from ``first`` on, as far as they are drawn."""
-    return _x(topology, first), _x(topology, min(first + degree, _shown(topology)) - 1) + _bar_width(topology)
+    """Left and right edge of the bars of ``degree`` tree positions from ``first`` on, as far as
+    they are drawn.
+    """
+    return _x(topology, first), _x(
+        topology, min(first + degree, _shown(topology)) - 1
+    ) + _bar_width(topology)
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none", radius: float = 0) -> str:
+def _box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    stroke: str = "none",
+    radius: float = 0,
+) -> str:
     """Return a rectangle, in pixels, as an SVG element."""
     place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
@@ -73,7 +106,8 @@ def _text(x: float, y: float, text: str, size: int = 12, style: str = f'fill="{I
 
 def _domains(plan: Plan, topology: Topology) -> Iterator[str]:
     """Nested boxes of the world, the nodes and the GPUs, and the ranks' names."""
-    bottom, shown = TOP + ROW * len(ROLES), _shown(topology)
+    bottom = TOP + ROW * len(ROLES)
+    shown = _shown(topology)
     for level, inset, domain in ((3, 2 * GAP, "world"), (2, GAP, "node"), (1, GAP / 2, "gpu")):
         degree = topology.degree(domain)
         for first in range(0, shown, degree):
@@ -85,7 +119,9 @@ def _domains(plan: Plan, topology: Topology) -> Iterator[str]:
             yield _text(left - inset + 6, top + 14, name, 11, f'fill="{GREY}"')
     for position in range(shown):
         rank = plan.rank_at[position]
-        yield _text(_x(topology, position), TOP - 6, f"rank {rank}", 11, f'fill="{INK}" font-weight="bold"')
+        yield _text(
+            _x(topology, position), TOP - 6, f"rank {rank}", 11, f'fill="{INK}" font-weight="bold"'
+        )
 
 
 def _bars(plan: Plan, topology: Topology) -> Iterator[str]:
@@ -93,7 +129,13 @@ def _bars(plan: Plan, topology: Topology) -> Iterator[str]:
     for row, (role, degree) in enumerate(plan.degrees().items()):
         y = TOP + row * ROW + 4
         yield _text(6, y + BAR - 3, role, 12, f'fill="{ROLE_COLOURS[role]}" font-weight="bold"')
-        yield _text(6 + LEFT - 34, y + BAR - 3, "-" if degree is None else f"1/{degree}", 11, f'fill="{GREY}"')
+        yield _text(
+            6 + LEFT - 34,
+            y + BAR - 3,
+            "-" if degree is None else f"1/{degree}",
+            11,
+            f'fill="{GREY}"',
+        )
         for rank in plan.rank_at[: _shown(topology)] if degree else ():
             x = _x(topology, plan.position(rank))
             if degree and plan.world_size > MOST:
@@ -104,7 +146,13 @@ def _bars(plan: Plan, topology: Topology) -> Iterator[str]:
                 continue
             stored = {plan.position(shard) for shard in plan.rows(rank, degree or 1)}
             for piece in range(plan.world_size):
-                yield _box(x + piece * CELL, y, CELL - 1, BAR, ROLE_COLOURS[role] if piece in stored else EMPTY)
+                yield _box(
+                    x + piece * CELL,
+                    y,
+                    CELL - 1,
+                    BAR,
+                    ROLE_COLOURS[role] if piece in stored else EMPTY,
+                )
 
 
 def _collectives(plan: Plan, topology: Topology, wire: Mapping[str, str | None]) -> Iterator[str]:
@@ -112,8 +160,18 @@ def _collectives(plan: Plan, topology: Topology, wire: Mapping[str, str | None])
     y = TOP + ROW * len(ROLES) + 34
     sync = f"{wire['sync'] or '16 bits'}, once per optimizer step; publish brings the weights back"
     rows = [
-        (plan.weights, "gather", f"{_bits(wire['weights'])}, before each forward and backward", "weights"),
-        (plan.gradients, "scatter", f"{_bits(wire['gradients'])}, during each backward", "gradients"),
+        (
+            plan.weights,
+            "gather",
+            f"{_bits(wire['weights'])}, before each forward and backward",
+            "weights",
+        ),
+        (
+            plan.gradients,
+            "scatter",
+            f"{_bits(wire['gradients'])}, during each backward",
+            "gradients",
+        ),
         (plan.world_size, "sync", sync, "optimizer"),
     ]
     for degree, name, what, role in rows:

@@ -2,16 +2,20 @@
 """Watches a run: if it hangs, the ranks log which ranks do not answer, and where the others wait.
 
 Note [A run without progress]
-    If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the backend's timeout, half
-    an hour by default, and then all fail with one error. Each rank therefore has a thread that polls the position of
-    its own main thread. If that has not moved for long, the thread posts a question in the store of torch's rendezvous.
-    The threads of all ranks answer, also on ranks that compute, and one of them writes the verdict for all. While a run
-    moves, each poll costs one query of the store; the more ranks there are, the more rarely each polls.
-    If a rank dies and the backend notices, its neighbours fail at once, with an error that names no rank. A process
-    that ends with an error therefore records it in the store. If the error may come from another rank, the process
-    queries the others before it ends. Ranks on the node of a dead rank cannot: their launcher kills them first.
-    A rank whose script ends normally records that too. The store ends with the process of rank 0, so rank 0 waits until
-    the threads of all others have read its record; they continue to watch without a store.
+    If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the
+    backend's timeout, half an hour by default, and then all fail with one error. Each rank
+    therefore has a thread that polls the position of its own main thread. If that has not moved for
+    long, the thread posts a question in the store of torch's rendezvous. The threads of all ranks
+    answer, also on ranks that compute, and one of them writes the verdict for all. While a run
+    moves, each poll costs one query of the store; the more ranks there are, the more rarely each
+    polls. If a rank dies and the backend notices, its neighbours fail at once, with an error that
+    names no rank. A process that ends with an error therefore records it in the store. If the error
+    may come from another rank, the process
+    queries the others before it ends. Ranks on the node of a dead rank cannot: their launcher kills
+        them first.
+    A rank whose script ends normally records that too. The store ends with the process of rank 0,
+    so rank 0 waits until the threads of all others have read its record; they continue to watch
+    without a store.
 """
 
 from __future__ import annotations
@@ -38,19 +42,24 @@ from zero_topo.observe.log import users_line
 
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
-"""Environment variable: seconds without progress after which ranks query each other; 0 disables the watch."""
+"""Environment variable: seconds without progress after which ranks query each other; 0 disables the
+watch.
+"""
 STILL_S = 60.0  # its default
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Methods of DeepSpeed's engine that a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
 AGAIN = 4
-"""A standstill that lasts this many times as long is queried again: a rank that answered may have died since."""
+"""A standstill that lasts this many times as long is queried again: a rank that answered may have
+died since.
+"""
 FAILS = "the run fails"
 STORE = "rank 0, which holds the store in which the ranks met,"
 SLACK_S = 10.0
 """Seconds of allowance for a busy machine."""
 IN_ORDER = "its script came to its end"
-STORE_ENDS, HEARD = "store ends", "heard"
+STORE_ENDS = "store ends"
+HEARD = "heard"
 """Keys of the store: rank 0 ends normally; how many ranks have read that or ended before."""
 MOST_NAMED = 4
 """The most ranks, and the most positions, that a message names."""
@@ -59,7 +68,9 @@ MOST_OF_ERROR = 120
 
 
 Position = tuple[str, tuple[object, ...]]
-"""The position of a rank: words for the user, and values that change whenever the rank makes progress."""
+"""The position of a rank: words for the user, and values that change whenever the rank makes
+progress.
+"""
 
 
 class Watch:
@@ -85,16 +96,23 @@ class Watch:
     ) -> None:
         self._rank, self._ranks, host = placement
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
-        self._given: dist.Store | None = store  # on rank 0 this object serves all clients, so it must stay alive
-        # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6 has no clone.
+        self._given: dist.Store | None = (
+            store  # on rank 0 this object serves all clients, so it must stay alive
+        )
+        # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6
+        # has no clone.
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
-        self._position, self._say, self._still_s = position, say, still_s
+        self._position = position
+        self._say = say
+        self._still_s = still_s
         self._poll_s = poll_s(self._ranks, still_s, most_poll_s)
         self._answer_s = 2 * self._poll_s  # within which every live rank has polled
-        self._error, self._asks = "", False
-        self._woken, self._closed = threading.Event(), threading.Event()
+        self._error = ""
+        self._asks = False
+        self._woken = threading.Event()
+        self._closed = threading.Event()
         if self._rank == 0:
             atexit.register(self._end_store)
         atexit.register(self.ended)  # the last registered is the first called
@@ -102,10 +120,14 @@ class Watch:
         self._alone = False  # whether the store has ended normally
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._guard, name="zero_topo watch of the store", daemon=True).start()
+        threading.Thread(
+            target=self._guard, name="zero_topo watch of the store", daemon=True
+        ).start()
 
     def close(self) -> None:
-        """End the thread; record in the store that this rank left normally, or the error that is being handled."""
+        """End the thread; record in the store that this rank left normally, or the error that is
+        being handled.
+        """
         atexit.unregister(self.ended)
         if error := sys.exc_info()[1]:
             self.ended(error)
@@ -113,7 +135,9 @@ class Watch:
         self._given = None  # else a later init_process_group would find the old keys
 
     def _leave(self, key: str, word: str) -> None:
-        """End the thread, and record ``word`` in the store unless an error or an earlier end is recorded."""
+        """End the thread, and record ``word`` in the store unless an error or an earlier end is
+        recorded.
+        """
         if not (self._error or self._alone or self._closed.is_set()):
             with suppress(RuntimeError):  # the store ended with its rank
                 self._store.set(key, word)
@@ -123,7 +147,9 @@ class Watch:
         self._thread.join(self._most_s)
 
     def _end_store(self) -> None:
-        """Announce that the process of rank 0 ends normally, and wait until the other ranks have read that."""
+        """Announce that the process of rank 0 ends normally, and wait until the other ranks have
+        read that.
+        """
         gone = self._given is None and not dist.is_initialized()
         if gone or getattr(sys, "last_value", None) is not None:
             return
@@ -152,19 +178,26 @@ class Watch:
         if error is None:
             return self._leave(f"ended {self._rank}", IN_ORDER)
         said = " ".join([type(error).__name__ + ":", *str(error).split()])
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ())).replace("zero_topo: ", "")
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ())).replace(
+            "zero_topo: ", ""
+        )
         self._error = f"ended by {said[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
-        self._asks = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        self._asks = isinstance(error, RuntimeError) and not isinstance(
+            error, torch.OutOfMemoryError
+        )
         self._woken.set()
         self._thread.join(self._most_s)
 
     def _guard(self) -> None:
-        """Log once if the store does not answer for long: its process may be stopped, or cut off."""
+        """Log once if the store does not answer for long: its process may be stopped, or cut
+        off.
+        """
         most_s = self._still_s + 4 * self._answer_s
         while not self._closed.wait(self._poll_s):
             if (since := self._asking_since) and time.monotonic() - since > most_s:
                 return self._say(
-                    f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look at it there"
+                    f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look "
+                    "at it there"
                 )
 
     def _run(self) -> None:
@@ -175,28 +208,41 @@ class Watch:
             elif self._error and not self._alone:
                 self._store.add(HEARD, 1)
                 self._store.set(f"ended {self._rank}", self._error)
-                if self._asks and not found.startswith(FAILS):  # else another failing rank has just asked
+                # Else another failing rank has just asked
+                if self._asks and not found.startswith(FAILS):
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
         except RuntimeError:
-            self._woken.wait(SLACK_S)  # if all ranks end, rank 0 may be first; a failure meanwhile is logged at once
+            # If all ranks end, rank 0 may be first; a failure meanwhile is logged at once
+            self._woken.wait(SLACK_S)
             if not self._closed.is_set():
                 self._say(f"{STORE} does not answer: it ended or died")
-        if self._asks:  # give the node's other ranks time to log too: the launcher kills them when this one ends
+        # Give the node's other ranks time to log too: the launcher kills them when this one ends
+        if self._asks:
             self._closed.wait(self._answer_s)
 
     def _look_on(self) -> tuple[int, str]:
-        """Poll until the thread is woken; return the next question's number and this standstill's verdict."""
-        turn, found, due = 0, "", self._still_s
-        seen, since = self._position(), time.monotonic()
+        """Poll until the thread is woken; return the next question's number and this standstill's
+        verdict.
+        """
+        turn = 0
+        found = ""
+        due = self._still_s
+        seen = self._position()
+        since = time.monotonic()
         while not self._woken.wait(self._poll_s):
             now = self._position()
             if now[1] != seen[1]:
-                found, due, since = "", self._still_s, time.monotonic()
-            seen, still = now, time.monotonic() - since
+                found = ""
+                due = self._still_s
+                since = time.monotonic()
+            seen = now
+            still = time.monotonic() - since
             if self._alone:
                 if still > due:
-                    self._say(f"{STORE} ended in good order, and this rank makes no progress: {now[0]}")
+                    self._say(
+                        f"{STORE} ended in good order, and this rank makes no progress: {now[0]}"
+                    )
                     due = math.inf
                 continue
             self._asking_since = time.monotonic()
@@ -205,16 +251,22 @@ class Watch:
             if self._store.check([f"asked {turn}"]):
                 if self._store.check([STORE_ENDS]):
                     self._store.add(HEARD, 1)
-                    self._alone, self._asking_since = True, 0.0
+                    self._alone = True
+                    self._asking_since = 0.0
                     continue
-                words = f"{still:.0f} s {now[0]}" if still > 1.5 * self._poll_s else f"moves, {now[0]}"
+                words = (
+                    f"{still:.0f} s {now[0]}" if still > 1.5 * self._poll_s else f"moves, {now[0]}"
+                )
                 found = self._answer(turn, words)
-                turn, due = turn + 1, AGAIN * max(still, self._still_s)
+                turn = turn + 1
+                due = AGAIN * max(still, self._still_s)
             self._asking_since = 0.0
         return turn, found
 
     def _answer(self, turn: int, words: str) -> str:
-        """Post this rank's position, wait for the others' answers, and log the verdict that one rank writes."""
+        """Post this rank's position, wait for the others' answers, and log the verdict that one
+        rank writes.
+        """
         answers = dist.PrefixStore(f"{turn}", self._store)
         answers.set(f"{self._rank}", words)
         self._closed.wait(self._answer_s)
@@ -224,7 +276,8 @@ class Watch:
         while not (verdict := answers.check(["verdict"])) and time.monotonic() < end:
             if self._closed.wait(self._answer_s / 20):
                 return ""
-        found = answers.get("verdict").decode() if verdict else self._verdict(answers)  # its writer may have died
+        # Its writer may have died
+        found = answers.get("verdict").decode() if verdict else self._verdict(answers)
         self._say(found)
         return found
 
@@ -235,18 +288,26 @@ class Watch:
             if answers.check([f"{rank}"]):
                 places.setdefault(answers.get(f"{rank}").decode(), []).append(rank)
             elif not self._store.check([f"left {rank}"]):
-                word = f" ({self._store.get(f'ended {rank}').decode()})" if self._store.check([f"ended {rank}"]) else ""
+                word = (
+                    f" ({self._store.get(f'ended {rank}').decode()})"
+                    if self._store.check([f"ended {rank}"])
+                    else ""
+                )
                 silent.append(f"rank {rank} of host {self._host(rank)}{word}")
         return standstill(silent, places)
 
     def _host(self, rank: int) -> str:
-        """Return a rank's host; "unknown" if it died before setting it, for a read would wait until the timeout."""
+        """Return a rank's host; "unknown" if it died before setting it, for a read would wait until
+        the timeout.
+        """
         key = f"host {rank}"
         return self._store.get(key).decode() if self._store.check([key]) else "unknown"
 
 
 def poll_s(ranks: int, still_s: float, most_s: float = 1.0) -> float:
-    """Return the seconds between two polls of a rank: the more ranks there are, the more rarely each polls."""
+    """Return the seconds between two polls of a rank: the more ranks there are, the more rarely
+    each polls.
+    """
     return max(min(still_s / 6, most_s), ranks / STORE_QUESTIONS_PER_S)
 
 
@@ -258,8 +319,12 @@ def standstill(silent: list[str], places: Mapping[str, list[int]]) -> str:
         places: where in the step ranks wait, and which ranks, by number.
     """
     shown = sorted(places.items(), key=lambda item: len(item[1]))[:MOST_NAMED]
-    where = "; ".join(f"rank{'s' * (len(ranks) > 1)} {_named(ranks)}: {words}" for words, ranks in shown)
-    what = FAILS if any(words.startswith("ended") for words in places) else "the run makes no progress"
+    where = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {_named(ranks)}: {words}" for words, ranks in shown
+    )
+    what = (
+        FAILS if any(words.startswith("ended") for words in places) else "the run makes no progress"
+    )
     if not silent:
         return f"{what}, and every rank answers; {where}"
     gone = f"{_named(silent)} did not answer: ended, stopped, or cut off from the network"
@@ -272,7 +337,8 @@ def _named(ranks: Sequence[object]) -> str:
 
 
 def watched(store: dist.Store, meter: Meter) -> Watch | None:
-    """Start the watch of the engine with this meter; return None if it is disabled or there is one rank.
+    """Start the watch of the engine with this meter; return None if it is disabled or there is one
+    rank.
 
     Raises:
         ValueError: if ``ZERO_TOPO_WATCH_S`` is not a number of seconds.
@@ -280,21 +346,39 @@ def watched(store: dist.Store, meter: Meter) -> Watch | None:
     said = os.environ.get(SECONDS_VARIABLE, str(STILL_S))
     still_s = float(said) if re.fullmatch(r"\d{1,9}(\.\d{0,9})?", said) else -1.0
     if still_s < 0:
-        raise ValueError(f"{SECONDS_VARIABLE} = {said!r}: give seconds, such as 60, or 0 for no watch")
+        raise ValueError(
+            f"{SECONDS_VARIABLE} = {said!r}: give seconds, such as 60, or 0 for no watch"
+        )
     if not still_s or dist.get_world_size() == 1:
         return None
     placement = dist.get_rank(), dist.get_world_size(), socket.gethostname()
-    return Watch(store, placement, partial(main_thread_position, meter), partial(logger.warning, "zero_topo: %s"), still_s)
+    return Watch(
+        store,
+        placement,
+        partial(main_thread_position, meter),
+        partial(logger.warning, "zero_topo: %s"),
+        still_s,
+    )
 
 
 def main_thread_position(meter: Meter) -> Position:
-    """Return the position of the main thread: the engine's method, our phase, and the line of the user's script."""
+    """Return the position of the main thread: the engine's method, our phase, and the line of the
+    user's script.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
+    method = ""
+    line = ""
+    innermost = (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
     for caller, lineno in walk_stack(frame) if frame else ():
-        if caller.f_code.co_name in METHODS and caller.f_globals.get("__name__") == "deepspeed.runtime.engine":
+        if (
+            caller.f_code.co_name in METHODS
+            and caller.f_globals.get("__name__") == "deepspeed.runtime.engine"
+        ):
             method = caller.f_code.co_name
         line = line or users_line(caller, lineno)
     phase = meter.phase()
-    words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
+    words = (
+        f"in {method or innermost[0]} of step "
+        f"{meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
+    )
     return words, (words, *innermost, sum(list(meter.calls.values())))

@@ -1,9 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the operands of the operators: strided views of tensors, tables of messages, INT8 weights.
+"""Defines the operands of the operators: strided views of tensors, tables of messages, INT8
+weights.
 
 Note [Views]
-    A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads and writes the shard in
-    place, so no extra pass over memory interleaves it (``zt_piece`` in ``csrc/zt_kernels.h``).
+    A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads and
+    writes the shard in place, so no extra pass over memory interleaves it (``zt_piece`` in
+    ``csrc/zt_kernels.h``).
 """
 
 from __future__ import annotations
@@ -26,24 +28,26 @@ FLOATS = tuple(DTYPES.values())
 
 @dataclass(eq=False)
 class View:
-    """Describes a part of one message, or the equal parts of the messages of all members of a group.
+    """Describes a part of one message, or the equal parts of the messages of all members of a
+    group.
 
-    The message of member ``m`` gets ``rows x columns`` values in row-major order. The value at ``(r, c)`` is
-    ``flat[m * member_stride + r * stride + c]``.
+    The message of member ``m`` gets ``rows x columns`` values in row-major order. The value at
+    ``(r, c)`` is ``flat[m * member_stride + r * stride + c]``.
 
     Attributes:
-        flat: 1-D, floating, unit stride, from the first element on. Elements beyond its end, the padding of a
-            parameter's last shards, read as zero and are never written.
+        flat: 1-D, floating, unit stride, from the first element on. Elements beyond its end, the
+            padding of a parameter's last shards, read as zero and are never written.
         rows: number of rows.
         columns: values per row.
         stride: elements from one row to the next, at least ``present``.
         members: number of messages that have such a part.
         member_stride: elements from one member's part to that of the next.
-        present: columns that exist; None is all. The others pad a row to whole blocks: they read as zero and are never
-            written.
+        present: columns that exist; None is all. The others pad a row to whole blocks: they read as
+            zero and are never written.
         width: columns that exist.
         numel: values that each message gets, padding included.
-        shape: the numbers that operators take: rows, columns, columns that exist, row stride, member stride.
+        shape: the numbers that operators take: rows, columns, columns that exist, row stride,
+            member stride.
 
     Raises:
         ValueError: for another dtype or shape of ``flat``, or rows that overlap.
@@ -61,17 +65,27 @@ class View:
     shape: tuple[int, int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        flat, width = self.flat, self.columns if self.present is None else self.present
-        self.width, self.numel = width, self.rows * self.columns
+        flat = self.flat
+        width = self.columns if self.present is None else self.present
+        self.width = width
+        self.numel = self.rows * self.columns
         self.shape = self.rows, self.columns, width, self.stride, self.member_stride
         if flat.dtype not in FLOATS:
-            raise ValueError(f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}")
+            raise ValueError(
+                f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}"
+            )
         if flat.dim() != 1 or (flat.numel() > 1 and flat.stride(0) != 1):
-            raise ValueError(f"a view lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}")
+            raise ValueError(
+                f"a view lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}"
+            )
         if not 0 <= width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
-            raise ValueError(f"{self.members} x {self.rows} rows of {width} of {self.columns} elements: no view")
+            raise ValueError(
+                f"{self.members} x {self.rows} rows of {width} of {self.columns} elements: no view"
+            )
         if self.rows > 1 and self.stride < width:
-            raise ValueError(f"{self.rows} rows of {width} elements, {self.stride} apart, are not a view")
+            raise ValueError(
+                f"{self.rows} rows of {width} elements, {self.stride} apart, are not a view"
+            )
 
     def member(self, index: int) -> View:
         """Return the view of one member's message."""
@@ -79,7 +93,9 @@ class View:
         return replace(self, flat=self.flat[begin:], members=1, member_stride=0)
 
     def _table(self, flat: Tensor) -> Tensor:
-        """Return the elements of ``flat``, a tensor without missing elements, as ``[members, rows, width]``."""
+        """Return the elements of ``flat``, a tensor without missing elements, as
+        ``[members, rows, width]``.
+        """
         strides = (self.member_stride, self.stride, 1)
         return flat.as_strided((self.members, self.rows, self.width), strides)
 
@@ -87,12 +103,16 @@ class View:
         """Return the number of elements between the end of ``flat`` and the end of the last row."""
         if not (self.members and self.rows and self.width):
             return 0
-        extent = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
+        extent = (
+            (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
+        )
         return max(0, extent - self.flat.numel())
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a copy of the values, ``[members, numel]``."""
-        out = torch.zeros(self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device)
+        out = torch.zeros(
+            self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device
+        )
         missing = self._missing()
         flat = pad(self.flat, (0, missing)) if missing else self.flat
         out[..., : self.width].copy_(self._table(flat))
@@ -114,20 +134,27 @@ def view_of(tensor: Tensor, block: int = 1) -> View:
     """Return a tensor as one view, without a copy.
 
     Args:
-        tensor: contiguous or a matrix of adjacent columns, for one message; or ``[members, rows, columns]``.
+        tensor: contiguous or a matrix of adjacent columns, for one message; or
+            ``[members, rows, columns]``.
         block: the rows of a 3-D tensor are padded to whole blocks of this many elements.
 
     Raises:
-        ValueError: for a dtype that cannot be quantized, or strides that rows and columns cannot express.
+        ValueError: for a dtype that cannot be quantized, or strides that rows and columns cannot
+            express.
     """
     if tensor.dim() < 3 and tensor.is_contiguous():
         return View(tensor.view(-1), 1, tensor.numel(), tensor.numel())
     if tensor.dim() not in (2, 3) or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-        raise ValueError(f"a tensor of strides {tensor.stride()} is not rows of adjacent columns; make it contiguous")
+        raise ValueError(
+            f"a tensor of strides {tensor.stride()} is not rows of adjacent columns; make it "
+            "contiguous"
+        )
     table = tensor if tensor.dim() == 3 else tensor[None]
-    (members, rows, columns), (member_stride, stride, _) = table.shape, table.stride()
+    members, rows, columns = table.shape
+    member_stride, stride, _ = table.stride()
     extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
-    flat, filled = table.as_strided((extent,), (1,)), -(-columns // block) * block
+    flat = table.as_strided((extent,), (1,))
+    filled = -(-columns // block) * block
     return View(flat, rows, filled, stride, members, member_stride, columns)
 
 
@@ -138,18 +165,23 @@ def described(x: Views) -> tuple[list[Tensor], list[int], int, int]:
     """Convert a tensor, or a sequence of views, to the arguments that operators take.
 
     Returns:
-        The tensors, their shapes, the number of members, and the number of values in one member's message.
+        The tensors, their shapes, the number of members, and the number of values in one member's
+        message.
 
     Raises:
-        ValueError: if the views do not have the same members, or the tensor cannot be expressed as a view.
+        ValueError: if the views do not have the same members, or the tensor cannot be expressed as
+            a view.
     """
     views = [view_of(x)] if isinstance(x, Tensor) else x
     flats: list[Tensor] = []
     shapes: list[int] = []
-    members, numel = views[0].members, 0
+    members = views[0].members
+    numel = 0
     for view in views:
         if view.members != members:
-            raise ValueError(f"views of {members} and {view.members} members: all must have as many")
+            raise ValueError(
+                f"views of {members} and {view.members} members: all must have as many"
+            )
         flats.append(view.flat)
         shapes += view.shape
         numel += view.numel
@@ -162,7 +194,9 @@ def total_numel(views: Sequence[View]) -> int:
 
 
 def at_blocks(views: Sequence[View], block: int) -> list[View]:
-    """Return the views with padding between them, so that each begins a block and no block spans two views."""
+    """Return the views with padding between them, so that each begins a block and no block spans
+    two views.
+    """
     parts: list[View] = []
     begin = 0
     for view in views:
@@ -205,8 +239,8 @@ def packed_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
 def range_views(rows: Tensor, ranges: Iterable[Range], block: int = 1) -> list[View]:
     """Return views of ranges of columns, range by range, each row and range padded to whole blocks.
 
-    No block then holds values of two parameters, and the content of a block does not depend on which ranges are sent
-    together.
+    No block then holds values of two parameters, and the content of a block does not depend on
+    which ranges are sent together.
 
     Args:
         rows: ``[members, r, F]``, or ``[r, F]`` for one member; columns adjacent.
@@ -222,8 +256,8 @@ class Messages:
     """Holds a table of packed buffers (messages), one per (source, member).
 
     Attributes:
-        table: uint8 ``[sources, outer, inner, bytes]``, the bytes of each message adjacent, the rest of any strides.
-            Member ``m`` is ``(m // inner, m % inner)``.
+        table: uint8 ``[sources, outer, inner, bytes]``, the bytes of each message adjacent, the
+            rest of any strides. Member ``m`` is ``(m // inner, m % inner)``.
         without_source: a source whose messages are not summed, -1 for none.
         without_member: a member whose message is neither written nor read, -1 for none.
     """
@@ -248,29 +282,39 @@ class Messages:
 
 
 def to_members(messages: Tensor, without: int = -1) -> Messages:
-    """Wrap one message for each member: ``[bytes]``, ``[members, bytes]`` or ``[outer, inner, bytes]``."""
+    """Wrap one message for each member: ``[bytes]``, ``[members, bytes]`` or
+    ``[outer, inner, bytes]``.
+    """
     assert messages.dim() <= 3
     return Messages(messages[(None,) * (4 - messages.dim())], without_member=without)
 
 
 def from_sources(messages: Tensor, without: int = -1) -> Messages:
-    """Wrap messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for several members."""
+    """Wrap messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for
+    several members.
+    """
     assert messages.dim() in (2, 3)
-    return Messages(messages[:, None, None] if messages.dim() == 2 else messages[:, None], without_source=without)
+    return Messages(
+        messages[:, None, None] if messages.dim() == 2 else messages[:, None],
+        without_source=without,
+    )
 
 
 @dataclass(frozen=True)
 class Codes:
     """Stores the INT8 weights (codes) and scales of some parameters, as an all-gather sends them.
 
-    A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``stored`` as one INT8 message of the wire format
-    (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their scales. Blocks never cross rows.
+    A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``stored`` as one INT8 message of
+    the wire format (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their
+    scales. Blocks never cross rows.
 
     Attributes:
         stored: uint8, 1-D.
-        param_indices: int64 ``[parameters, 6]``, on the device: byte offsets of a parameter's codes and scales, blocks per row,
-            its first block column, its first column in the table of masters, its number of columns.
-        param_index_of: int32 ``[block columns]``, on the device: the parameter of each block column.
+        param_indices: int64 ``[parameters, 6]``, on the device: byte offsets of a parameter's codes
+            and scales, blocks per row, its first block column, its first column in the table of
+            masters, its number of columns.
+        param_index_of: int32 ``[block columns]``, on the device: the parameter of each block
+            column.
         block: values of a block.
     """
 
@@ -280,26 +324,35 @@ class Codes:
     block: int
 
     @classmethod
-    def build(cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device) -> Codes:
+    def build(
+        cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device
+    ) -> Codes:
         """Allocate codes that are all zero.
 
         Args:
-            columns: for each parameter, its first column in the table of masters and its number of columns.
+            columns: for each parameter, its first column in the table of masters and its number of
+                columns.
             rows: rows of the shard.
             block: values of a block.
             device: device of the codes.
         """
-        wire, at, before = BlockSpec("int8", block), 0, 0
-        param_indices, param_index_of = [], []
+        wire = BlockSpec("int8", block)
+        at = 0
+        before = 0
+        param_indices = []
+        param_index_of = []
         for index, (first, width) in enumerate(columns):
             blocks = wire.blocks(width)
             numel = rows * blocks * block
             param_indices.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
             param_index_of += [index] * blocks
-            at, before = at + wire.nbytes(numel), before + blocks
+            at = at + wire.nbytes(numel)
+            before = before + blocks
         stored = torch.zeros(at, dtype=torch.uint8, device=device)
         table = torch.tensor(param_indices, dtype=torch.int64, device=device).view(-1, 6)
-        return cls(stored, table, torch.tensor(param_index_of, dtype=torch.int32, device=device), block)
+        return cls(
+            stored, table, torch.tensor(param_index_of, dtype=torch.int32, device=device), block
+        )
 
 
 @dataclass(frozen=True)
@@ -309,7 +362,8 @@ class Part:
     Attributes:
         begin, end: the range of block columns.
         rows: rows of one member.
-        members: ranks of the process group; row ``r`` of member ``m`` is row ``m + r * members`` of the shard.
+        members: ranks of the process group; row ``r`` of member ``m`` is row ``m + r * members`` of
+            the shard.
     """
 
     begin: int
@@ -329,7 +383,8 @@ class Masters:
 
     Attributes:
         table: ``[rows, columns]``, columns adjacent.
-        first: the column, counted as in :attr:`Codes.param_indices`, of the first column of ``table``.
+        first: the column, counted as in :attr:`Codes.param_indices`, of the first column of
+            ``table``.
         member: the member that owns the rows.
     """
 
@@ -340,16 +395,18 @@ class Masters:
 
 @dataclass(frozen=True)
 class Change:
-    """Describes what a publish is about to change in the codes of a part; Note [Changes] in ``spec.py``.
+    """Describes what a publish is about to change in the codes of a part; Note [Changes] in
+    ``spec.py``.
 
     Attributes:
         scales: FP32 ``[blocks]``: the new scale of each block.
-        counts: uint8 ``[blocks, tiles]``: the codes that change in each tile, plus 128 if one changes by more than 1;
-            255 if the block is sent whole.
-        steps: uint8 ``[blocks, tiles, 2, T / 8]``: two masks of the values of each tile: which codes change, and which
-            decrease. Undefined for blocks sent whole; the second also where one changes by more than 1.
-        ends: int64 ``[blocks, 2]``: the blocks sent whole and the bytes of changes, summed up to and including each
-            block.
+        counts: uint8 ``[blocks, tiles]``: the codes that change in each tile, plus 128 if one
+            changes by more than 1; 255 if the block is sent whole.
+        steps: uint8 ``[blocks, tiles, 2, T / 8]``: two masks of the values of each tile: which
+            codes change, and which decrease. Undefined for blocks sent whole; the second also where
+            one changes by more than 1.
+        ends: int64 ``[blocks, 2]``: the blocks sent whole and the bytes of changes, summed up to
+            and including each block.
     """
 
     scales: Tensor

@@ -1,11 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Registers the operators ``torch.ops.zero_topo``: schemas, fake kernels, and the backend of each device.
+"""Registers the operators ``torch.ops.zero_topo``: schemas, fake kernels, and the backend of each
+device.
 
 Note [Operators]
-    torch selects a kernel by the device of the arguments, names it in profiles and runs the fake one for FakeTensors.
-    The reference serves every device that no other backend serves. An operator writes only to arguments that its schema
-    marks, and returns nothing or a new tensor: torch forbids returning an alias of an argument. An index that leaves
-    out a source or a member is -1 for none. A process has one backend per device type: the last one selected.
+    torch selects a kernel by the device of the arguments, names it in profiles and runs the fake
+    one for FakeTensors. The reference serves every device that no other backend serves. An operator
+    writes only to arguments that its schema
+    marks, and returns nothing or a new tensor: torch forbids returning an alias of an argument. An
+        index that leaves
+    out a source or a member is -1 for none. A process has one backend per device type: the last one
+        selected.
 """
 
 from __future__ import annotations
@@ -32,16 +36,17 @@ CPU = torch.device("cpu")
 PACKED = 0b01001101  # the eight flags by which a backend shows that it runs, the first one lowest
 OPS: Any = torch.ops.zero_topo
 
-_SKIP, _OWN, _CODES = (
-    "int without_source, int without_member",
-    "Tensor masters, int[] own",
-    "Tensor param_indices, Tensor param_index_of, int[] part",
-)
+_SKIP = "int without_source, int without_member"
+_OWN = "Tensor masters, int[] own"
+_CODES = "Tensor param_indices, Tensor param_index_of, int[] part"
 SCHEMAS = (
-    "quantize(Tensor[] flats, int[] shapes, int[] format, Tensor(a!) messages, int without_member) -> ()",
-    "dequantize_reduce(Tensor messages, int without_source, int without_member, int[] format, Tensor(a!)[] flats, "
+    "quantize(Tensor[] flats, int[] shapes, int[] format, Tensor(a!) messages, int without_member) "
+    "-> ()",
+    "dequantize_reduce(Tensor messages, int without_source, int without_member, int[] format, "
+    "Tensor(a!)[] flats, "
     "int[] shapes, float factor, bool accumulate) -> ()",
-    "requantize(Tensor messages, int without_source, int[] source, Tensor(a!) out, int without_member, int[] format, "
+    "requantize(Tensor messages, int without_source, int[] source, Tensor(a!) out, int "
+    "without_member, int[] format, "
     "int numel, float factor) -> ()",
     "mask_pack(Tensor mask, Tensor(a!) bits) -> ()",
     "mask_unpack(Tensor bits, Tensor(a!) mask) -> ()",
@@ -49,41 +54,65 @@ SCHEMAS = (
     "compact_above(Tensor x, float threshold, Tensor(a!) indices, Tensor(b!) values) -> Tensor",
     "row_largest(Tensor x, Tensor(a!) indices) -> ()",
     "ternary_encode(Tensor x, Tensor indices, int[] form, Tensor(a!) packets) -> Tensor",
-    "ternary_decode(Tensor packets, Tensor begins, int[] form, Tensor(a!) indices, Tensor(b!) values) -> ()",
+    "ternary_decode(Tensor packets, Tensor begins, int[] form, Tensor(a!) indices, Tensor(b!) "
+    "values) -> ()",
     "sketch_insert(Tensor x, int seed, Tensor(a!) sketch) -> ()",
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
-    "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "
+    "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor "
+    "table, "
     "float[] settings) -> ()",
-    f"codes_assess({_OWN}, Tensor stored, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, Tensor(c!) steps, "
+    f"codes_assess({_OWN}, Tensor stored, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, "
+    "Tensor(c!) steps, "
     "Tensor(d!) sizes) -> ()",
     f"codes_emit({_OWN}, Tensor(a!) stored, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
     "Tensor ends, Tensor(b!) message) -> ()",
     f"codes_apply(Tensor messages, int without_member, Tensor(a!) stored, {_CODES}) -> ()",
 )
-"""``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of `Part`."""
+"""``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of
+`Part`.
+"""
 
 
 class BackendUnavailable(Exception):
-    """Raised if a backend cannot serve a device on this machine; the message gives the reason, in one line."""
+    """Raised if a backend cannot serve a device on this machine; the message gives the reason, in
+    one line.
+    """
 
 
 def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
-    """Return operator -> kernel of a backend: a Python module with the functions of ``reference.py``."""
+    """Return operator -> kernel of a backend: a Python module with the functions of
+    ``reference.py``.
+    """
 
-    def quantize(flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int) -> None:
+    def quantize(
+        flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int
+    ) -> None:
         messages = Messages(table, -1, member)
         backend.quantize(_views(flats, shapes, messages), format_of(code), messages)
 
     def dequantize_reduce(
-        table: Tensor, source: int, member: int, code: list[int], flats: list[Tensor], shapes: list[int], *how: Any
+        table: Tensor,
+        source: int,
+        member: int,
+        code: list[int],
+        flats: list[Tensor],
+        shapes: list[int],
+        *how: Any,
     ) -> None:
         messages = Messages(table, source, member)
         backend.dequantize_reduce(messages, format_of(code), _views(flats, shapes, messages), *how)
 
     def requantize(
-        table: Tensor, source: int, code: list[int], out: Tensor, member: int, to: list[int], *total: Any
+        table: Tensor,
+        source: int,
+        code: list[int],
+        out: Tensor,
+        member: int,
+        to: list[int],
+        *total: Any,
     ) -> None:
-        messages, sums = Messages(table, source), Messages(out, -1, member)
+        messages = Messages(table, source)
+        sums = Messages(out, -1, member)
         backend.requantize(messages, format_of(code), format_of(to), sums, *total)
 
     def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
@@ -91,7 +120,9 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
 
     def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
         *change, message = arguments[4:]
-        backend.codes_emit(Masters(masters, *own), *_coded(*arguments[:4]), Change(*change), message)
+        backend.codes_emit(
+            Masters(masters, *own), *_coded(*arguments[:4]), Change(*change), message
+        )
 
     def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
         backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
@@ -105,7 +136,9 @@ def _name(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def _coded(stored: Tensor, param_indices: Tensor, param_index_of: Tensor, part: Sequence[int]) -> tuple[Codes, Part]:
+def _coded(
+    stored: Tensor, param_indices: Tensor, param_index_of: Tensor, part: Sequence[int]
+) -> tuple[Codes, Part]:
     return Codes(stored, param_indices, param_index_of, part[0]), Part(*part[1:])
 
 
@@ -117,7 +150,8 @@ def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -
     return views
 
 
-_LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")  # kept alive: registrations end when it is garbage-collected
+# Kept alive: registrations end when it is garbage-collected
+_LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")
 
 
 def _define() -> None:
@@ -127,7 +161,8 @@ def _define() -> None:
         torch.library.register_fake(f"zero_topo::{_name(schema)}", fake, lib=_LIBRARY)
     for name, kernel in kernels_of(reference).items():
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # gradients do not flow through operators
+        # Gradients do not flow through operators
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _nothing(*arguments: Any) -> None:
@@ -167,7 +202,9 @@ def _triton(device: torch.device) -> Serve:
     if device.type not in ("cpu", "cuda"):
         raise BackendUnavailable(f"Triton's kernels were never run on {device.type}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise BackendUnavailable("Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1)")
+        raise BackendUnavailable(
+            "Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1)"
+        )
     try:
         from zero_topo.quant import triton
     except ImportError as error:
@@ -195,13 +232,21 @@ BACKENDS: Mapping[str, Callable[[torch.device], Serve]] = MappingProxyType(
 
 
 KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"native": ("int8", "int4", "nf4"), "triton": ("int8", "int4", "nf4"), "reference": tuple(KINDS)}
+    {
+        "native": ("int8", "int4", "nf4"),
+        "triton": ("int8", "int4", "nf4"),
+        "reference": tuple(KINDS),
+    }
 )
-"""The kinds of blocks that a backend has kernels for: a new kind is named here when its kernels are there."""
+"""The kinds of blocks that a backend has kernels for: a new kind is named here when its kernels are
+there.
+"""
 
 
 class _Serving:
-    """Records the backend of each device type and how to unregister its kernels; the initial one is the reference."""
+    """Records the backend of each device type and how to unregister its kernels; the initial one is
+    the reference.
+    """
 
     def __init__(self) -> None:
         self._by_type: dict[str, tuple[str, Callable[[], object]]] = {}
@@ -211,7 +256,8 @@ class _Serving:
         """Make a backend serve a device type, for the whole process; return the previous backend.
 
         Raises:
-            BackendUnavailable: if it cannot; the previous backend stays, or the reference if a first kernel failed.
+            BackendUnavailable: if it cannot; the previous backend stays, or the reference if a
+                first kernel failed.
         """
         with self._lock:
             before, withdraw = self._by_type.get(device.type, ("reference", lambda: None))
@@ -232,13 +278,17 @@ class _Serving:
 
 
 def _why_it_does_not_run(device: torch.device) -> str | None:
-    """Pack eight flags: the reason if the backend cannot, such as a module built for another GPU; else None."""
+    """Pack eight flags: the reason if the backend cannot, such as a module built for another GPU;
+    else None.
+    """
     flags = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=device)
     bits = torch.zeros(1, dtype=torch.uint8, device=device)
     try:
         OPS.mask_pack(flags, bits)
         packed = int(bits)
-    except Exception as error:  # whatever a compiler, a driver or a kernel runs into, there are other backends
+    except (
+        Exception
+    ) as error:  # whatever a compiler, a driver or a kernel runs into, there are other backends
         reason = str(error).strip().splitlines() or [repr(error)]
         return f"a first kernel failed ({reason[0]})"
     return None if packed == PACKED else f"its first kernel packed {packed} where {PACKED} is right"
@@ -247,8 +297,11 @@ def _why_it_does_not_run(device: torch.device) -> str | None:
 use = _Serving().use
 
 
-def select(device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping[str, str] = os.environ) -> str:
-    """Select the best backend that loads for a device, or the one that ``ZERO_TOPO_QUANT`` names, and log one line.
+def select(
+    device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping[str, str] = os.environ
+) -> str:
+    """Select the best backend that loads for a device, or the one that ``ZERO_TOPO_QUANT`` names,
+    and log one line.
 
     Args:
         device: the device.
@@ -259,11 +312,15 @@ def select(device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping
         The name of the backend.
 
     Raises:
-        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist, does not load or lacks a kind.
+        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist, does not load or
+            lacks a kind.
     """
     forced = env.get(VARIABLE)
     if forced and forced not in BACKENDS:
-        raise ValueError(f"{VARIABLE}={forced} is no quantization backend; unset it or choose one of {list(BACKENDS)}")
+        raise ValueError(
+            f"{VARIABLE}={forced} is no quantization backend; unset it or choose one of "
+            f"{list(BACKENDS)}"
+        )
     skipped = []
     for name in [forced] if forced else BACKENDS:
         try:
@@ -272,7 +329,9 @@ def select(device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping
             use(name, device)
         except BackendUnavailable as reason:
             if forced:
-                raise ValueError(f"{VARIABLE}={name} cannot serve {device.type}: {reason}; unset it") from reason
+                raise ValueError(
+                    f"{VARIABLE}={name} cannot serve {device.type}: {reason}; unset it"
+                ) from reason
             skipped.append(f"; not {name}: {reason}")
             continue
         why = f" ({VARIABLE})" if forced else "".join(skipped)

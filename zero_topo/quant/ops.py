@@ -1,24 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of block quantization; torch then calls the backend that serves their device.
+"""Checks the arguments of block quantization; torch then calls the backend that serves their
+device.
 
-All functions take any number of members at once, in one launch. A member is a rank of a group: each sends or
-receives one packed buffer, the message. Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of
-messages are uint8, the bytes of each message adjacent. ``without`` is a member or source whose message is left out; -1
-leaves out none.
+All functions take any number of members at once, in one launch. A member is a rank of a group: each
+sends or receives one packed buffer, the message. Values are FP32, FP16 or BF16, a tensor or views
+(``operands.py``). Tables of messages are uint8, the bytes of each message adjacent. ``without`` is
+a member or source whose message is left out; -1 leaves out none.
 
 Note [Codes]
     Codes are INT8 weights. After every publish, each copy of a block holds the codes
-    ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``. Let ``top`` be the largest ``|x|``
-    of a block. Its scale stays while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite. Otherwise it
-    becomes ``(top * 1.0625) / 127``, and the block is sent whole. A ``top`` below 2**-100 gives scale 0 and
-    codes 0. If ``top`` is NaN, or the scale would not be finite, the scale is NaN and the codes are 0, so that gathered
-    weights become NaN. Every step is one FP32 operation, correctly rounded. As a result, scales change rarely, and a
-    code changes only when its weight has moved by about one quantization step.
+    ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``. Let ``top`` be
+    the largest ``|x|`` of a block. Its scale stays while ``90 * scale <= top <= 127.49 * scale``
+    and ``top`` is finite. Otherwise it becomes ``(top * 1.0625) / 127``, and the block is sent
+    whole. A ``top`` below 2**-100 gives scale 0 and codes 0. If ``top`` is NaN, or the scale would
+    not be finite, the scale is NaN and the codes are 0, so that gathered weights become NaN. Every
+    step is one FP32 operation, correctly rounded. As a result, scales change rarely, and a code
+    changes only when its weight has moved by about one quantization step.
 
-    :func:`assess_changes` decides which codes of blocks that are not sent whole change, and by one up or down where a
-    tile has no larger change. :func:`encode_changes` applies and sends these changes. It reads the masters again only
-    where it sends new codes, and stores what it sends. All copies therefore stay equal even if a master is edited in
-    between.
+    :func:`assess_changes` decides which codes of blocks that are not sent whole change, and by one
+    up or down where a tile has no larger change. :func:`encode_changes` applies and sends these
+    changes. It reads the masters again only where it sends new codes, and stores what it sends. All
+    copies therefore stay equal even if a master is edited in between.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant import reference
-from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
+from zero_topo.quant.operands import (
+    FLOATS,
+    Change,
+    Codes,
+    Masters,
+    Part,
+    Views,
+    described,
+    from_sources,
+)
 from zero_topo.quant.operators import OPS
 from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
 
@@ -45,15 +56,20 @@ def cast_to(dtype: torch.dtype) -> Cast:
 
 
 def quantize(
-    x: Views, spec: Format, out: Tensor | None = None, without: int = -1, allocate: Allocate = torch.empty
+    x: Views,
+    spec: Format,
+    out: Tensor | None = None,
+    without: int = -1,
+    allocate: Allocate = torch.empty,
 ) -> Tensor:
     """Quantize values into one message for each member, and return ``out``.
 
     Args:
-        x: a tensor, read in row-major order, or views; three dimensions are ``[members, rows, columns]``.
+        x: a tensor, read in row-major order, or views; three dimensions are
+            ``[members, rows, columns]``.
         spec: bits and block size, or a float dtype.
-        out: ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]`` with ``nbytes = spec.nbytes(numel)``;
-            allocated if None.
+        out: ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]`` with
+            ``nbytes = spec.nbytes(numel)``; allocated if None.
         without: a member whose message is not written.
         allocate: makes ``out``: ``Group.allocate`` of the group that sends it.
 
@@ -75,7 +91,12 @@ def quantize(
 
 
 def dequantize(
-    messages: Tensor, spec: Format, out: Target, factor: float = 1.0, accumulate: bool = False, without: int = -1
+    messages: Tensor,
+    spec: Format,
+    out: Target,
+    factor: float = 1.0,
+    accumulate: bool = False,
+    without: int = -1,
 ) -> Target:
     """Dequantize one message of each member into ``out``, and return it.
 
@@ -95,7 +116,12 @@ def dequantize(
 
 
 def dequantize_reduce(
-    messages: Tensor, spec: Format, out: Target, factor: float = 1.0, accumulate: bool = False, without: int = -1
+    messages: Tensor,
+    spec: Format,
+    out: Target,
+    factor: float = 1.0,
+    accumulate: bool = False,
+    without: int = -1,
 ) -> Target:
     """Sum the dequantized messages into ``out``, in the order given, and return it.
 
@@ -114,7 +140,8 @@ def dequantize_reduce(
 
 
 def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tensor:
-    """Sum the dequantized messages and quantize the sum without storing it in memory; return ``out``.
+    """Sum the dequantized messages and quantize the sum without storing it in memory; return
+    ``out``.
 
     Args:
         messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``numel`` values.
@@ -125,8 +152,10 @@ def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tenso
     Raises:
         ValueError: for no message, or one of the wrong size.
     """
-    sums, table = from_sources(messages).table, out[(None,) * (4 - out.dim())]
-    members, nbytes = table.shape[1] * table.shape[2], spec.nbytes(numel)
+    sums = from_sources(messages).table
+    table = out[(None,) * (4 - out.dim())]
+    members = table.shape[1] * table.shape[2]
+    nbytes = spec.nbytes(numel)
     _check(sums, spec, numel, nbytes, members)
     _check(table, spec, numel, nbytes, members)
     _check_devices(sums, table)
@@ -136,7 +165,12 @@ def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tenso
 
 
 def _reduced(
-    table: Tensor, without: tuple[int, int], spec: Format, out: Target, factor: float, accumulate: bool
+    table: Tensor,
+    without: tuple[int, int],
+    spec: Format,
+    out: Target,
+    factor: float,
+    accumulate: bool,
 ) -> Target:
     flats, shapes, members, numel = described(out)
     _check(table, spec, numel, spec.nbytes(numel), members, without[0])
@@ -146,7 +180,9 @@ def _reduced(
     return out
 
 
-def _check(table: Tensor, spec: Format, numel: int, nbytes: int, members: int, without_source: int = -1) -> None:
+def _check(
+    table: Tensor, spec: Format, numel: int, nbytes: int, members: int, without_source: int = -1
+) -> None:
     """Refuse a table that does not hold ``numel`` values of a format for each of the members."""
     sources, outer, inner, size = table.shape
     if sources <= (without_source >= 0):
@@ -155,7 +191,8 @@ def _check(table: Tensor, spec: Format, numel: int, nbytes: int, members: int, w
         raise ValueError(f"{outer * inner} messages are not one for each of {members} members")
     if size != nbytes or table.dtype != torch.uint8 or (size > 1 and table.stride(3) != 1):
         raise ValueError(
-            f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple of {ALIGNMENT} if "
+            f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple "
+            f"of {ALIGNMENT} if "
             f"quantized), not {size} of {table.dtype}"
         )
 
@@ -164,10 +201,12 @@ def _check_devices(first: Tensor, *others: Tensor) -> None:
     """Refuse tensors of several devices: the kernel would follow pointers of another device."""
     for other in others:
         if other.device != first.device:
-            raise ValueError(f"a tensor on {first.device} with one on {other.device}; move one of them")
+            raise ValueError(
+                f"a tensor on {first.device} with one on {other.device}; move one of them"
+            )
 
 
-# -- INT8 weights ------------------------------------------------------------------------------------------------------
+# -- INT8 weights ----------------------------------------------------------------------------------
 
 
 def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
@@ -180,20 +219,31 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     """
     _check_masters(masters, part)
     _check_devices(masters.table, codes.stored)
-    spec, device = ChangeSpec(codes.block), codes.stored.device
+    spec = ChangeSpec(codes.block)
+    device = codes.stored.device
     scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
     counts = torch.empty(part.blocks, spec.tiles, dtype=torch.uint8, device=device)
-    steps = torch.empty(part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device)
+    steps = torch.empty(
+        part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device
+    )
     sizes = torch.empty(part.blocks, 2, dtype=torch.int64, device=device)
-    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes)
-    # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which walks all rows.
+    OPS.codes_assess.default(
+        *_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes
+    )
+    # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which
+    # walks all rows.
     whole, changed = sizes.unbind(1)
     ends = torch.stack([whole.cumsum(0), changed.cumsum(0)], dim=1)
     return Change(scales, counts, steps, ends)
 
 
 def encode_changes(
-    masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int, allocate: Allocate = torch.empty
+    masters: Masters,
+    codes: Codes,
+    part: Part,
+    change: Change,
+    nbytes: int,
+    allocate: Allocate = torch.empty,
 ) -> Tensor:
     """Change the codes of the masters' rows, and encode the changes in a message.
 
@@ -210,7 +260,8 @@ def encode_changes(
     """
     _check_devices(masters.table, codes.stored, change.scales)
     message = allocate(nbytes, dtype=torch.uint8, device=codes.stored.device)
-    chunks, at = -(-part.blocks // CHUNK), ChangeSpec(codes.block).counts_offset(part.blocks)
+    chunks = -(-part.blocks // CHUNK)
+    at = ChangeSpec(codes.block).counts_offset(part.blocks)
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
     ends[-1:].copy_(change.ends[-1:])
@@ -230,17 +281,28 @@ def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> N
         without: a member whose rows are up to date, -1 for none.
     """
     if messages.shape[0] * messages.shape[1] != part.members:
-        raise ValueError(f"messages {tuple(messages.shape)} are not one for each of {part.members} members")
+        raise ValueError(
+            f"messages {tuple(messages.shape)} are not one for each of {part.members} members"
+        )
     _check_devices(messages, codes.stored)
     OPS.codes_apply.default(messages[None], without, *_code_arguments(codes, part))
 
 
 def _check_masters(masters: Masters, part: Part) -> None:
     table = masters.table
-    if table.dtype != torch.float32 or table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError(f"masters are FP32 rows of adjacent columns, not {table.dtype} {tuple(table.shape)}")
+    if (
+        table.dtype != torch.float32
+        or table.dim() != 2
+        or (table.shape[1] > 1 and table.stride(1) != 1)
+    ):
+        raise ValueError(
+            f"masters are FP32 rows of adjacent columns, not {table.dtype} {tuple(table.shape)}"
+        )
     if table.shape[0] != part.rows or not 0 <= masters.member < part.members:
-        raise ValueError(f"{table.shape[0]} rows of member {masters.member} are not {part.rows} of {part.members}")
+        raise ValueError(
+            f"{table.shape[0]} rows of member {masters.member} are not {part.rows} of "
+            f"{part.members}"
+        )
 
 
 def _own_arguments(masters: Masters) -> tuple[Tensor, list[int]]:
@@ -252,11 +314,12 @@ def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, l
     return codes.stored, codes.param_indices, codes.param_index_of, numbers
 
 
-# -- sparse modes ------------------------------------------------------------------------------------------------------
+# -- sparse modes ----------------------------------------------------------------------------------
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Pack booleans ``[n]`` into uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
+    """Pack booleans ``[n]`` into uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte
+    ``i // 8``.
 
     Raises:
         ValueError: if ``mask`` is not 1-D bool and contiguous.
@@ -282,7 +345,8 @@ def unpack(bits: Tensor, numel: int) -> Tensor:
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """Count the elements with ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
+    """Count the elements with ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the
+    device of ``x``.
 
     Raises:
         ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16.
@@ -292,11 +356,13 @@ def count_above(x: Tensor, threshold: float) -> Tensor:
 
 
 def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the elements with ``|x[i]| >= threshold``, at most ``room`` of them, in ascending order of index.
+    """Return the elements with ``|x[i]| >= threshold``, at most ``room`` of them, in ascending
+    order of index.
 
     Returns:
-        Indices, int64 ``[room]``, and values ``[room]`` in the dtype of ``x``; only the first entries are written.
-        Then the number of such elements, even if there was no room for all, int64 ``[1]``.
+        Indices, int64 ``[room]``, and values ``[room]`` in the dtype of ``x``; only the first
+        entries are written. Then the number of such elements, even if there was no room for all,
+        int64 ``[1]``.
 
     Raises:
         ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16, or ``room`` is negative.
@@ -306,14 +372,20 @@ def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tenso
         raise ValueError(f"room for {room} elements: it cannot be negative")
     indices = torch.empty(room, dtype=torch.int64, device=x.device)
     values = torch.empty(room, dtype=x.dtype, device=x.device)
-    return indices, values, OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x)
+    return (
+        indices,
+        values,
+        OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x),
+    )
 
 
 def row_largest(x: Tensor, k: int) -> Tensor:
-    """Return the columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
+    """Return the columns of the ``k`` largest magnitudes of each row, ascending, int64
+    ``[rows, k]``.
 
     Args:
-        x: FP32 ``[rows, n]``, contiguous. NaN counts as the largest; among equal magnitudes the first are taken.
+        x: FP32 ``[rows, n]``, contiguous. NaN counts as the largest; among equal magnitudes the
+            first are taken.
         k: at most ``n``.
 
     Raises:
@@ -321,24 +393,31 @@ def row_largest(x: Tensor, k: int) -> Tensor:
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     if x.dim() != 2 or not 1 <= k <= x.shape[1]:
-        raise ValueError(f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they have")
+        raise ValueError(
+            f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they "
+            "have"
+        )
     indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
     if x.numel():
         OPS.row_largest.default(x, indices)
     return indices
 
 
-def ternary_encode(x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def ternary_encode(
+    x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Encode elements of blocks as signs with one scale a block, the mean of their magnitudes.
 
-    A packet has the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``): the upper
-    bits of the positions, the lower ones, and the signs. The scales follow, from the next byte on. An element that is
-    zero is not sent: it repeats the position before it, or the first of those after it.
+    A packet has the bits of all its blocks, part by part (Note [Positions] in
+    ``config/sparse_config.py``): the upper bits of the positions, the lower ones, and the signs.
+    The scales follow, from the next byte on. An element that is zero is not sent: it repeats the
+    position before it, or the first of those after it.
 
     Args:
         x: FP32 ``[rows * blocks of a row, block]``, contiguous; a block has at most 2**15 elements.
         rows: number of packets, one for each row of the table.
-        indices: int64 ``[rows * blocks of a row, k]``, ascending positions in each block, each once.
+        indices: int64 ``[rows * blocks of a row, k]``, ascending positions in each block, each
+            once.
         low_bits: low bits of a position that are sent unchanged.
         dtype: dtype of the scales.
 
@@ -351,18 +430,24 @@ def ternary_encode(x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: 
     form = _ternary_form(x.shape[-1], indices.shape[-1], low_bits, dtype)
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     _check_vector("indices", indices.view(-1), (torch.int64,), len(x) * form[1])
-    packets = torch.empty(rows, _ternary_bytes(form, len(x) // max(rows, 1)), dtype=torch.uint8, device=x.device)
-    return packets, OPS.ternary_encode.default(x, indices, form, packets) if packets.numel() else _zero(x)
+    packets = torch.empty(
+        rows, _ternary_bytes(form, len(x) // max(rows, 1)), dtype=torch.uint8, device=x.device
+    )
+    return packets, OPS.ternary_encode.default(
+        x, indices, form, packets
+    ) if packets.numel() else _zero(x)
 
 
 def ternary_decode(
     packets: Tensor, begins: Tensor, block: int, k: int, low_bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Decode packets of :func:`ternary_encode`; an element that was not sent has the value 0, so values may be added.
+    """Decode packets of :func:`ternary_encode`; an element that was not sent has the value 0, so
+    values may be added.
 
     Args:
         packets: uint8 ``[rows, bytes]``.
-        begins: int64 ``[rows, blocks of a row]``, where each block begins in the vector that the result refers to.
+        begins: int64 ``[rows, blocks of a row]``, where each block begins in the vector that the
+            result refers to.
         block, k, low_bits, dtype: as at the sender.
 
     Returns:
@@ -371,7 +456,8 @@ def ternary_decode(
     Raises:
         ValueError: if the size of the packets does not fit the number of blocks.
     """
-    form, (rows, blocks) = _ternary_form(block, k, low_bits, dtype), begins.shape
+    form = _ternary_form(block, k, low_bits, dtype)
+    rows, blocks = begins.shape
     _check_vector("packets", packets.view(-1), (torch.uint8,), rows * _ternary_bytes(form, blocks))
     indices = torch.empty(begins.numel() * k, dtype=torch.int64, device=packets.device)
     values = torch.empty(begins.numel() * k, dtype=torch.float32, device=packets.device)
@@ -382,13 +468,19 @@ def ternary_decode(
 
 def _ternary_form(block: int, k: int, low_bits: int, dtype: torch.dtype) -> list[int]:
     if not 1 <= k <= block <= 1 << 15 or not 0 <= low_bits < 15:
-        raise ValueError(f"{k} elements of a block of {block}, with {low_bits} low bits: choose 1 to {block} of 2**15")
+        raise ValueError(
+            f"{k} elements of a block of {block}, with {low_bits} low bits: choose 1 to {block} of "
+            "2**15"
+        )
     return [block, k, low_bits, FLOATS.index(dtype)]
 
 
 def _ternary_bytes(form: list[int], blocks: int) -> int:
     block, k, low_bits, dtype = form
-    return -(-blocks * (k + (block >> low_bits) + k * (low_bits + 1)) // 8) + blocks * FLOATS[dtype].itemsize
+    return (
+        -(-blocks * (k + (block >> low_bits) + k * (low_bits + 1)) // 8)
+        + blocks * FLOATS[dtype].itemsize
+    )
 
 
 def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
@@ -407,9 +499,13 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     _check_rows(rows)
-    sketch = torch.zeros(*x.shape[:-1], rows, reference.SKETCH_WIDTH, dtype=torch.float32, device=x.device)
+    sketch = torch.zeros(
+        *x.shape[:-1], rows, reference.SKETCH_WIDTH, dtype=torch.float32, device=x.device
+    )
     if x.numel():
-        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.SKETCH_WIDTH))
+        OPS.sketch_insert.default(
+            x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.SKETCH_WIDTH)
+        )
     return sketch
 
 
@@ -423,7 +519,8 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         numel: elements of the vector.
 
     Returns:
-        The vector, FP32 ``[numel]``, and the number of elements that are only estimates, int64 ``[1]``.
+        The vector, FP32 ``[numel]``, and the number of elements that are only estimates, int64
+        ``[1]``.
 
     Raises:
         ValueError: for tensors of other shapes or dtypes.
@@ -442,12 +539,14 @@ def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]
     """Update the weights and the state of ``AgedAdamW``; FP32 parameters in one kernel.
 
     Args:
-        state: weights, gradients, both moments, and the steps that each element has waited (uint8), ``[n]`` each,
-            contiguous; all but the gradients change in place. An element has arrived if its gradient is not zero.
-        table: ``[4, 257]`` in the dtype of the weights, by steps since the last arrival (0: none now): the mean's share
-            of a sum, its weight in the momentum, the decay of the second moment, the weight of the squared sum in it.
-        settings: the factor by which all weights decay, the square root of the second moment's bias correction,
-            epsilon, and minus the learning rate over the momentum's bias correction.
+        state: weights, gradients, both moments, and the steps that each element has waited (uint8),
+            ``[n]`` each, contiguous; all but the gradients change in place. An element has arrived
+            if its gradient is not zero.
+        table: ``[4, 257]`` in the dtype of the weights, by steps since the last arrival (0: none
+            now): the mean's share of a sum, its weight in the momentum, the decay of the second
+            moment, the weight of the squared sum in it.
+        settings: the factor by which all weights decay, the square root of the second moment's bias
+            correction, epsilon, and minus the learning rate over the momentum's bias correction.
     """
     in_fp32 = state[0].dtype == state[1].dtype == torch.float32
     update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference.aged_adamw
@@ -458,14 +557,24 @@ def _zero(x: Tensor) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=x.device)
 
 
-def _check_vector(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
-    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in dtypes or numel not in (None, x.numel()):
+def _check_vector(
+    name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
+) -> None:
+    if (
+        x.dim() != 1
+        or not x.is_contiguous()
+        or x.dtype not in dtypes
+        or numel not in (None, x.numel())
+    ):
         wanted = f"{numel} elements" if numel is not None else "any number of elements"
         raise ValueError(
-            f"{name} must be 1-D and contiguous, of {wanted} and one of {dtypes}, not {x.dtype} {tuple(x.shape)}"
+            f"{name} must be 1-D and contiguous, of {wanted} and one of {dtypes}, not {x.dtype} "
+            f"{tuple(x.shape)}"
         )
 
 
 def _check_rows(rows: int) -> None:
     if rows < 3:
-        raise ValueError(f"a sketch of {rows} rows cannot be peeled: it has three thirds, so give at least 3")
+        raise ValueError(
+            f"a sketch of {rows} rows cannot be peeled: it has three thirds, so give at least 3"
+        )

@@ -1,24 +1,33 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the operations in plain torch: the reference that every other backend equals bit for bit.
+"""Implements the operations in plain torch: the reference that every other backend equals bit for
+bit.
 
 Note [Arithmetic contract]
-    ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still works
+    ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still
+        works
     after dequantization; if it is below 2**-100, scale = 0 and q = 0; else ``scale = absmax / L``,
-    ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly rounded: two tensors
-    are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
-    type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
+    ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly
+    rounded: two tensors
+    are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one
+        rounding to the output
+    type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum,
+        no FMA.
 
-    NF4: the scale's byte ``b`` is ``(bits(absmax / 127) + NF4_NEAREST - NF4_SCALE) >> 21``, at least 0. If ``b`` is
-    above 254, or ``absmax`` is Inf or NaN, it is 255: scale = NaN and q = 0. Else ``scale`` has the bits
-    ``NF4_SCALE + (b << 21)``, ``inv = 1 / scale``, and ``q + 8`` is the number of ``NF4_BOUNDS`` below ``x * inv``.
+    NF4: the scale's byte ``b`` is ``(bits(absmax / 127) + NF4_NEAREST - NF4_SCALE) >> 21``, at
+        least 0. If ``b`` is
+    above 254, or ``absmax`` is Inf or NaN, it is 255: scale = NaN and q = 0. Else ``scale`` has the
+        bits
+    ``NF4_SCALE + (b << 21)``, ``inv = 1 / scale``, and ``q + 8`` is the number of ``NF4_BOUNDS``
+    below ``x * inv``.
     Dequantized value: ``NF4_LEVELS[q + 8] * scale``.
 
 Note [Count sketch]
-    A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three thirds. Block ``b``
-    is added into one row of each third, chosen and signed by a hash of ``(seed, b, third)``. An element stays in its
-    lane. Sketches of several ranks add up to the sketch of their sum (TAGC, EuroMLSys 2025, after lossless homomorphic
-    compression). Given which elements are non-zero, peeling inverts it: an element alone in a row of its lane is known,
-    and is subtracted from its other two rows. Each remaining element gets the median of its three rows.
+    A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three
+    thirds. Block ``b`` is added into one row of each third, chosen and signed by a hash of
+    ``(seed, b, third)``. An element stays in its lane. Sketches of several ranks add up to the
+    sketch of their sum (TAGC, EuroMLSys 2025, after lossless homomorphic compression). Given which
+    elements are non-zero, peeling inverts it: an element alone in a row of its lane is known, and
+    is subtracted from its other two rows. Each remaining element gets the median of its three rows.
 """
 
 from __future__ import annotations
@@ -60,7 +69,8 @@ from zero_topo.quant.spec import (
     Format,
 )
 
-OPS: Any = torch.ops.zero_topo  # in what GPUs do by torch's operations: their kernels serve parts of it
+# In what GPUs do by torch's operations: their kernels serve parts of it
+OPS: Any = torch.ops.zero_topo
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
 SKETCH_WIDTH = 1024
@@ -75,9 +85,15 @@ def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
 
 
 def dequantize_reduce(
-    messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
+    messages: Messages,
+    spec: Format,
+    views: Sequence[View],
+    factor: float = 1.0,
+    accumulate: bool = False,
 ) -> None:
-    """Write the sum of each member's dequantized messages, in order of the sources, to its views."""
+    """Write the sum of each member's dequantized messages, in order of the sources, to its
+    views.
+    """
     for member in messages.kept():
         own = [view.member(member) for view in views]
         total = _sum(messages.of(member), spec, total_numel(own), factor)
@@ -96,7 +112,11 @@ def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) ->
     total = _values(messages[0], numel, spec)
     for message in messages[1:]:
         total.add_(_values(message, numel, spec))
-    return total if factor == 1 else total.mul_(torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+    return (
+        total
+        if factor == 1
+        else total.mul_(torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+    )
 
 
 def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
@@ -105,7 +125,8 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         return
     numel = x.numel()
     q, scale = (_nf4_quantized if spec.name == "nf4" else _quantized)(_blocks(x, spec), spec)
-    values_end, scales = spec.blocks(numel) * spec.block_bytes, spec.scales_offset(numel)
+    values_end = spec.blocks(numel) * spec.block_bytes
+    scales = spec.scales_offset(numel)
     scales_end = scales + spec.blocks(numel) * spec.scale_bytes
     out[:values_end].copy_(_pack(q, spec.bits))
     out[values_end:scales].zero_()
@@ -122,7 +143,8 @@ def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
 def _quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(dim=1)
     levels = torch.full_like(absmax, spec.levels)
-    bad, tiny = ~torch.isfinite(absmax), absmax < SMALLEST
+    bad = ~torch.isfinite(absmax)
+    tiny = absmax < SMALLEST
     scale = (absmax / levels).masked_fill_(tiny, 0.0).masked_fill_(bad, torch.nan)
     inverse = (levels / absmax).masked_fill_(tiny, 0.0)
     q = blocks.mul_(inverse[:, None]).round_().clamp_(-spec.levels, spec.levels)
@@ -141,7 +163,11 @@ def _nf4_quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
 
 
 def _nf4_scale(steps: Tensor) -> Tensor:
-    return ((steps.to(torch.int32) << 21) + NF4_SCALE).view(torch.float32).masked_fill_(steps == 255, torch.nan)
+    return (
+        ((steps.to(torch.int32) << 21) + NF4_SCALE)
+        .view(torch.float32)
+        .masked_fill_(steps == 255, torch.nan)
+    )
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
@@ -169,42 +195,61 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
     scale = message[spec.scales_offset(numel) :][: blocks * spec.scale_bytes]
     if spec.name == "nf4":
-        q, scale = torch.tensor(NF4_LEVELS, device=q.device, dtype=q.dtype)[q.long() + 8], _nf4_scale(scale)
+        q = torch.tensor(NF4_LEVELS, device=q.device, dtype=q.dtype)[q.long() + 8]
+        scale = _nf4_scale(scale)
     return q.mul_(scale.view(torch.float32)[:, None]).view(-1)[:numel]
 
 
-# -- INT8 weights; see Note [Codes] in ``ops.py`` -------------------------------------------------------------------
+# -- INT8 weights; see Note [Codes] in ``ops.py`` --------------------------------------------------
 
 
 def codes_assess(
-    masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor, sizes: Tensor
+    masters: Masters,
+    codes: Codes,
+    part: Part,
+    scales: Tensor,
+    counts: Tensor,
+    steps: Tensor,
+    sizes: Tensor,
 ) -> None:
-    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of the message."""
-    spec, x = ChangeSpec(codes.block), _masters_in_blocks(masters, codes, part)
+    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of
+    the message.
+    """
+    spec = ChangeSpec(codes.block)
+    x = _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
     tiles = (_coded(x, scales) - old_codes).view(*counts.shape, -1)
-    number, large = (tiles != 0).sum(2), tiles.abs().amax(2) > 1
+    number = (tiles != 0).sum(2)
+    large = tiles.abs().amax(2) > 1
     whole = (number > spec.most).any(1) | (scales.view(torch.int32) != old.view(torch.int32))
     counts.copy_(number + LARGE * large).masked_fill_(whole[:, None], WHOLE)
     sizes[:, 0] = whole
-    sizes[:, 1] = _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape).sum(1).masked_fill_(whole, 0)
+    sizes[:, 1] = (
+        _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape).sum(1).masked_fill_(whole, 0)
+    )
     mask_pack(torch.stack([tiles != 0, tiles < 0], 2).view(-1), steps.view(-1))
 
 
 def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
-    """Return the new scales of blocks from their largest ``|x|`` and their old scales, FP32 each."""
+    """Return the new scales of blocks from their largest ``|x|`` and their old scales, FP32
+    each.
+    """
     fresh = (top * HEADROOM).div_(torch.full_like(top, INT8_LEVELS))
     fresh = fresh.masked_fill_(top < SMALLEST, 0.0).masked_fill_(~torch.isfinite(fresh), torch.nan)
-    fits = (top >= old * KEPT_FROM) & (top <= old * KEPT_TO) & torch.isfinite(top)  # the product may be Inf
+    # The product may be Inf
+    fits = (top >= old * KEPT_FROM) & (top <= old * KEPT_TO) & torch.isfinite(top)
     kept = (old > 0) & fits
     return torch.where(kept, old, fresh)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
     """Update codes and scales, and write the scales, codes and changes of the message."""
-    spec, n, block = ChangeSpec(codes.block), part.blocks, codes.block
-    whole, count = change.counts[:, 0] == WHOLE, int(change.ends[-1, 0])
+    spec = ChangeSpec(codes.block)
+    n = part.blocks
+    block = codes.block
+    whole = change.counts[:, 0] == WHOLE
+    count = int(change.ends[-1, 0])
     masks = torch.empty(8 * change.steps.numel(), dtype=torch.bool, device=message.device)
     mask_unpack(change.steps.view(-1), masks)
     changed, less = masks.view(-1, 2, spec.tile).unbind(1)
@@ -220,7 +265,9 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     at = spec.codes_offset(n, count)
     message[at : at + block * count].copy_(new.view(n, block)[whole].view(-1))
     sent = ~whole.repeat_interleave(spec.tiles)
-    packed = _Tiles(change.counts.view(-1)[sent], spec.tile).packed(changed[sent], less[sent], new[sent])
+    packed = _Tiles(change.counts.view(-1)[sent], spec.tile).packed(
+        changed[sent], less[sent], new[sent]
+    )
     at = spec.changes_offset(n, count)
     message[at : at + packed.numel()].copy_(packed)
     _store(codes, part, masters.member, new.view(n, block), change.scales)
@@ -234,16 +281,21 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
 
 
 def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    spec, n = ChangeSpec(block), len(codes)
+    spec = ChangeSpec(block)
+    n = len(codes)
     at = spec.counts_offset(n)
     counts = message[at : at + n * spec.tiles].view(n, spec.tiles)
     whole = counts[:, 0] == WHOLE
     count = int(whole.sum())
     tiles = _Tiles(counts[~whole].view(-1), spec.tile)
-    changed = tiles.unpacked(message, spec.changes_offset(n, count), codes[~whole].view(-1, spec.tile))
+    changed = tiles.unpacked(
+        message, spec.changes_offset(n, count), codes[~whole].view(-1, spec.tile)
+    )
     codes[~whole] = changed.view(-1, block)
     at = spec.codes_offset(n, count)
-    codes[whole] = message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
+    codes[whole] = (
+        message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
+    )
     at = spec.scales_offset(n)
     scales[whole] = message[at : at + 4 * count].view(torch.float32)
     return codes, scales
@@ -254,7 +306,9 @@ class _Tiles:
 
     def __init__(self, counts: Tensor, size: int) -> None:
         counts = counts.to(torch.int64)
-        self._size, self._large, self._number = size, counts >= LARGE, counts % LARGE
+        self._size = size
+        self._large = counts >= LARGE
+        self._number = counts % LARGE
         values = torch.where(self._large, self._number, (self._number + 7) // 8)
         self._listed = self._number <= size // 8 + values.masked_fill(self._large, 0)
         self._positions = torch.where(self._listed, self._number, size // 8)  # bytes
@@ -262,22 +316,30 @@ class _Tiles:
         self._starts = self.sizes.cumsum(0) - self.sizes
 
     def packed(self, changed: Tensor, less: Tensor, new: Tensor) -> Tensor:
-        """Encode two masks ``[tiles, T]``, which values change and which decrease, and the new codes."""
+        """Encode two masks ``[tiles, T]``, which values change and which decrease, and the new
+        codes.
+        """
         tile, position = changed.nonzero(as_tuple=True)
-        start, listed, large = self._starts[tile], self._listed[tile], self._large[tile]
-        rank, minus = changed.cumsum(1)[tile, position] - 1, less[tile, position].long().masked_fill(large, 0)
+        start = self._starts[tile]
+        listed = self._listed[tile]
+        large = self._large[tile]
+        rank = changed.cumsum(1)[tile, position] - 1
+        minus = less[tile, position].long().masked_fill(large, 0)
         values = start + self._positions[tile]
         out = torch.zeros(int(self.sizes.sum()), dtype=torch.int64, device=changed.device)
         out[(start + rank)[listed]] = (position + 128 * minus)[listed]
         out[(values + rank)[large]] = new[tile, position][large].to(torch.int64)
-        out.index_add_(0, (start + position // 8)[~listed], (torch.ones_like(minus) << position % 8)[~listed])
+        out.index_add_(
+            0, (start + position // 8)[~listed], (torch.ones_like(minus) << position % 8)[~listed]
+        )
         signed = ~listed & ~large
         out.index_add_(0, (values + rank // 8)[signed], (minus << rank % 8)[signed])
         return out.to(torch.uint8)
 
     def unpacked(self, message: Tensor, at: int, codes: Tensor) -> Tensor:
         """Apply the changes that begin at a byte of a message to codes ``[tiles, T]``, in place."""
-        size, starts = self._size, self._starts + at
+        size = self._size
+        starts = self._starts + at
 
         def byte(index: Tensor) -> Tensor:
             return message[index.clamp(max=len(message) - 1)].to(torch.int64)
@@ -289,12 +351,18 @@ class _Tiles:
         position = torch.arange(size, dtype=torch.int64, device=codes.device)
         mask = byte(starts[:, None] + position // 8) >> position % 8 & 1
         ranks = mask.cumsum(1) - 1
-        of, place = (mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])).nonzero(as_tuple=True)
+        of, place = (
+            mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])
+        ).nonzero(as_tuple=True)
         sign = byte(starts[of] + size // 8 + ranks[of, place] // 8) >> ranks[of, place] % 8 & 1
-        tile, position = torch.cat([tile, of]), torch.cat([entry % size, place])
-        rank, minus = torch.cat([rank, ranks[of, place]]), torch.cat([entry // 128, sign])
+        tile = torch.cat([tile, of])
+        position = torch.cat([entry % size, place])
+        rank = torch.cat([rank, ranks[of, place]])
+        minus = torch.cat([entry // 128, sign])
         fresh = byte(starts[tile] + self._positions[tile] + rank).to(torch.uint8).view(torch.int8)
-        codes[tile, position] = torch.where(self._large[tile], fresh, codes[tile, position] + 1 - 2 * minus)
+        codes[tile, position] = torch.where(
+            self._large[tile], fresh, codes[tile, position] + 1 - 2 * minus
+        )
         return codes
 
 
@@ -306,16 +374,23 @@ def _coded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
-    """Return for each block column the six numbers of its parameter, and its index among the parameter's columns."""
+    """Return for each block column the six numbers of its parameter, and its index among the
+    parameter's columns.
+    """
     param_index = codes.param_indices[codes.param_index_of[part.begin : part.end].long()]
-    here = torch.arange(part.begin, part.end, dtype=torch.int64, device=param_index.device) - param_index[:, 3]
+    here = (
+        torch.arange(part.begin, part.end, dtype=torch.int64, device=param_index.device)
+        - param_index[:, 3]
+    )
     return (*param_index.unbind(1), here)
 
 
 def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Return the byte offsets of each block's codes and scale."""
     codes_at, scales_at, blocks, *_, here = _columns(codes, part)
-    rows = torch.arange(member, part.rows * part.members, part.members, dtype=torch.int64, device=here.device)[:, None]
+    rows = torch.arange(
+        member, part.rows * part.members, part.members, dtype=torch.int64, device=here.device
+    )[:, None]
     index = (rows * blocks + here).view(-1)
     repeat = (part.rows,)
     return codes_at.repeat(repeat) + index * codes.block, scales_at.repeat(repeat) + index * 4
@@ -324,8 +399,12 @@ def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
 def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Return copies of the codes, as FP32 ``[blocks, block]``, and of the scales."""
     codes_at, scales_at = _offsets(codes, part, member)
-    stored = codes.stored[codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)]
-    return stored.view(torch.int8).to(torch.float32), codes.stored.view(torch.float32)[scales_at // 4]
+    stored = codes.stored[
+        codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)
+    ]
+    return stored.view(torch.int8).to(torch.float32), codes.stored.view(torch.float32)[
+        scales_at // 4
+    ]
 
 
 def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
@@ -338,17 +417,21 @@ def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
     """Return the masters as FP32 ``[blocks, block]``, zero beyond a parameter's columns."""
     _, _, _, _, first, width, here = _columns(codes, part)
-    inside = here[:, None] * codes.block + torch.arange(codes.block, dtype=torch.int64, device=here.device)
+    inside = here[:, None] * codes.block + torch.arange(
+        codes.block, dtype=torch.int64, device=here.device
+    )
     exists = inside < width[:, None]
     index = torch.where(exists, first[:, None] + inside - masters.first, 0)
     return torch.where(exists, masters.table[:, index], 0.0).view(part.blocks, codes.block)
 
 
-# -- sparse modes ------------------------------------------------------------------------------------------------------
+# -- sparse modes ----------------------------------------------------------------------------------
 
 
 def mask_pack(mask: Tensor, bits: Tensor) -> None:
-    """Pack booleans ``[n]`` into bytes ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
+    """Pack booleans ``[n]`` into bytes ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte
+    ``i // 8``.
+    """
     padded = mask.new_zeros(8 * bits.numel())
     padded[: mask.numel()] = mask
     weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
@@ -362,15 +445,19 @@ def mask_unpack(bits: Tensor, mask: Tensor) -> None:
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """Count the elements with ``|x[i]| >= threshold`` (FP32 comparison; NaN counts), int64 ``[1]``."""
+    """Count the elements with ``|x[i]| >= threshold`` (FP32 comparison; NaN counts), int64
+    ``[1]``.
+    """
     return _above(x, threshold).sum().view(1)
 
 
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
-    """Write the indices (int64) and values of the elements with ``|x[i]| >= threshold``, ascending, up to the room.
+    """Write the indices (int64) and values of the elements with ``|x[i]| >= threshold``, ascending,
+    up to the room.
 
     Returns:
-        The number of such elements, int64 ``[1]``; the rest of ``indices`` and ``values`` is unchanged.
+        The number of such elements, int64 ``[1]``; the rest of ``indices`` and ``values`` is
+        unchanged.
     """
     reaching = _above(x, threshold).nonzero()[:, 0]
     kept = reaching[: indices.numel()]
@@ -380,7 +467,8 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
 
 
 def set_positions(mask: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` positions at which a mask is set, int64 ``[count, dimensions]``; 0 beyond the last.
+    """Return the first ``count`` positions at which a mask is set, int64 ``[count, dimensions]``; 0
+    beyond the last.
 
     This needs no host synchronization.
     """
@@ -393,20 +481,26 @@ def set_positions(mask: Tensor, count: int) -> Tensor:
 def _scans_half(device: torch.device) -> bool:
     """Return whether `torch.nonzero_static` of one-byte elements leaves out offsets on a device.
 
-    One block of 512 threads computes the offsets of all blocks. For one-byte elements there are up to two blocks per
-    multiprocessor (608 on MI300X), for wider elements one.
+    One block of 512 threads computes the offsets of all blocks. For one-byte elements there are up
+    to two blocks per multiprocessor (608 on MI300X), for wider elements one.
     """
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count > 256
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_properties(device).multi_processor_count > 256
+    )
 
 
 def row_largest(x: Tensor, indices: Tensor) -> None:
-    """Write the columns of the ``k`` largest magnitudes of each row of ``x`` (FP32 ``[rows, n]``), int64 ``[rows, k]``.
+    """Write the columns of the ``k`` largest magnitudes of each row of ``x`` (FP32 ``[rows, n]``),
+    int64 ``[rows, k]``.
 
     Columns are ascending. NaN counts as the largest; among equal magnitudes the first are taken.
     """
-    size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
+    size = x.view(torch.int32) & 0x7FFFFFFF
+    k = indices.shape[1]
     kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    largest, equal = size > kth, size == kth
+    largest = size > kth
+    equal = size == kth
     del size
     counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
     largest |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - largest.sum(dim=1, keepdim=True))
@@ -414,7 +508,8 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
 
 
 def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Tensor) -> Tensor:
-    """Write the packets of the elements at ``indices``; the arguments are those of ``ops.ternary_encode``.
+    """Write the packets of the elements at ``indices``; the arguments are those of
+    ``ops.ternary_encode``.
 
     Returns:
         The number of elements that are sent, int64 ``[1]``.
@@ -423,35 +518,56 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     sizes = x.gather(1, indices).abs_()
     void = sizes == 0
     count = selections - void.sum(dim=1, keepdim=True)
-    scale = (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1)).float().to(FLOATS[dtype])
+    scale = (
+        (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1))
+        .float()
+        .to(FLOATS[dtype])
+    )
     del sizes
     first = indices.masked_fill(void, block).amin(dim=1, keepdim=True) % block
-    index = torch.where(void, first, indices).cummax(dim=1).values  # a void repeats the position before it
+    # A void repeats the position before it
+    index = torch.where(void, first, indices).cummax(dim=1).values
     del void
-    device, rows = x.device, len(packets)
+    device = x.device
+    rows = len(packets)
     ones = (index >> low) + torch.arange(selections, dtype=torch.int64, device=device)
-    high = torch.zeros(len(x), selections + (block >> low), dtype=torch.bool, device=device).scatter_(1, ones, 1)
+    high = torch.zeros(
+        len(x), selections + (block >> low), dtype=torch.bool, device=device
+    ).scatter_(1, ones, 1)
     del ones
     lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
-    flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1)
+    flags = torch.cat(
+        [part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1
+    )
     bits = torch.empty(rows, -(-flags.shape[1] // 8), dtype=torch.uint8, device=device)
     OPS.mask_pack.default(pad(flags, (0, -flags.shape[1] % 8)).view(-1), bits.view(-1))
     torch.cat([bits, scale.view(rows, -1).view(torch.uint8)], dim=1, out=packets)
     return count.sum().view(1)
 
 
-def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor) -> None:
-    """Write the positions and values of packets; the arguments are those of ``ops.ternary_decode``."""
+def ternary_decode(
+    packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor
+) -> None:
+    """Write the positions and values of packets; the arguments are those of
+    ``ops.ternary_decode``.
+    """
     block, selections, low, dtype = form
-    (rows, of_row), device = begins.shape, packets.device
+    rows, of_row = begins.shape
+    device = packets.device
     parts = [of_row * bits for bits in (selections + (block >> low), selections * low, selections)]
-    scales = packets[:, -(-sum(parts) // 8) :].clone(memory_format=torch.contiguous_format).view(FLOATS[dtype])
+    scales = (
+        packets[:, -(-sum(parts) // 8) :]
+        .clone(memory_format=torch.contiguous_format)
+        .view(FLOATS[dtype])
+    )
     bits = packets[:, : -(-sum(parts) // 8)].contiguous()
     flags = torch.empty(rows, 8 * bits.shape[1], dtype=torch.bool, device=device)
     OPS.mask_unpack.default(bits.view(-1), flags.view(-1))
     high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
     blocks = rows * of_row
-    ones = set_positions(high.reshape(blocks, -1), blocks * selections)[:, 1].view(blocks, selections)
+    ones = set_positions(high.reshape(blocks, -1), blocks * selections)[:, 1].view(
+        blocks, selections
+    )
     places = torch.arange(low, dtype=torch.int16, device=device)
     lower = (lows.reshape(blocks, selections, -1).short() << places).sum(dim=2, dtype=torch.int16)
     index = ((ones - torch.arange(selections, dtype=torch.int64, device=device)) << low) + lower
@@ -463,7 +579,8 @@ def ternary_decode(packets: Tensor, begins: Tensor, form: Sequence[int], indices
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with the sketches of ``x`` (FP32 ``[members, n]``).
+    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with the sketches of ``x`` (FP32
+    ``[members, n]``).
 
     See Note [Count sketch].
     """
@@ -474,7 +591,8 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
-    """Recover ``out`` (FP32 ``[n]``) from its sketch (overwritten) and the packed mask of its non-zero elements.
+    """Recover ``out`` (FP32 ``[n]``) from its sketch (overwritten) and the packed mask of its
+    non-zero elements.
 
     Returns:
         The number of elements that peeling did not resolve, int64 ``[1]``.
@@ -483,7 +601,8 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     present = torch.zeros(blocks * SKETCH_WIDTH, dtype=torch.bool, device="cpu")
     mask_unpack(bits.cpu(), present[: out.numel()])
     # All lanes in parallel: a lane does not depend on the others.
-    table, unresolved = sketch.cpu(), present.view(blocks, SKETCH_WIDTH)
+    table = sketch.cpu()
+    unresolved = present.view(blocks, SKETCH_WIDTH)
     values = torch.zeros(blocks, SKETCH_WIDTH, dtype=torch.float32, device="cpu")
     places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
     counts = torch.zeros(table.shape, dtype=torch.int32, device="cpu")
@@ -492,7 +611,9 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
             counts[row] += unresolved[block]
 
     def visit(block: int) -> bool:
-        """Resolve each element alone in one of its rows, from the first such row; return whether there was any."""
+        """Resolve each element alone in one of its rows, from the first such row; return whether
+        there was any.
+        """
         three = places[block]
         alone = torch.stack([counts[row] == 1 for row, _ in three]) & unresolved[block]
         resolved = alone.any(dim=0)
@@ -509,7 +630,8 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
 
     while any([visit(block) for block in range(blocks)]):
         pass
-    for block, three in enumerate(places):  # the remaining elements get the median of their three rows
+    # The remaining elements get the median of their three rows
+    for block, three in enumerate(places):
         guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
         values[block] = torch.where(unresolved[block], guess, values[block])
     out.copy_(values.view(-1)[: out.numel()])
@@ -517,7 +639,9 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:
-    return (x.float().abs() < torch.tensor(threshold, dtype=torch.float32, device=x.device)).logical_not()
+    return (
+        x.float().abs() < torch.tensor(threshold, dtype=torch.float32, device=x.device)
+    ).logical_not()
 
 
 def _mix(z: int) -> int:
@@ -531,17 +655,24 @@ def _hashed_rows(seed: int, block: int, rows: int) -> list[tuple[int, float]]:
     three = []
     for j in range(3):
         mixed = _mix((seed + 0x9E3779B97F4A7C15 * (3 * block + j + 1)) & _MASK)
-        first, past = rows * j // 3, rows * (j + 1) // 3
+        first = rows * j // 3
+        past = rows * (j + 1) // 3
         row = first + (((mixed & 0xFFFFFFFF) * (past - first)) >> 32)
         three.append((row, -1.0 if mixed >> 63 else 1.0))
     return three
 
 
-# -- AgedAdamW ---------------------------------------------------------------------------------------------------------
+# -- AgedAdamW -------------------------------------------------------------------------------------
 
 
 def aged_adamw(
-    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
+    p: Tensor,
+    g: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    age: Tensor,
+    table: Tensor,
+    settings: Sequence[float],
 ) -> None:
     """Update weights ``p``, both moments and ages, ``[n]`` each; see ``ops.aged_adamw``."""
     for chunk in zip(*(part.split(UPDATED) for part in (p, g, mean, square, age)), strict=True):
@@ -551,7 +682,8 @@ def aged_adamw(
 def _update_aged(chunk: tuple[Tensor, ...], table: Tensor, settings: Sequence[float]) -> None:
     """Update some elements, in the order of operations of ``AdamW``."""
     p, g, mean, square, age = chunk
-    (share, weight, left, gain), (decay, correction, eps, rate) = table, settings
+    share, weight, left, gain = table
+    decay, correction, eps, rate = settings
     if decay != 1:
         p.mul_(decay)
     arrived = g != 0

@@ -1,44 +1,53 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the message formats with all offsets and sizes, without torch: quantized values, changes of INT8 weights.
+"""Defines the message formats with all offsets and sizes, without torch: quantized values, changes
+of INT8 weights.
 
 One message holds values and scales, so one collective sends both::
 
     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
     [scales: fp32, in NF4 one byte, one per block; padded to 128 bytes]
 
-INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost model, meter and
-collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` has this arithmetic for the kernels.
+INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost
+model, meter and collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` has this
+arithmetic for the kernels.
 
 Note [NF4]
-    The 4-bit value ``v``, -8 to 7, stands for ``NF4_LEVELS[v + 8]``: the quantiles of a normal distribution of QLoRA
-    (arXiv 2305.14314), in units of 1/127 and mirrored, so that zero is encoded as zero. Levels are dense near zero,
-    where most values lie. A block has 64 values. Its scale is a byte ``b``: ``2**-43 * (1 + b % 4 / 4) * 2**(b // 4)``,
+    The 4-bit value ``v``, -8 to 7, stands for ``NF4_LEVELS[v + 8]``: the quantiles of a normal
+    distribution of QLoRA (arXiv 2305.14314), in units of 1/127 and mirrored, so that zero is
+    encoded as zero. Levels are dense near zero,
+    where most values lie. A block has 64 values. Its scale is a byte ``b``:
+        ``2**-43 * (1 + b % 4 / 4) * 2**(b // 4)``,
     four scales per power of two. 255 is NaN. INT4 in blocks of 256 has as many bits per value. See
     ``csrc/zt_nf4.h``.
 
 Note [Changes]
-    A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. Most do not change. Blocks are cut
-    into tiles of ``T = min(B, 128)`` values, and each tile with ``c`` changes takes the smaller of two forms, which
-    begin with the positions of its changes:
+    A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. Most do not
+    change. Blocks are cut into tiles of ``T = min(B, 128)`` values, and each tile with ``c``
+    changes takes the smaller of two forms, which begin with the positions of its changes:
 
-    - a list: a byte for each change, in ascending order: its position in the tile, plus 128 if the weight decreases;
-    - a mask: ``T / 8`` bytes, bit ``i % 8`` of byte ``i / 8`` set if value ``i`` changes; then, for each change in
-      ascending order, a bit set if the weight decreases, padded to whole bytes.
+    - a list: a byte for each change, in ascending order: its position in the tile, plus 128 if the
+      weight decreases;
+    - a mask: ``T / 8`` bytes, bit ``i % 8`` of byte ``i / 8`` set if value ``i`` changes; then, for
+      each change in ascending order, a bit set if the weight decreases, padded to whole bytes.
 
-    A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list wins a tie. Where a
-    weight of the tile changes by more than 1, as when an optimizer makes up for many steps at once, the positions are
-    without signs, and the new weights follow, a byte each: ``min(c, T / 8) + c`` bytes. A block whose scale changes,
-    or that has a tile with more than ``7/8 T`` changes, is sent whole. With ``W`` such blocks, the message is::
+    A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list
+    wins a tie. Where a weight of the tile changes by more than 1, as when an optimizer makes up for
+    many steps at once, the positions are
+    without signs, and the new weights follow, a byte each: ``min(c, T / 8) + c`` bytes. A block
+        whose scale changes,
+    or that has a tile with more than ``7/8 T`` changes, is sent whole. With ``W`` such blocks, the
+    message is::
 
-        [ends: two uint32 per 32 blocks, the blocks sent whole and the bytes of changes up to their end; padded to 128]
-        [counts: uint8 per tile: ``c``, ``128 + c`` if one change is larger than 1, or 255 in all tiles of a block sent
-         whole; padded to 128 bytes]
+        [ends: two uint32 per 32 blocks, the blocks sent whole and the bytes of changes up to their
+         end; padded to 128]
+        [counts: uint8 per tile: ``c``, ``128 + c`` if one change is larger than 1, or 255 in all
+         tiles of a block sent whole; padded to 128 bytes]
         [scales: fp32, one per block sent whole, in order; padded to 128 bytes]
         [codes: int8, B per block sent whole, in order]
         [changes: the tiles of the other blocks, in order; padded to 128 bytes]
 
-    With ``ends`` and ``counts`` any block can be decoded without those before its 32. ``csrc/zt_changes.h`` has this
-    arithmetic for the kernels.
+    With ``ends`` and ``counts`` any block can be decoded without those before its 32.
+    ``csrc/zt_changes.h`` has this arithmetic for the kernels.
 """
 
 from __future__ import annotations
@@ -55,14 +64,17 @@ SCALE_BYTES = 4
 FLOAT_NAMES = ("fp32", "fp16", "bf16")
 NF4_LEVELS = (-127, -92, -71, -56, -43, -31, -20, -10, 0, 12, 23, 36, 50, 67, 88, 127)
 NF4_BOUNDS = tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS))
-NF4_SCALE = 84 << 23  # bits of 2**-43, the FP32 scale of byte 0; bytes count in steps of 2**21 from here
-NF4_NEAREST = 3 << 18  # added before a scale is truncated to such a step: 3/8 of it has the smallest error
+# Bits of 2**-43, the FP32 scale of byte 0; bytes count in steps of 2**21 from here
+NF4_SCALE = 84 << 23
+# Added before a scale is truncated to such a step: 3/8 of it has the smallest error
+NF4_NEAREST = 3 << 18
 TILE = 128  # values whose changes are listed together: a position and a sign fit into a byte
 CHUNK = 32  # blocks with one entry in ``ends``
 LARGE = 128  # added to the count of a tile in which a weight changes by more than 1
 WHOLE = 255  # count of the tiles of a block that is sent whole
 HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
-KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
+KEPT_FROM = 90.0
+KEPT_TO = 127.49  # range, in scales, of a block's largest value that keeps its scale
 
 
 class Kind(NamedTuple):
@@ -88,7 +100,9 @@ KINDS = {
     "int4": Kind(4, 7, SCALE_BYTES, BLOCK_SIZES, 0),
     "nf4": Kind(4, 7, 1, (64,), 1),
 }
-"""By the name that configs give. A new kind is served by the backends that list it; see ``select``."""
+"""By the name that configs give. A new kind is served by the backends that list it; see
+``select``.
+"""
 
 _NAMES = {(kind.bits, kind.number): name for name, kind in KINDS.items()}
 
@@ -116,10 +130,13 @@ class BlockSpec:
     def __post_init__(self) -> None:
         kind = KINDS.get(self.name)
         if kind is None:
-            raise ValueError(f"quantization to {self.name} is not known; choose one of {list(KINDS)}")
+            raise ValueError(
+                f"quantization to {self.name} is not known; choose one of {list(KINDS)}"
+            )
         if self.block_size not in kind.block_sizes:
             raise ValueError(
-                f"block_size {self.block_size} is not supported by {self.name}; choose one of {list(kind.block_sizes)}"
+                f"block_size {self.block_size} is not supported by {self.name}; choose one of "
+                f"{list(kind.block_sizes)}"
             )
         for attribute in ("bits", "levels", "scale_bytes"):
             object.__setattr__(self, attribute, getattr(kind, attribute))
@@ -151,7 +168,8 @@ class BlockSpec:
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
         blocks = -(-numel // self.block_size)
-        values, scales = blocks * self.block_size * self.bits // 8, blocks * self.scale_bytes
+        values = blocks * self.block_size * self.bits // 8
+        scales = blocks * self.scale_bytes
         return ALIGNMENT * (-(-values // ALIGNMENT) + -(-scales // ALIGNMENT))
 
     def __str__(self) -> str:
@@ -210,7 +228,9 @@ def padded(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ChangeSpec:
-    """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note [Changes]."""
+    """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note
+    [Changes].
+    """
 
     block_size: int
 
@@ -221,7 +241,9 @@ class ChangeSpec:
 
     @property
     def most(self) -> int:
-        """Return the largest number of changes of a tile; a block with more in one of its tiles is sent whole."""
+        """Return the largest number of changes of a tile; a block with more in one of its tiles is
+        sent whole.
+        """
         return self.tile - self.tile // 8
 
     @property
@@ -246,7 +268,9 @@ class ChangeSpec:
         return self.codes_offset(blocks, whole) + whole * self.block_size
 
     def nbytes(self, blocks: int, whole: int, changes: int) -> int:
-        """Return the bytes of a message with ``whole`` blocks sent whole and ``changes`` bytes of changes."""
+        """Return the bytes of a message with ``whole`` blocks sent whole and ``changes`` bytes of
+        changes.
+        """
         return padded(self.changes_offset(blocks, whole) + changes)
 
     def largest(self, blocks: int) -> int:

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the operations in Triton: for GPUs without a compiler, and CPU tensors under ``TRITON_INTERPRET=1``."""
+"""Implements the operations in Triton: for GPUs without a compiler, and CPU tensors under
+``TRITON_INTERPRET=1``.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
 
 
 def dequantize_reduce(
-    messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
+    messages: Messages,
+    spec: Format,
+    views: Sequence[View],
+    factor: float = 1.0,
+    accumulate: bool = False,
 ) -> None:
     """Write the sum of each member's messages to its views."""
     if isinstance(spec, Cast):
@@ -79,7 +85,16 @@ def requantize(
 def _quantize(view: View, spec: Format, out: Messages) -> None:
     place, fold = _placed(view, spec)
     work, programs = _worked(out, place.numel)
-    launch(quantize_tile, programs, _described(out, spec, place.numel), place, work, spec, fold, warps=fold.warps)
+    launch(
+        quantize_tile,
+        programs,
+        _described(out, spec, place.numel),
+        place,
+        work,
+        spec,
+        fold,
+        warps=fold.warps,
+    )
 
 
 def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumulate: bool) -> None:
@@ -89,24 +104,35 @@ def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumul
     launch(reduce_tile, programs, *arguments, warps=fold.warps)
 
 
-def _parts(views: Sequence[View], spec: Cast, messages: Messages) -> Iterator[tuple[View, Messages]]:
+def _parts(
+    views: Sequence[View], spec: Cast, messages: Messages
+) -> Iterator[tuple[View, Messages]]:
     """Return each view with its part of messages that hold floats."""
     parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)
-    return ((view, replace(messages, table=part)) for view, part in zip(views, parts, strict=True) if view.numel)
+    return (
+        (view, replace(messages, table=part))
+        for view, part in zip(views, parts, strict=True)
+        if view.numel
+    )
 
 
 def _copy(views: Sequence[View], cast: Cast, room: Messages) -> None:
-    """Copy views into their buffers, one launch each; the buffer of a view without elements is zero already."""
+    """Copy views into their buffers, one launch each; the buffer of a view without elements is zero
+    already.
+    """
     for view, values in _parts(views, cast, room):
         if view.flat.numel():
             _quantize(view, cast, values)
 
 
 def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
-    """Allocate a buffer for the concatenated views, since a block may span two; return it as a view and as messages."""
+    """Allocate a buffer for the concatenated views, since a block may span two; return it as a view
+    and as messages.
+    """
     dtypes = {view.flat.dtype for view in views}
     name = next((name for name, dtype in DTYPES.items() if {dtype} == dtypes), "fp32")
-    members, numel = views[0].members, total_numel(views)
+    members = views[0].members
+    numel = total_numel(views)
     flat = torch.empty(members * numel, dtype=DTYPES[name], device=views[0].flat.device)
     if not all(view.flat.numel() for view in views):
         flat.zero_()
@@ -117,16 +143,22 @@ def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
 def _placed(view: View, spec: Format) -> tuple[Place, Fold]:
     flat = view.rows == 1 or view.stride == view.columns == view.width
     member_stride = view.member_stride if view.members > 1 else 0
-    columns, present, stride = (0, view.rows * view.width, 0) if flat else (view.columns, view.width, view.stride)
+    columns, present, stride = (
+        (0, view.rows * view.width, 0) if flat else (view.columns, view.width, view.stride)
+    )
     group = 1 if columns % ALIGNED.value else ALIGNED.value
     even = not any(number % ALIGNED.value for number in (columns, stride, member_stride))
     fold = Fold(flat, not flat and columns < size_of(spec), group, 4 if even else 16)
-    return Place(view.flat, view.numel, columns, present, stride, member_stride, view.flat.numel()), fold
+    return Place(
+        view.flat, view.numel, columns, present, stride, member_stride, view.flat.numel()
+    ), fold
 
 
 def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, int]:
     """Return the arguments of a launch, and its number of programs."""
-    tiles, sources, members = -(-numel // TILE.value), messages.table.shape[0], messages.members
+    tiles = -(-numel // TILE.value)
+    sources = messages.table.shape[0]
+    members = messages.members
     skipped = members if messages.without_member < 0 else messages.without_member
     hole = sources if messages.without_source < 0 else messages.without_source
     numbers = tiles, skipped, sources - (hole < sources), hole
@@ -144,6 +176,9 @@ def _described(messages: Messages, spec: Format, numel: int) -> Table:
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
     unit = spec.bits // 8 if isinstance(spec, Cast) else ALIGNED.value
     if any(number % unit for number in (table.data_ptr(), *steps)):
-        raise ValueError(f"{spec} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, {steps}")
+        raise ValueError(
+            f"{spec} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, "
+            f"{steps}"
+        )
     planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.nbytes(numel))
     return Table(table, steps[0], steps[1], steps[2], table.shape[2], *planes)

@@ -2,18 +2,23 @@
 """Implements the kernels of block quantization in Triton, and defines their arguments.
 
 Note [Tiles]
-    A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. One scalar comparison tests whether all
-    values of a tile exist. Only the other tiles use masks, which prevent loads and stores of 16 bytes per thread.
+    A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. One scalar
+        comparison tests whether all
+    values of a tile exist. Only the other tiles use masks, which prevent loads and stores of 16
+    bytes per thread.
 
 Note [Addresses]
-    A message's address is a base plus strides for its source and its member, so one compiled kernel serves any number
-    of sources and members. A tuple of pointers would need a kernel for each number, and a table of pointers a copy to
-    the device for each call. Programs of all members are on the first axis of the grid: the others end at 65,535.
+    A message's address is a base plus strides for its source and its member, so one compiled kernel
+    serves any number of sources and members. A tuple of pointers would need a kernel for each
+    number, and a table of pointers a copy to
+    the device for each call. Programs of all members are on the first axis of the grid: the others
+        end at 65,535.
 
 Note [Integers in floats]
-    Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even, therefore rounds a small
-    number to an integer, half to even, and leaves that integer in the sum's low bits, in two's complement. Subtracting
-    a power of two reverses this exactly, so neither direction needs a conversion instruction. There is no clamp,
+    Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even,
+    therefore rounds a small number to an integer, half to even, and leaves that integer in the
+    sum's low bits, in two's complement. Subtracting a power of two reverses this exactly, so
+    neither direction needs a conversion instruction. There is no clamp,
     because rounding is monotone: ``|x * inverse| < L + 1/2``.
 """
 
@@ -43,7 +48,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Place(NamedTuple):
-    """Describes a view to kernels. Columns and stride are 0 if it is flat, so that sizes share one kernel.
+    """Describes a view to kernels. Columns and stride are 0 if it is flat, so that sizes share one
+    kernel.
 
     Attributes:
         data: elements of the view.
@@ -81,7 +87,9 @@ class Fold(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Describes messages to kernels: strides in bytes, and the scales' begin and end; see Note [Addresses]."""
+    """Describes messages to kernels: strides in bytes, and the scales' begin and end; see Note
+    [Addresses].
+    """
 
     data: Tensor
     source_step: int
@@ -93,7 +101,8 @@ class Table(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Holds the arguments of a launch. Integers are stored as ``4 n + 2``: Triton specializes on 1 and on 16 n.
+    """Holds the arguments of a launch. Integers are stored as ``4 n + 2``: Triton specializes on 1
+    and on 16 n.
 
     Attributes:
         tiles: tiles of each member.
@@ -123,17 +132,26 @@ def _float(spec: Cast) -> tl.dtype:
 
 
 @triton.jit
-def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr) -> None:
+def quantize_tile(
+    message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr
+) -> None:
     """Quantize a tile of a view into its blocks of the message."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
-    x = widened(loaded(place.data + offsets, exists, whole)).reshape(TILE // size_of(SPEC), size_of(SPEC))
+    x = widened(loaded(place.data + offsets, exists, whole)).reshape(
+        TILE // size_of(SPEC), size_of(SPEC)
+    )
     _encode(x, message, work, place.numel, SPEC)
 
 
 @triton.jit
 def reduce_tile(
-    place: Place, messages: Table, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr, ACCUMULATE: tl.constexpr
+    place: Place,
+    messages: Table,
+    work: Work,
+    SPEC: tl.constexpr,
+    FOLD: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ) -> None:
     """Write a tile of the messages' sum to its values in the view."""
     tile, member = _mine(work)
@@ -147,7 +165,12 @@ def reduce_tile(
 
 @triton.jit
 def requantize_tile(
-    message: Table, messages: Table, numel: int, work: Work, SOURCE: tl.constexpr, SPEC: tl.constexpr
+    message: Table,
+    messages: Table,
+    numel: int,
+    work: Work,
+    SOURCE: tl.constexpr,
+    SPEC: tl.constexpr,
 ) -> None:
     """Quantize a tile of the messages' sum into its blocks of another message."""
     tile, _ = _mine(work)
@@ -158,7 +181,8 @@ def requantize_tile(
 @triton.jit
 def _mine(work: Work) -> tl.tuple:
     """Return the program's tile, int64, and member."""
-    tiles, skipped = work.tiles >> 2, work.skipped >> 2
+    tiles = work.tiles >> 2
+    skipped = work.skipped >> 2
     member = tl.program_id(0) // tiles
     tile = tl.program_id(0) - member * tiles
     return tile.to(tl.int64), member + (member >= skipped).to(tl.int32)
@@ -169,7 +193,9 @@ def address(table: Table, source: int, member: int) -> tl.tensor:
     """Return the address at which a message begins."""
     outer = member // table.inner
     inner = tl.cast(member - outer * table.inner, tl.int64)
-    begin = tl.cast(source, tl.int64) * table.source_step + tl.cast(outer, tl.int64) * table.outer_step
+    begin = (
+        tl.cast(source, tl.int64) * table.source_step + tl.cast(outer, tl.int64) * table.outer_step
+    )
     return table.data + (begin + inner * table.inner_step)
 
 
@@ -188,7 +214,9 @@ def _index(tile: int, SPEC: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.constexpr) -> tl.tuple:
-    """Return the offsets of the tile's values, ``[blocks, groups, group]``, which exist, and whether all exist."""
+    """Return the offsets of the tile's values, ``[blocks, groups, group]``, which exist, and
+    whether all exist.
+    """
     first = _blocks(tile, SPEC)[:, None] * size_of(SPEC)
     within = tl.arange(0, size_of(SPEC) // FOLD.group)[None, :] * FOLD.group
     group = tl.arange(0, FOLD.group)[None, None, :]
@@ -210,7 +238,11 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
         exists = ((first + within)[:, :, None] + group < place.numel) & (offsets < place.limit)
         end = last % place.columns
         filled = (place.present == place.columns) | ((end < place.present) & (end >= TILE - 1))
-        whole = filled & (last < place.numel) & (begin + last // place.columns * place.stride + end < place.limit)
+        whole = (
+            filled
+            & (last < place.numel)
+            & (begin + last // place.columns * place.stride + end < place.limit)
+        )
         return offsets, exists & (column[:, :, None] + group < place.present), whole
 
 
@@ -238,7 +270,9 @@ def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.cons
 
 
 @triton.jit
-def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
+def _encode_blocks(
+    x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr
+) -> None:
     """Quantize blocks and write them, with the message's padding."""
     tile, _ = _mine(work)
     block = _blocks(tile, SPEC)
@@ -246,7 +280,9 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     largest = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     good = (largest.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     if SPEC.name == "nf4":
-        unit = tl.div_rn(largest, tl.full(largest.shape, 127, tl.float32)).to(tl.int32, bitcast=True)
+        unit = tl.div_rn(largest, tl.full(largest.shape, 127, tl.float32)).to(
+            tl.int32, bitcast=True
+        )
         step = tl.maximum((unit - (FIRST_SCALE - NEAREST)) >> 21, 0)
         good &= step < 255
         stored = tl.where(good, step, 255).to(tl.uint8)
@@ -270,10 +306,15 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     tl.store(message + place, q.to(tl.uint8), mask=place < planes.scales)
     scales = (message + planes.scales).to(tl.pointer_type(stored.dtype))
     tl.store(scales + block, stored, mask=block * SPEC.block_size < numel)
-    if tile == (work.tiles >> 2) - 1:  # the last program writes the padding: fewer than 128 bytes of zeros
+    # The last program writes the padding: fewer than 128 bytes of zeros
+    if tile == (work.tiles >> 2) - 1:
         COUNT: tl.constexpr = 128 // SPEC.scale_bytes
-        end = tl.cast((planes.end - planes.scales) // SPEC.scale_bytes - COUNT, tl.int64) + tl.arange(0, COUNT)
-        tl.store(scales + end, tl.zeros((COUNT,), stored.dtype), mask=end * SPEC.block_size >= numel)
+        end = tl.cast(
+            (planes.end - planes.scales) // SPEC.scale_bytes - COUNT, tl.int64
+        ) + tl.arange(0, COUNT)
+        tl.store(
+            scales + end, tl.zeros((COUNT,), stored.dtype), mask=end * SPEC.block_size >= numel
+        )
 
 
 @triton.jit
@@ -284,10 +325,14 @@ def _nf4_scale(step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tensor:
-    """Return the sum of the messages' tiles, FP32 ``[blocks, size]``, in order, times the factor."""
+    """Return the sum of the messages' tiles, FP32 ``[blocks, size]``, in order, times the
+    factor.
+    """
     tile, member = _mine(work)
     # The sum starts at -0, since -0 + x is x for every x; Triton would turn a literal -0.0 into 0.
-    total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(
+        tl.float32, bitcast=True
+    )
     for number in tl.range(work.sources >> 2):
         message = address(messages, number + (number >= (work.hole >> 2)), member)
         if SPEC.block_size == 1:
@@ -300,7 +345,9 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 
 @triton.jit
-def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr) -> tl.tensor:
+def _decode(
+    message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr
+) -> tl.tensor:
     """Decode a tile's values from one message."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
     block = _blocks(tile, SPEC)
@@ -316,19 +363,29 @@ def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.c
             level += tl.where(q > k - 7.5, LEVELS[k + 1] - LEVELS[k], 0.0)
         q = level
     else:
-        scale = tl.load((message + planes.scales).to(tl.pointer_type(tl.float32)) + block, mask=present, other=0.0)
+        scale = tl.load(
+            (message + planes.scales).to(tl.pointer_type(tl.float32)) + block,
+            mask=present,
+            other=0.0,
+        )
     return q * scale[:, None]
 
 
 @triton.jit
-def _unpack(words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr) -> tl.tensor:
-    """Return the integers at bits AT, AT + STEP, ... of each word, as floats, in new last dimensions of 2."""
+def _unpack(
+    words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr
+) -> tl.tensor:
+    """Return the integers at bits AT, AT + STEP, ... of each word, as floats, in new last
+    dimensions of 2.
+    """
     HALF: tl.constexpr = SPEC.levels + 1
     SHIFT: tl.constexpr = AT % 16
     MASK: tl.constexpr = (2 * SPEC.levels + 1) << SHIFT
     FLOAT: tl.constexpr = ((150 - SHIFT) << 23) | (HALF << SHIFT)
     if STEP < 32:
-        return tl.join(_unpack(words, AT, 2 * STEP, SPEC), _unpack(words, AT + STEP, 2 * STEP, SPEC))
+        return tl.join(
+            _unpack(words, AT, 2 * STEP, SPEC), _unpack(words, AT + STEP, 2 * STEP, SPEC)
+        )
     else:
         bits = ((words >> (AT - SHIFT)) & MASK) ^ FLOAT
         return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + HALF)

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the operations on INT8 weights (codes) as Triton kernels; Note [Codes] in ``ops.py`` defines codes.
+"""Implements the operations on INT8 weights (codes) as Triton kernels; Note [Codes] in ``ops.py``
+defines codes.
 
-A program works on whole blocks, ``[blocks, block]``. It reads the placement of the blocks from tables on the device, so
-no size of a model is compiled in.
+A program works on whole blocks, ``[blocks, block]``. It reads the placement of the blocks from
+tables on the device, so no size of a model is compiled in.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ LEVELS = tl.constexpr(127.0)
 CHUNKED = tl.constexpr(CHUNK)
 WHOLLY = tl.constexpr(WHOLE)
 LARGELY = tl.constexpr(LARGE)
-FEWER = tl.constexpr(TILE.value // 2)  # values of a program that emits or applies: so many need no spills
+# Values of a program that emits or applies: so many need no spills
+FEWER = tl.constexpr(TILE.value // 2)
 RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
 class _Weights(NamedTuple):
-    """Holds INT8 weights and the part that a launch processes. Integers are ``4 n + 2``, see `triton_blocks.Work`."""
+    """Holds INT8 weights and the part that a launch processes. Integers are ``4 n + 2``, see
+    `triton_blocks.Work`.
+    """
 
     data: Tensor
     param_indices: Tensor
@@ -49,7 +53,9 @@ class _Own(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Holds a message, the `Change` it encodes, its length in bytes, and the offset of its scales."""
+    """Holds a message, the `Change` it encodes, its length in bytes, and the offset of its
+    scales.
+    """
 
     message: Tensor
     scales: Tensor
@@ -61,7 +67,9 @@ class _Changes(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Holds the tiles per member, and the offsets in a message that do not depend on the blocks sent whole."""
+    """Holds the tiles per member, and the offsets in a message that do not depend on the blocks
+    sent whole.
+    """
 
     tiles: int
     skipped: int
@@ -71,11 +79,20 @@ class _Sizes(NamedTuple):
 
 
 def codes_assess(
-    masters: Masters, codes: Codes, part: Part, scales: Tensor, counts: Tensor, steps: Tensor, sizes: Tensor
+    masters: Masters,
+    codes: Codes,
+    part: Part,
+    scales: Tensor,
+    counts: Tensor,
+    steps: Tensor,
+    sizes: Tensor,
 ) -> None:
-    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of the message."""
+    """Compute each block's new scale, the counts of its tiles, which codes change, and its part of
+    the message.
+    """
     if part.blocks:
-        programs, tile = triton.cdiv(part.blocks, TILE.value // codes.block), ChangeSpec(codes.block).tile
+        programs = triton.cdiv(part.blocks, TILE.value // codes.block)
+        tile = ChangeSpec(codes.block).tile
         arguments = _weights(codes, part), _own(masters), codes.block, tile
         launch(_assess, programs, scales, counts, steps, sizes, *arguments)
 
@@ -86,9 +103,13 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     Raises:
         ValueError: if the message is not aligned for the kernels, or is too small for any change.
     """
-    spec, n = ChangeSpec(codes.block), part.blocks
+    spec = ChangeSpec(codes.block)
+    n = part.blocks
     if message.numel() < spec.nbytes(n, 0, 0) or message.data_ptr() % ALIGNED.value:
-        raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0, 0)} bytes or more, at a multiple of 16 bytes")
+        raise ValueError(
+            f"a message of {n} blocks is {spec.nbytes(n, 0, 0)} bytes or more, at a multiple of 16 "
+            "bytes"
+        )
     if n:
         sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
         changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
@@ -103,10 +124,17 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     Raises:
         ValueError: if messages are not aligned for the kernels, or are too small for any change.
     """
-    table, spec, n = messages.table, ChangeSpec(codes.block), part.blocks
+    table = messages.table
+    spec = ChangeSpec(codes.block)
+    n = part.blocks
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
-    if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
-        raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
+    if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[
+        -1
+    ] < spec.scales_offset(n):
+        raise ValueError(
+            f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' "
+            "counts"
+        )
     tiles = triton.cdiv(n, FEWER.value // codes.block)
     skipped = messages.members if messages.without_member < 0 else messages.without_member
     programs = tiles * (messages.members - (skipped < messages.members))
@@ -133,7 +161,9 @@ def _own(masters: Masters) -> _Own:
 
 @triton.jit
 def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
-    """Return for ``[blocks]``: byte offsets of codes and scales, row, first master, and number of masters left."""
+    """Return for ``[blocks]``: byte offsets of codes and scales, row, first master, and number of
+    masters left.
+    """
     width = weights.width >> 2
     row = block // width
     column = block - row * width + (weights.begin >> 2)
@@ -142,7 +172,13 @@ def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.con
     index = (row * (weights.members >> 2) + member) * tl.load(param_index + 2) + here
     codes = tl.multiple_of(tl.load(param_index) + index * SIZE, 16)
     inside = here * SIZE
-    return codes, tl.load(param_index + 1) + index * 4, row, tl.load(param_index + 4) + inside, tl.load(param_index + 5) - inside
+    return (
+        codes,
+        tl.load(param_index + 1) + index * 4,
+        row,
+        tl.load(param_index + 4) + inside,
+        tl.load(param_index + 5) - inside,
+    )
 
 
 @triton.jit
@@ -157,7 +193,9 @@ def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _values(own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+def _values(
+    own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
     """Load the masters ``[blocks, block]``, zero where there are none."""
     inside = tl.arange(0, SIZE)[None, :]
     at = (first - (own.first >> 2))[:, None] + inside
@@ -185,7 +223,9 @@ def _assess(
     SIZE: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Compute of some blocks the new scales, the counts of their tiles of ``VALUES``, which codes change, and sizes."""
+    """Compute of some blocks the new scales, the counts of their tiles of ``VALUES``, which codes
+    change, and sizes.
+    """
     n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
@@ -195,22 +235,33 @@ def _assess(
     top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
     fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
-    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))  # the product may be Inf
+    # The product may be Inf
+    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))
     scale = tl.where((old > 0) & fits, old, fresh)
     change = _coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
-    changed, less = (change != 0).to(tl.int32), (change < 0).to(tl.int32)
+    changed = (change != 0).to(tl.int32)
+    less = (change < 0).to(tl.int32)
     tile = tl.arange(0, SIZE // VALUES)[None, :]
     number = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
     far = tl.max(tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2) > 1
     whole = tl.max(number, axis=1) > VALUES - VALUES // 8
     whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
     count = tl.where(whole[:, None], WHOLLY, number + LARGELY * far.to(tl.int32))
-    tl.store(counts + mine[:, None] * (SIZE // VALUES) + tile, count.to(tl.uint8), mask=(mine < n)[:, None])
+    tl.store(
+        counts + mine[:, None] * (SIZE // VALUES) + tile,
+        count.to(tl.uint8),
+        mask=(mine < n)[:, None],
+    )
     size = tl.where(whole, 0, tl.sum(_tile_bytes(count, VALUES), axis=1))
     tl.store(sizes + 2 * mine, whole.to(tl.int64), mask=mine < n)
     tl.store(sizes + 2 * mine + 1, size.to(tl.int64), mask=mine < n)
     byte = tl.arange(0, SIZE // 8)[None, :]
-    at = steps + mine[:, None] * (SIZE // 4) + byte // (VALUES // 8) * (VALUES // 4) + byte % (VALUES // 8)
+    at = (
+        steps
+        + mine[:, None] * (SIZE // 4)
+        + byte // (VALUES // 8) * (VALUES // 4)
+        + byte % (VALUES // 8)
+    )
     tl.store(at, _packed(changed, SIZE), mask=(mine < n)[:, None])
     tl.store(at + VALUES // 8, _packed(less, SIZE), mask=(mine < n)[:, None])
     tl.store(scales + mine, scale, mask=mine < n)
@@ -246,16 +297,27 @@ def _possible(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
-    """Return the number of blocks, where codes and changes begin, and whether the message has room for all of them."""
-    n, nbytes = tl.cast(weights.blocks >> 2, tl.int64), tl.cast(changes.nbytes >> 2, tl.int64)
-    every, total = tl.load(changes.ends + 2 * n - 2), tl.load(changes.ends + 2 * n - 1)
+    """Return the number of blocks, where codes and changes begin, and whether the message has room
+    for all of them.
+    """
+    n = tl.cast(weights.blocks >> 2, tl.int64)
+    nbytes = tl.cast(changes.nbytes >> 2, tl.int64)
+    every = tl.load(changes.ends + 2 * n - 2)
+    total = tl.load(changes.ends + 2 * n - 1)
     whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
     tiles_at = whole_at + every * SIZE
-    return n, whole_at, tiles_at, (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes)
+    return (
+        n,
+        whole_at,
+        tiles_at,
+        (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes),
+    )
 
 
 @triton.jit
-def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+def _emit(
+    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+) -> None:
     """Emit some blocks, unless the message is too small for all."""
     n, whole_at, tiles_at, fits = _room(changes, weights, SIZE)
     if fits:
@@ -271,7 +333,9 @@ def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, V
 
 
 @triton.jit
-def _emit_whole(changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr) -> None:
+def _emit_whole(
+    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr
+) -> None:
     """Emit the blocks that are sent whole."""
     block, exists, rank, whole_at = at
     codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
@@ -286,30 +350,52 @@ def _emit_whole(changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, S
 
 @triton.jit
 def _emit_tiles(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    at: tl.tuple,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
-    """Apply the steps of blocks that are not sent whole, and encode them; of large changes only the positions."""
+    """Apply the steps of blocks that are not sent whole, and encode them; of large changes only the
+    positions.
+    """
     block, exists, start = at
-    tile, value = tl.arange(0, SIZE // VALUES), tl.arange(0, VALUES)[None, None, :]
+    tile = tl.arange(0, SIZE // VALUES)
+    value = tl.arange(0, VALUES)[None, None, :]
     count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
     count = tl.where(exists[:, None], count, 0)
-    size, number, listed = _tile_bytes(count, VALUES), count % LARGELY, _listed(count, VALUES)
+    size = _tile_bytes(count, VALUES)
+    number = count % LARGELY
+    listed = _listed(count, VALUES)
     out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
     masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
     of_value = masks[:, :, None] + value // 8
-    changed = (tl.load(of_value) >> value % 8 & 1).to(tl.int32) * (count > 0).to(tl.int32)[:, :, None]
+    changed = (tl.load(of_value) >> value % 8 & 1).to(tl.int32) * (count > 0).to(tl.int32)[
+        :, :, None
+    ]
     less = (tl.load(of_value + VALUES // 8) >> value % 8 & 1).to(tl.int32) & changed
     less = tl.where((count < LARGELY)[:, :, None], less, 0)
     codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
-    pointers = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
+    pointers = (
+        (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None]
+        + tile[None, :, None] * VALUES
+        + value
+    )
     new = tl.load(pointers).to(tl.int32) + changed - 2 * less
     tl.store(pointers, new.to(tl.int8), mask=(changed == 1) & (count < LARGELY)[:, :, None])
     rank = tl.cumsum(changed, axis=2) - changed
     fits = (changed == 1) & (rank < number[:, :, None])
-    tl.store(out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed[:, :, None])
+    tl.store(
+        out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed[:, :, None]
+    )
     if tl.min(tl.min(listed.to(tl.int32), axis=1), axis=0) == 0:
         byte = tl.arange(0, VALUES // 8)[None, None, :]
-        tl.store(out[:, :, None] + byte, tl.load(masks[:, :, None] + byte), mask=(listed == 0)[:, :, None])
+        tl.store(
+            out[:, :, None] + byte,
+            tl.load(masks[:, :, None] + byte),
+            mask=(listed == 0)[:, :, None],
+        )
         signed = (listed == 0) & (count < LARGELY)
         for k in tl.range(0, VALUES // 8):
             signs = tl.sum(tl.where(rank // 8 == k, less << rank % 8, 0), axis=2)
@@ -317,18 +403,24 @@ def _emit_tiles(
 
 
 @triton.jit
-def _emit_new(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
-    """Store and send the new codes of some blocks' tiles with large changes, unless the message is too small for all.
+def _emit_new(
+    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+) -> None:
+    """Store and send the new codes of some blocks' tiles with large changes, unless the message is
+    too small for all.
 
-    This is a kernel of its own because together with the others it would need more registers than GPUs have.
+    This is a kernel of its own because together with the others it would need more registers than
+    GPUs have.
     """
     n, _whole_at, tiles_at, fits = _room(changes, weights, SIZE)
     mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
-    block, tile = tl.minimum(mine, n - 1), tl.arange(0, SIZE // VALUES)
+    block = tl.minimum(mine, n - 1)
+    tile = tl.arange(0, SIZE // VALUES)
     count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
     count = tl.where((mine < n)[:, None] & (count != WHOLLY), count, 0)
     if fits & (tl.max(tl.max(count, axis=1), axis=0) >= LARGELY):
-        size, number = _tile_bytes(count, VALUES), count % LARGELY
+        size = _tile_bytes(count, VALUES)
+        number = count % LARGELY
         start = tiles_at + tl.load(changes.ends + 2 * block - 1, mask=block > 0, other=0)
         out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - number))
         masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
@@ -336,33 +428,54 @@ def _emit_new(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexp
         changed = (tl.load(masks[:, :, None] + value // 8) >> value % 8 & 1).to(tl.int32)
         rank = tl.cumsum(changed, axis=2) - changed
         codes, _, row, first, left = _places(weights, block, own.member >> 2, SIZE)
-        new = _coding(_values(own, row, first, left, SIZE), tl.load(changes.scales + block)).to(tl.int8)
+        new = _coding(_values(own, row, first, left, SIZE), tl.load(changes.scales + block)).to(
+            tl.int8
+        )
         new = tl.reshape(new, (FEWER // SIZE, SIZE // VALUES, VALUES))
         sent = (changed == 1) & (rank < tl.where(count >= LARGELY, number, 0)[:, :, None])
         tl.store(out[:, :, None] + rank, new.to(tl.uint8, bitcast=True), mask=sent)
-        stored = (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile[None, :, None] * VALUES + value
+        stored = (
+            (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None]
+            + tile[None, :, None] * VALUES
+            + value
+        )
         tl.store(stored, new, mask=sent)
 
 
 @triton.jit
-def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+def _apply(
+    messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr, VALUES: tl.constexpr
+) -> None:
     """Update some blocks of a member; blocks that its message does not hold stay unchanged."""
-    n, nbytes, programs, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
+    n = weights.blocks >> 2
+    nbytes = sizes.nbytes >> 2
+    programs = sizes.tiles >> 2
+    skipped = sizes.skipped >> 2
     member = tl.program_id(0) // programs
-    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
+    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (FEWER // SIZE) + tl.arange(
+        0, FEWER // SIZE
+    )
     member += (member >= skipped).to(tl.int32)
     message = tl.multiple_of(address(messages, 0, member), 16)
     block = tl.minimum(mine, n - 1)
-    chunk, tile = block // CHUNKED, tl.arange(0, SIZE // VALUES)[None, :]
+    chunk = block // CHUNKED
+    tile = tl.arange(0, SIZE // VALUES)[None, :]
     counts = message + (sizes.counts >> 2)
-    at = chunk[:, None] * (CHUNKED * (SIZE // VALUES)) + tl.arange(0, CHUNKED * (SIZE // VALUES))[None, :]
-    earlier = tl.load(counts + at, mask=at < block[:, None] * (SIZE // VALUES), other=0).to(tl.int32)
+    at = (
+        chunk[:, None] * (CHUNKED * (SIZE // VALUES))
+        + tl.arange(0, CHUNKED * (SIZE // VALUES))[None, :]
+    )
+    earlier = tl.load(counts + at, mask=at < block[:, None] * (SIZE // VALUES), other=0).to(
+        tl.int32
+    )
     count = tl.load(counts + block[:, None] * (SIZE // VALUES) + tile).to(tl.int32)
     ends = message.to(tl.pointer_type(tl.uint32)) + 2 * chunk
     rank = tl.load(ends - 2, mask=chunk > 0, other=0).to(tl.int64)
     rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // (SIZE // VALUES)
     begin = tl.load(ends - 1, mask=chunk > 0, other=0).to(tl.int64)
-    begin += tl.sum(tl.where(earlier == WHOLLY, 0, _tile_bytes(_possible(earlier, VALUES), VALUES)), axis=1)
+    begin += tl.sum(
+        tl.where(earlier == WHOLLY, 0, _tile_bytes(_possible(earlier, VALUES), VALUES)), axis=1
+    )
     every = tl.load(message.to(tl.pointer_type(tl.uint32)) + (n - 1) // CHUNKED * 2).to(tl.int64)
     whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
     whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
@@ -383,25 +496,36 @@ def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr
 
 
 @triton.jit
-def _apply_tiles(message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr) -> None:
+def _apply_tiles(
+    message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
+) -> None:
     """Apply encoded tiles with given counts to their codes."""
     begin, codes, count = at
-    size, number, is_list = _tile_bytes(count, VALUES), count % LARGELY, _listed(count, VALUES)
+    size = _tile_bytes(count, VALUES)
+    number = count % LARGELY
+    is_list = _listed(count, VALUES)
     large = (count >= LARGELY)[:, :, None]
     start = message + (begin[:, None] + (tl.cumsum(size, axis=1) - size))
-    tile, value = tl.arange(0, SIZE // VALUES)[None, :, None], tl.arange(0, VALUES)[None, None, :]
+    tile = tl.arange(0, SIZE // VALUES)[None, :, None]
+    value = tl.arange(0, VALUES)[None, None, :]
     listed = tl.where(is_list, number, 0)
-    by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)  # steps or, of large changes, new codes
+    # Steps or, of large changes, new codes
+    by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
     changed = by
     for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
         entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
-        code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(tl.int32)[:, :, None]
+        code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(
+            tl.int32
+        )[:, :, None]
         hit = (value == entry % VALUES) & (k < listed)[:, :, None]
         by = tl.where(hit, tl.where(large, code, by + 1 - 2 * (entry >> 7)), by)
         changed = tl.where(hit, 1, changed)
     if tl.max(tl.max(number - listed, axis=1), axis=0) > 0:
         masked = (listed < number)[:, :, None]
-        bit = tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32) >> value % 8 & 1
+        bit = (
+            tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32) >> value % 8
+            & 1
+        )
         rank = tl.cumsum(bit, axis=2) - bit
         bit = tl.where(rank < number[:, :, None], bit, 0)
         at_rank = start[:, :, None] + VALUES // 8 + tl.where(large, rank, rank // 8)

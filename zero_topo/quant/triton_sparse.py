@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the sparse modes' operations as Triton kernels, and helpers that all Triton kernels here share."""
+"""Implements the sparse modes' operations as Triton kernels, and helpers that all Triton kernels
+here share.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor
 CHUNK = tl.constexpr(2048)
 SKETCH_WIDTH = tl.constexpr(1024)
 AGES = tl.constexpr(257)
-# Lanes of a peeling program, which is one warp of 32 or 64 threads. The interpreter is not slower with more lanes.
+# Lanes of a peeling program, which is one warp of 32 or 64 threads. The interpreter is not slower
+# with more lanes.
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
 
 
@@ -27,7 +30,9 @@ class _Places(NamedTuple):
 
 
 class _Aged(NamedTuple):
-    """Holds the weights, gradients, moments and ages ``[n]`` of AgedAdamW, and its table of factors."""
+    """Holds the weights, gradients, moments and ages ``[n]`` of AgedAdamW, and its table of
+    factors.
+    """
 
     p: Tensor
     g: Tensor
@@ -37,8 +42,11 @@ class _Aged(NamedTuple):
     table: Tensor
 
 
-def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
-    """Start programs on the device of their first argument, a tensor or a tuple that begins with one.
+def launch(
+    kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4
+) -> None:
+    """Start programs on the device of their first argument, a tensor or a tuple that begins with
+    one.
 
     Products and sums are not contracted to FMA.
     """
@@ -64,16 +72,30 @@ def count_above(x: Tensor, threshold: float) -> Tensor:
 
 
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
-    """Write the indices and values of large elements, up to the room; return their number, int64 ``[1]``."""
+    """Write the indices and values of large elements, up to the room; return their number, int64
+    ``[1]``.
+    """
     ends = _counts(x, threshold).cumsum(0)
-    launch(_compact_above, ends.numel(), values, indices, ends, x, x.numel(), threshold, indices.numel())
+    launch(
+        _compact_above,
+        ends.numel(),
+        values,
+        indices,
+        ends,
+        x,
+        x.numel(),
+        threshold,
+        indices.numel(),
+    )
     return ends[-1:]
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """Compute the count sketches ``[members, rows, 1024]`` of FP32 ``[members, n]``; one launch for each member.
+    """Compute the count sketches ``[members, rows, 1024]`` of FP32 ``[members, n]``; one launch for
+    each member.
 
-    A program sums one row. It reads the row's blocks from a sorted list, so sums have the reference's order.
+    A program sums one row. It reads the row's blocks from a sorted list, so sums have the
+    reference's order.
     """
     rows = sketch.shape[1]
     places = _places(x[0], seed, rows)
@@ -84,21 +106,32 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
-    """Recover a vector from its sketch and mask; return the number of elements only estimated, int64 ``[1]``.
+    """Recover a vector from its sketch and mask; return the number of elements only estimated,
+    int64 ``[1]``.
 
     A program peels ``PART`` lanes, block after block like the reference; lanes are independent.
     """
     places = _places(out, seed, sketch.shape[0])
-    unresolved = torch.zeros(places.blocks * SKETCH_WIDTH.value, dtype=torch.uint8, device=out.device)
+    unresolved = torch.zeros(
+        places.blocks * SKETCH_WIDTH.value, dtype=torch.uint8, device=out.device
+    )
     mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
     counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
     left = torch.empty(SKETCH_WIDTH.value // PART.value, dtype=torch.int64, device=out.device)
-    launch(_sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1)
+    launch(
+        _sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1
+    )
     return left.sum().view(1)
 
 
 def aged_adamw(
-    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
+    p: Tensor,
+    g: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    age: Tensor,
+    table: Tensor,
+    settings: Sequence[float],
 ) -> None:
     """Update FP32 weights, moments and ages; see ``ops.aged_adamw``."""
     # Rounded as the kernel's arguments are.
@@ -125,7 +158,9 @@ def _places(x: Tensor, seed: int, rows: int) -> _Places:
 
 @triton.jit
 def loaded(pointers: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> tl.tensor:
-    """Load existing elements, zero elsewhere. If all exist, no mask is used, as masks prevent 16-byte loads."""
+    """Load existing elements, zero elsewhere. If all exist, no mask is used, as masks prevent
+    16-byte loads.
+    """
     return tl.load(pointers) if whole else tl.load(pointers, mask=exists, other=0)
 
 
@@ -166,7 +201,9 @@ def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
 
 @triton.jit
 def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
-    """Return a chunk's indices and values, and as int32 which magnitudes are large; NaN counts as large."""
+    """Return a chunk's indices and values, and as int32 which magnitudes are large; NaN counts as
+    large.
+    """
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     element = begin + tl.arange(0, CHUNK)
     values = loaded(x + element, element < n, begin + CHUNK <= n)
@@ -183,9 +220,17 @@ def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> N
 
 @triton.jit
 def _compact_above(
-    kept: tl.tensor, indices: tl.tensor, ends: tl.tensor, x: tl.tensor, n: int, threshold: float, room: int
+    kept: tl.tensor,
+    indices: tl.tensor,
+    ends: tl.tensor,
+    x: tl.tensor,
+    n: int,
+    threshold: float,
+    room: int,
 ) -> None:
-    """Write a chunk's large elements after those of earlier chunks; ``ends`` are the running counts."""
+    """Write a chunk's large elements after those of earlier chunks; ``ends`` are the running
+    counts.
+    """
     element, values, large = _above(x, n, threshold)
     begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
@@ -195,7 +240,9 @@ def _compact_above(
 
 
 @triton.jit
-def _aged_adamw(aged: _Aged, n: int, decay: float, correction: float, eps: float, rate: float) -> None:
+def _aged_adamw(
+    aged: _Aged, n: int, decay: float, correction: float, eps: float, rate: float
+) -> None:
     """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
     at = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
     exists = at < n
@@ -216,7 +263,9 @@ def _aged_adamw(aged: _Aged, n: int, decay: float, correction: float, eps: float
     tl.store(aged.mean + at, new, mask=arrived)
     tl.store(aged.square + at, squares, mask=arrived)
     tl.store(aged.p + at, tl.where(arrived, moved, weights), mask=exists)
-    tl.store(aged.age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists)
+    tl.store(
+        aged.age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists
+    )
 
 
 @triton.jit
@@ -231,10 +280,12 @@ def _mix(z: tl.tensor) -> tl.tensor:
 def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) -> None:
     """Compute the row and sign of each block in each third of the sketch."""
     index = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
-    third, block = index // blocks, index % blocks
+    third = index // blocks
+    block = index % blocks
     steps = (3 * block + third + 1).to(tl.uint64)
     mixed = _mix(tl.cast(seed, tl.int64).to(tl.uint64) + steps * 0x9E3779B97F4A7C15)
-    first, past = third * rows // 3, (third + 1) * rows // 3
+    first = third * rows // 3
+    past = (third + 1) * rows // 3
     row = first + (((mixed & 0xFFFFFFFF) * (past - first).to(tl.uint64)) >> 32).to(tl.int64)
     tl.store(at + index, row.to(tl.int32), mask=third < 3)
     tl.store(signs + index, tl.where((mixed >> 63) == 1, -1.0, 1.0), mask=third < 3)
@@ -244,7 +295,9 @@ def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) ->
 def _sketch_insert(
     sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, order: tl.tensor, starts: tl.tensor
 ) -> None:
-    """Compute one row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
+    """Compute one row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``,
+    ascending.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SKETCH_WIDTH)
     total = tl.zeros((SKETCH_WIDTH,), tl.float32)
@@ -257,11 +310,18 @@ def _sketch_insert(
 
 @triton.jit
 def _sketch_peel(
-    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, left: tl.tensor, places: _Places
+    sketch: tl.tensor,
+    counts: tl.tensor,
+    unresolved: tl.tensor,
+    values: tl.tensor,
+    left: tl.tensor,
+    places: _Places,
 ) -> None:
-    """Decode some lanes of a sketch: count unresolved elements in each row, resolve them in passes, estimate the rest.
+    """Decode some lanes of a sketch: count unresolved elements in each row, resolve them in passes,
+    estimate the rest.
 
-    A barrier follows each block: the next block may share its rows, and a lane may move to another thread.
+    A barrier follows each block: the next block may share its rows, and a lane may move to another
+    thread.
     """
     column = _columns()
     for block in tl.range(places.blocks):
@@ -274,13 +334,17 @@ def _sketch_peel(
     while resolved > 0:
         resolved = 0
         for block in tl.range(places.blocks):
-            resolved = tl.maximum(resolved, _visit(sketch, counts, unresolved, values, places, block))
+            resolved = tl.maximum(
+                resolved, _visit(sketch, counts, unresolved, values, places, block)
+            )
             tl.debug_barrier()
     guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
         element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
         here = tl.load(unresolved + element).to(tl.int32)
-        a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
+        a = _says(sketch, places, 0, block)
+        b = _says(sketch, places, 1, block)
+        c = _says(sketch, places, 2, block)
         tl.store(values + element, _middle(a, b, c), mask=here != 0)
         guessed += tl.sum(here, axis=0)
     tl.store(left + tl.program_id(0), guessed)
@@ -288,11 +352,18 @@ def _sketch_peel(
 
 @triton.jit
 def _visit(
-    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, places: _Places, block: int
+    sketch: tl.tensor,
+    counts: tl.tensor,
+    unresolved: tl.tensor,
+    values: tl.tensor,
+    places: _Places,
+    block: int,
 ) -> tl.tensor:
-    """Resolve elements alone in one of their rows and subtract them from all their rows; return 1 if there is any.
+    """Resolve elements alone in one of their rows and subtract them from all their rows; return 1
+    if there is any.
 
-    The value comes from the first such row, which is not read again: subtracting the value from it too is harmless.
+    The value comes from the first such row, which is not read again: subtracting the value from it
+    too is harmless.
     """
     column = _columns()
     element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
@@ -324,7 +395,9 @@ def _columns() -> tl.tensor:
 def _cell(places: _Places, third: int, block: int) -> tl.tuple:
     """Return the offsets ``[PART]`` of a block in a third of the sketch, and its sign."""
     place = tl.cast(block, tl.int64) + third * places.blocks
-    return tl.load(places.rows + place).to(tl.int64) * SKETCH_WIDTH + _columns(), tl.load(places.signs + place)
+    return tl.load(places.rows + place).to(tl.int64) * SKETCH_WIDTH + _columns(), tl.load(
+        places.signs + place
+    )
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The modes of ``sync``: the reduction of gradient shards across gradient domains, once per optimizer step.
+"""The modes of ``sync``: the reduction of gradient shards across gradient domains, once per
+optimizer step.
 
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """

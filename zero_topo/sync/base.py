@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.config.modes import AGED_REFUSED
-from zero_topo.mesh import Mesh, Hierarchy
+from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import Range, merged
 from zero_topo.sync.optimizers import AgedAdamW
@@ -31,8 +31,9 @@ class Parameter:
         persistent: whether it is a persistent parameter of DeepSpeed.
         place: its position in the order in which the model needs the parameters.
         whole: whether the optimizer's update is a function of the whole matrix (Muon).
-        sent: the lower dtype in which unquantized weights and gradients are sent (DeepSpeed's ``torch_autocast``);
-            None is the model's dtype for weights, and ``scatter_dtype`` for gradients.
+        sent: the lower dtype in which unquantized weights and gradients are sent (DeepSpeed's
+            ``torch_autocast``); None is the model's dtype for weights, and ``scatter_dtype`` for
+            gradients.
     """
 
     name: str
@@ -46,7 +47,8 @@ class Parameter:
 
 
 class ResidualOwners(NamedTuple):
-    """The layout of a residual ``[P, C]``: the owner of each row, and the columns of each parameter.
+    """The layout of a residual ``[P, C]``: the owner of each row, and the columns of each
+    parameter.
 
     Attributes:
         owners: by row, the rank whose world shard it belongs to.
@@ -62,7 +64,8 @@ class Moment(NamedTuple):
 
     Attributes:
         begin: the first column of these parameters.
-        mean: the momentum of this rank's optimizer rows, FP32 ``[N / O, width]``; a view, on any device.
+        mean: the momentum of this rank's optimizer rows, FP32 ``[N / O, width]``; a view, on any
+            device.
         beta: its decay rate.
     """
 
@@ -80,7 +83,8 @@ class SyncContext:
         mesh: has the groups ``(gradients, world)`` and ``(optimizer, world)``.
         dtype: the dtype in which dense values are sent.
         shard: the rank's gradient shard ``[N / G, F]``, initially zero.
-        loss_scaled: whether a loss scaler multiplies the gradients, and skips steps in normal operation (FP16).
+        loss_scaled: whether a loss scaler multiplies the gradients, and skips steps in normal
+            operation (FP16).
         parameters: all trained parameters, in the order of their columns.
         moments: returns the optimizer's momentum; empty before its first step.
         mpi: whether MPI transports the traffic between gradient domains.
@@ -121,15 +125,18 @@ class SyncContext:
 class SyncMode:
     """One way to reduce gradient shards across gradient domains.
 
-    In each optimizer step the engine calls :meth:`start` once per run of parameters, in one order on all ranks. It
-    waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end. If
-    :attr:`wants_updates` is true after that wait, the engine calls :meth:`after_update` before :meth:`commit`.
+    In each optimizer step the engine calls :meth:`start` once per run of parameters, in one order
+    on all ranks. It waits for all handles before the optimizer reads the gradients, and calls
+    :meth:`commit` at the end. If :attr:`wants_updates` is true after that wait, the engine calls
+    :meth:`after_update` before :meth:`commit`.
 
     Attributes:
-        residual_in_shard: whether the mode's residual stays in the gradient shard from one step to the next.
-        steps: number of steps synced and not skipped, in modes whose first steps differ from later ones.
-        waits: whether elements that are not sent wait for a later step; a sum of exactly zero then means that nothing
-            arrived.
+        residual_in_shard: whether the mode's residual stays in the gradient shard from one step to
+            the next.
+        steps: number of steps synced and not skipped, in modes whose first steps differ from later
+            ones.
+        waits: whether elements that are not sent wait for a later step; a sum of exactly zero then
+            means that nothing arrived.
     """
 
     residual_in_shard = False
@@ -143,8 +150,9 @@ class SyncMode:
         """Begin to reduce some parameters, in place.
 
         Args:
-            shard: the context's shard: this gradient domain's sum, divided by N, times the loss scale. After a wait for
-                the handle, the rows of the rank's optimizer shard are the sum over all gradient domains.
+            shard: the context's shard: this gradient domain's sum, divided by N, times the loss
+                scale. After a wait for the handle, the rows of the rank's optimizer shard are the
+                sum over all gradient domains.
             ranges: shard ranges (columns), one for each parameter.
             scale: the loss scale. State is stored unscaled.
         """
@@ -161,19 +169,22 @@ class SyncMode:
             shard[own + 1 :, begin:end].zero_()
 
     def commit(self, skipped: bool) -> None:
-        """End a step: empty the gradient shard after an optimizer step, a skipped step, or dropped gradients.
+        """End a step: empty the gradient shard after an optimizer step, a skipped step, or dropped
+        gradients.
 
         Args:
-            skipped: whether the gradients were not used: state then stays unchanged, but a residual in the gradient
-                shard is lost.
+            skipped: whether the gradients were not used: state then stays unchanged, but a residual
+                in the gradient shard is lost.
         """
         self.context.shard.zero_()
 
-    # -- around the optimizer's step; most modes do nothing here -----------------------------------------------------
+    # -- around the optimizer's step; most modes do nothing here -----------------------------------
 
     @property
     def wants_updates(self) -> bool:
-        """Whether the engine calls :meth:`after_update` in this step; equal on all ranks of a group across domains."""
+        """Whether the engine calls :meth:`after_update` in this step; equal on all ranks of a group
+        across domains.
+        """
         return False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -182,7 +193,8 @@ class SyncMode:
             raise ValueError(f"optimizer AgedAdamW: {AGED_REFUSED}")
 
     def before_update(self, begin: int, width: int) -> None:
-        """Hook before the optimizer updates the masters of some whole parameters; not called in a skipped step.
+        """Hook before the optimizer updates the masters of some whole parameters; not called in a
+        skipped step.
 
         Args:
             begin: the first column of these parameters.
@@ -190,39 +202,46 @@ class SyncMode:
         """
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
-        """Hook after the optimizer has updated the masters of some whole parameters; not called in a skipped step.
+        """Hook after the optimizer has updated the masters of some whole parameters; not called in
+        a skipped step.
 
         Args:
             begin: the first column of these parameters.
-            old: the rank's own row of the masters before the update, FP32 ``[width]`` on the optimizer's device.
-            new: the row after the update; the hook must neither change nor keep ``old`` and ``new``.
+            old: the rank's own row of the masters before the update, FP32 ``[width]`` on the
+                optimizer's device.
+            new: the row after the update; the hook must neither change nor keep ``old`` and
+                ``new``.
             rate: the learning rate, equal on all ranks.
         """
 
     def drain(self) -> None:
         """Wait for collectives that :meth:`commit` has begun; collective."""
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def note(self) -> str | None:
         """Return a log line about a choice made for the user, or None."""
         return None
 
     def residual_owners(self) -> ResidualOwners | None:
-        """Return the layout of the entry "residual" of :meth:`state_dict`; None if unknown or without a residual."""
+        """Return the layout of the entry "residual" of :meth:`state_dict`; None if unknown or
+        without a residual.
+        """
         return None
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
         """Set the residual to a share of the summed residuals of another run's peers.
 
         Args:
-            sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; equal on all ranks.
+            sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; equal on all
+                ranks.
 
         Raises:
             ValueError: if this mode has no residual.
         """
         raise ValueError(
-            "the checkpoint has residuals of sync, but this sync mode keeps none; set the same mode, or "
+            "the checkpoint has residuals of sync, but this sync mode keeps none; set the same "
+            "mode, or "
             "delete zero_topo_residuals.pt from the checkpoint to drop them"
         )
 
@@ -261,7 +280,9 @@ class SyncMode:
             ValueError: for state of another mode or of other shapes.
         """
         if state:
-            raise ValueError(f"this sync mode keeps no state, but the checkpoint carries {sorted(state)}")
+            raise ValueError(
+                f"this sync mode keeps no state, but the checkpoint carries {sorted(state)}"
+            )
 
 
 @singledispatch

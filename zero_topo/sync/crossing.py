@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The base of sync modes with a residual or a selection: they gather, sum and return rows across gradient domains."""
+"""The base of sync modes with a residual or a selection: they gather, sum and return rows across
+gradient domains.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Crossing(SyncMode, ABC):
     def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
         groups = context.across(context.plan.gradients).groups
-        # The group inside the node, if gradient domains are smaller than a node: the table then has sums over it.
+        # The group inside the node, if gradient domains are smaller than a node: the table then has
+        # sums over it.
         self._inner = Hierarchy(groups[:-1]) if len(groups) > 1 else None
         self.peers = groups[-1]
         self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
@@ -44,23 +47,28 @@ class Crossing(SyncMode, ABC):
 
     @abstractmethod
     def residual_rows(self) -> Tensor | None:
-        """Return the residual, one row per owner of :meth:`residual_owners`; None if that is None."""
+        """Return the residual, one row per owner of :meth:`residual_owners`; None if that is
+        None.
+        """
 
     @abstractmethod
     def store_residual(self, rows: Tensor) -> None:
         """Overwrite the residual with rows like those of :meth:`residual_rows`."""
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Set the residual to a share of another run's summed residuals: each row is divided by the number of owners.
+        """Set the residual to a share of another run's summed residuals: each row is divided by the
+        number of owners.
 
         Args:
             sums: by parameter, FP32 ``[numel]``, the sum over the peers of that run.
         """
-        mine, rows = self.residual_owners(), self.residual_rows()
+        mine = self.residual_owners()
+        rows = self.residual_rows()
         if self.peers.size == 1:
             if self.context.mesh.rank == 0:
                 logger.warning(
-                    "zero_topo: residuals of another run are dropped: here one gradient domain has all ranks"
+                    "zero_topo: residuals of another run are dropped: here one gradient domain has "
+                    "all ranks"
                 )
             return
         if mine is None or rows is None:
@@ -74,13 +82,15 @@ class Crossing(SyncMode, ABC):
         self.store_residual(rows)
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
-        """Load the rows of owners that are peers in this run too; return the number of non-zero rows that do not fit.
+        """Load the rows of owners that are peers in this run too; return the number of non-zero
+        rows that do not fit.
 
         Args:
             residual: one row per owner of ``saved``.
             saved: the owners and parameters of a checkpoint's residual.
         """
-        mine, rows = self.residual_owners(), self.residual_rows()
+        mine = self.residual_owners()
+        rows = self.residual_rows()
         received = residual.view(len(saved.owners), -1)
         left = received.any(1)
         if mine is not None and rows is not None and mine.parameters == saved.parameters:
@@ -92,8 +102,12 @@ class Crossing(SyncMode, ABC):
         return int(left.sum())
 
     def check_shapes(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a checkpoint has other entries than this run, or entries of other shapes."""
-        needed, found = ({name: tuple(x.shape) for name, x in entries.items()} for entries in (own, state))
+        """Raise ValueError if a checkpoint has other entries than this run, or entries of other
+        shapes.
+        """
+        needed, found = (
+            {name: tuple(x.shape) for name, x in entries.items()} for entries in (own, state)
+        )
         if found != needed:
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 
@@ -109,7 +123,9 @@ class Crossing(SyncMode, ABC):
         return table
 
     def table(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
-        """Return a copy of all peers' rows, FP32 ``[P, C]``: of the shard itself, or of its sums inside the node."""
+        """Return a copy of all peers' rows, FP32 ``[P, C]``: of the shard itself, or of its sums
+        inside the node.
+        """
         return self.start_table(shard, ranges).wait()
 
     def start_table(self, shard: Tensor, ranges: Sequence[Range]) -> Handle[Tensor]:
@@ -133,13 +149,17 @@ class Crossing(SyncMode, ABC):
 def spread_back(
     context: SyncContext, shard: Tensor, ranges: Sequence[Range], hierarchy: Hierarchy, wire: Format
 ) -> Handle[None] | None:
-    """Begin to gather synced rows from the ranks that own them, over the groups from the wanted degree to the world.
+    """Begin to gather synced rows from the ranks that own them, over the groups from the wanted
+    degree to the world.
 
-    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an optimizer shard stay
-    equal if the format rounds.
+    There is no handle if nothing moves. The owner takes the bits that it sends: replicas of an
+    optimizer shard stay equal if the format rounds.
     """
     if hierarchy.size == 1:
         return None
-    step = hierarchy.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
+    # The target shard has every step-th row of the gradient shard
+    step = hierarchy.lo // context.plan.gradients
     rows = members(shard[context.own_row % step :: step], hierarchy.size)
-    return all_gather_views(hierarchy, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype))
+    return all_gather_views(
+        hierarchy, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype)
+    )

@@ -19,26 +19,34 @@ from zero_topo.sync.crossing import spread_back
 class Dense(SyncMode):
     """A reduce-scatter directly to the optimizer shard, or the paper's all-reduce.
 
-    1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree order, or with
-       ``"reduce": "ring"`` between nodes by NCCL or RCCL, in the type on the wire and in the order of its ring;
+    1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree
+       order, or with ``"reduce": "ring"`` between nodes by NCCL or RCCL, in the type on the wire
+       and in the order of its ring;
     2. gather back to the optimizer shard (nothing if O = N), or to the whole gradient shard for
-       ``"reduce": "all_reduce"`` (ZeRO-topo's paper, section V-C), most of which the optimizer then ignores.
+       ``"reduce": "all_reduce"`` (ZeRO-topo's paper, section V-C), most of which the optimizer then
+       ignores.
 
-    One owner sums each row and the others copy it, so replicated optimizer shards are bit-identical.
+    One owner sums each row and the others copy it, so replicated optimizer shards are
+    bit-identical.
     """
 
     def __init__(self, config: DenseSync, context: SyncContext) -> None:
         super().__init__(context)
         plan = context.plan
-        # The groups to the world shards, where rows are summed, and back to the shards that the optimizer reads.
+        # The groups to the world shards, where rows are summed, and back to the shards that the
+        # optimizer reads.
         self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
         self._wire = cast_to(context.dtype)
-        self._summing = DTYPES[self._wire.dtype] if config.rings and self._up.groups[-1].sums else None
+        self._summing = (
+            DTYPES[self._wire.dtype] if config.rings and self._up.groups[-1].sums else None
+        )
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin the reduction; the gather back to ranks that need more rows is the handle's last stage."""
+        """Begin the reduction; the gather back to ranks that need more rows is the handle's last
+        stage.
+        """
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = range_views(shard[:, None], merged(ranges))

@@ -1,32 +1,38 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ok-Topk: the largest elements of the sum of every rank's largest, in O(k) words (Li & Hoefler, PPoPP 2022).
+"""Ok-Topk: the largest elements of the sum of every rank's largest, in O(k) words (Li & Hoefler,
+PPoPP 2022).
 
 1. Each rank selects the elements of its gradient plus residual that reach a local threshold.
-2. The elements are divided into one region per rank, so that selected elements are spread evenly. They go to the owners
-   of their regions, who add them up.
-3. Sums that reach a global threshold go to all ranks, after ranks with over 5/4 of the mean have passed their surplus
-   on. The paper does so from four times the mean on; here no rank then sends over 6 k (P - 1) / P words, as the paper
-   proves, unless one rank has half of all sums.
+2. The elements are divided into one region per rank, so that selected elements are spread evenly.
+   They go to the owners of their regions, who add them up.
+3. Sums that reach a global threshold go to all ranks, after ranks with over 5/4 of the mean have
+   passed their surplus on. The paper does so from four times the mean on; here no rank then sends
+   over 6 k (P - 1) / P words, as the paper proves, unless one rank has half of all sums.
 4. A rank removes from its residual the elements that it sent and whose sums were chosen.
 
 Note [Thresholds]
-    An exact local threshold needs a selection. For an exact global one, owners gather their largest magnitudes, up to
-    four times their share of k: if one has more of the k largest, more than k are chosen. Both are computed every
-    ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change fast, every step
-    computes them. After a reuse a threshold is multiplied by the fourth root of its count over k, as if counts fell
-    with its fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k largest of
-    those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
-    over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, so the mean of the ranks sends
-    at most 5 k (P - 1) / P words: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global
-    threshold, k are chosen among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of
-    it, if the sums contain more than selected elements).
+    An exact local threshold needs a selection. For an exact global one, owners gather their largest
+    magnitudes, up to
+    four times their share of k: if one has more of the k largest, more than k are chosen. Both are
+        computed every
+    ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change
+    fast, every step computes them. After a reuse a threshold is multiplied by the fourth root of
+    its count over k, as if counts fell with its fourth power. If fewer than 4/5 k elements of a
+    rank reach the local threshold, it takes the k largest of those that reach five sixths of it; if
+    more than 5/4 k do, the k largest of these. If there are fewer than k, or over 8 k, the rank
+    computes the threshold anew. Of the sums at most 5/4 k are chosen, so the mean of the ranks
+    sends at most 5 k (P - 1) / P words: each rank keeps its share of them, the largest. If fewer
+    than 4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in
+    proportion to the ranks' counts (five sixths of it, if the sums contain more than selected
+    elements).
 
 Note [Sharded]
-    If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions are the rows. Step 3
-    then sends only counts, and magnitudes when the threshold is computed. The sender cannot know which of its elements
-    the owner selected. It therefore clears them all from its residual, and the owner keeps the unselected sums in its
-    own. A rank selects the share ``density`` of the other ranks' rows. It does not send its own row: all of it, with
-    its residual, is in the sums.
+    If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions
+        are the rows. Step 3
+    then sends only counts, and magnitudes when the threshold is computed. The sender cannot know
+    which of its elements the owner selected. It therefore clears them all from its residual, and
+    the owner keeps the unselected sums in its own. A rank selects the share ``density`` of the
+    other ranks' rows. It does not send its own row: all of it, with its residual, is in the sums.
 """
 
 from __future__ import annotations
@@ -45,8 +51,8 @@ from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.selection import (
     TINY,
-    Selected,
     Records,
+    Selected,
     above,
     added,
     count_reaching,
@@ -57,12 +63,17 @@ from zero_topo.sync.selection import (
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
 
 CROWDED = 1.25  # times the mean: a rank that has more chosen sums passes its surplus on
-MOST_SHARES = 4  # times its share of k: the most magnitudes from which an exact threshold is computed
+MOST_SHARES = (
+    4  # times its share of k: the most magnitudes from which an exact threshold is computed
+)
 FALL = 4  # counts are assumed to fall with this power of a threshold
 MOST_MOVED = 2.0  # the largest factor by which a threshold changes in a step
-MOST_TAKEN = 8  # times k: if more elements pass, the k largest are selected in place, which needs less memory
-# If few elements reach a threshold, those that reach it divided by this are candidates; most sums are zero.
-NEAR, NEAR_SUMS = 1.2, 1.5
+# Times k: if more elements pass, the k largest are selected in place, which needs less memory
+MOST_TAKEN = 8
+# If few elements reach a threshold, those that reach it divided by this are candidates; most sums
+# are zero.
+NEAR = 1.2
+NEAR_SUMS = 1.5
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,9 @@ class OkTopkState:
 
 
 class OkTopk(Sparse):
-    """Reduces the largest elements of all ranks and selects the largest sums, with reused thresholds and regions."""
+    """Reduces the largest elements of all ranks and selects the largest sums, with reused
+    thresholds and regions.
+    """
 
     config: OkTopkSync
 
@@ -89,7 +102,8 @@ class OkTopk(Sparse):
         super().__init__(config, context)
         # If sums stay with their owners, indices count within the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
-        self._open = self.numel - self._columns if config.sharded else self.numel  # elements to select from
+        # Elements to select from
+        self._open = self.numel - self._columns if config.sharded else self.numel
 
     @property
     def k(self) -> int:
@@ -103,7 +117,10 @@ class OkTopk(Sparse):
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce selected elements at the owners of their regions, then choose among the sums."""
-        exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
+        exact = (
+            self.since_start < self.config.tau_prime
+            or self.since_start % self.config.tau_prime == 0
+        )
         state: OkTopkState = self._state
         own = self._own(total)
         selected, threshold, recomputed = self._selected(total, state, exact)
@@ -111,7 +128,8 @@ class OkTopk(Sparse):
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(selected)
         begin, sums, world = self._summed(selected, bounds, state.world, own)
-        past, sharded = begin + len(sums), self.config.sharded
+        past = begin + len(sums)
+        sharded = self.config.sharded
         chosen, counts, after = self._exact(sums) if exact else self._reused(sums, world)
         if sharded:
             reduced = torch.zeros_like(sums).index_copy_(0, chosen.indices, chosen.values)
@@ -120,9 +138,15 @@ class OkTopk(Sparse):
             chosen.indices.add_(begin)
             chosen = self._records.gather(self.peers, *self._spread(chosen, counts))
             reduced = sums.new_zeros(self.numel).index_copy_(0, chosen.indices, chosen.values)
-            selected = Selected(selected.indices, torch.where(reduced[selected.indices] != 0, selected.values, 0.0))
+            selected = Selected(
+                selected.indices, torch.where(reduced[selected.indices] != 0, selected.values, 0.0)
+            )
             received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
-            left = None if self.dtype == sums.dtype else torch.where(received != 0, sums - received, 0.0)
+            left = (
+                None
+                if self.dtype == sums.dtype
+                else torch.where(received != 0, sums - received, 0.0)
+            )
 
         def settle(again: Tensor) -> None:
             selected.subtract_from(again)
@@ -134,11 +158,15 @@ class OkTopk(Sparse):
             union=chosen.values.count_nonzero().double() / self.numel,
             recomputed=float(recomputed) + float(exact),
         )
-        record = Exchange(settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded)
+        record = Exchange(
+            settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded
+        )
         return lambda: reduced, record
 
     def _own(self, total: Tensor) -> Tensor | None:
-        """Move this rank's own row ``[C]`` out of the total if sums stay with their owners; else return None."""
+        """Move this rank's own row ``[C]`` out of the total if sums stay with their owners; else
+        return None.
+        """
         if not self.config.sharded:
             return None
         row = total.view(self.peers.size, -1)[self.peers.index]
@@ -146,13 +174,19 @@ class OkTopk(Sparse):
         row.zero_()
         return own
 
-    def _selected(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Selected, float, bool]:
-        """Select elements, rounded to the wire dtype, so that the residual loses exactly what the owners add up.
+    def _selected(
+        self, total: Tensor, state: OkTopkState, exact: bool
+    ) -> tuple[Selected, float, bool]:
+        """Select elements, rounded to the wire dtype, so that the residual loses exactly what the
+        owners add up.
 
-        Also return the next local threshold, and whether it was computed anew. One host synchronization, or two.
+        Also return the next local threshold, and whether it was computed anew. One host
+        synchronization, or two.
         """
         if not exact:
-            at, low, k = state.local, max(state.local / NEAR, TINY), self.selections
+            at = state.local
+            low = max(state.local / NEAR, TINY)
+            k = self.selections
             room = 5 * k // 4
             indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
             reached, near = self.to_host(reaching, ops.count_above(total, low))
@@ -169,28 +203,43 @@ class OkTopk(Sparse):
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
     def _balanced(self, selected: Selected) -> Tensor:
-        """Return the bounds of regions with equal shares of each rank's selected elements, averaged over the ranks."""
-        size, device = self.peers.size, self.context.device
+        """Return the bounds of regions with equal shares of each rank's selected elements, averaged
+        over the ranks.
+        """
+        size = self.peers.size
+        device = self.context.device
         shares = torch.arange(size + 1, dtype=torch.int64, device=device)
         bounds = shares * self.numel // size
-        own = selected.indices[shares[1:-1] * len(selected) // size] if len(selected) else bounds[1:-1]
+        own = (
+            selected.indices[shares[1:-1] * len(selected) // size]
+            if len(selected)
+            else bounds[1:-1]
+        )
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
-    def _summed(self, selected: Selected, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
+    def _summed(
+        self, selected: Selected, bounds: Tensor, world: Tensor, own: Tensor | None
+    ) -> tuple[int, Tensor, float]:
         """Sum the selected elements of this rank's region; one host synchronization.
 
-        Return the region's begin, the sums in FP32 (added to ``own`` in place, if given), and the global threshold.
+        Return the region's begin, the sums in FP32 (added to ``own`` in place, if given), and the
+        global threshold.
         """
-        size, mine = self.peers.size, self.peers.index
+        size = self.peers.size
+        mine = self.peers.index
         sizes = selected.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
-        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, selected.values, own)), *others)
+        numbers = self.to_host(
+            sizes, self.peers.scatter(counts_or_flag(sizes, selected.values, own)), *others
+        )
         *_, begin, end, bits = numbers
         if self.config.sharded:
             selected = Selected(selected.indices % self._columns, selected.values)
-        received = self._records.scatter(self.peers, selected, numbers[:size], numbers[size : 2 * size])
+        received = self._records.scatter(
+            self.peers, selected, numbers[:size], numbers[size : 2 * size]
+        )
         del selected
         if not self.config.sharded:
             received.indices.sub_(begin)
@@ -198,7 +247,9 @@ class OkTopk(Sparse):
         return begin, added(received, zeros), _from_bits(bits)
 
     def _exact(self, sums: Tensor) -> tuple[Selected, list[int], Tensor]:
-        """Choose the k largest sums; also return all ranks' counts and the threshold. One host synchronization."""
+        """Choose the k largest sums; also return all ranks' counts and the threshold. One host
+        synchronization.
+        """
         most = min(self.k, MOST_SHARES * -(-self.k // self.peers.size))
         magnitudes = largest(sums, most).values.abs()
         magnitudes = pad(magnitudes, (0, most - len(magnitudes)))
@@ -213,15 +264,21 @@ class OkTopk(Sparse):
         Also return all ranks' counts and the next threshold. One host synchronization.
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
-        mine, low = self.peers.index, max(threshold / near_by, TINY)
-        reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
+        mine = self.peers.index
+        low = max(threshold / near_by, TINY)
+        reach = self.to_host(
+            self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)]))
+        )
         # On the host, like all values derived from them.
         reaching, near = torch.tensor(reach, dtype=torch.int64, device="cpu").view(-1, 2).T
-        total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
+        total = sum(reach[::2])
+        most = max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
             more = max(sum(reach[1::2]) - total, 1)
-            counts = torch.minimum(reaching + (near - reaching) * (self.k - total) // more, near).tolist()
+            counts = torch.minimum(
+                reaching + (near - reaching) * (self.k - total) // more, near
+            ).tolist()
         else:
             counts = (reaching if total <= most else most * reaching // total).tolist()
         own = reach[2 * mine + few]
@@ -232,11 +289,15 @@ class OkTopk(Sparse):
         return selected, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
     def _spread(self, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
-        """Redistribute chosen sums equally if one rank has many more than the others; also return all ranks' counts."""
-        size, total = self.peers.size, sum(counts)
+        """Redistribute chosen sums equally if one rank has many more than the others; also return
+        all ranks' counts.
+        """
+        size = self.peers.size
+        total = sum(counts)
         if max(counts) * size <= CROWDED * total:
             return own, counts
-        ends = total * torch.arange(size + 1, dtype=torch.int64, device="cpu") // size  # on the host, like the counts
+        # On the host, like the counts
+        ends = total * torch.arange(size + 1, dtype=torch.int64, device="cpu") // size
         edges = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0)
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
@@ -245,21 +306,28 @@ class OkTopk(Sparse):
 
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""
-        device, size = self.context.device, self.peers.size
+        device = self.context.device
+        size = self.peers.size
         bounds = torch.arange(size + 1, dtype=torch.int64, device=device) * self.numel // size
         return OkTopkState(0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
         """Convert thresholds and regions to tensors."""
         return {
-            "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64, device="cpu"),
+            "thresholds": torch.tensor(
+                [state.local, float(state.world)], dtype=torch.float64, device="cpu"
+            ),
             "bounds": state.bounds,
         }
 
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
         """Read thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].to(self.context.device)
-        bounds = self.fresh().bounds if self.config.sharded else saved["bounds"].to(self.context.device, copy=True)
+        bounds = (
+            self.fresh().bounds
+            if self.config.sharded
+            else saved["bounds"].to(self.context.device, copy=True)
+        )
         return OkTopkState(float(local), world, bounds)
 
 
@@ -274,19 +342,28 @@ def _from_bits(bits: int) -> float:
 
 
 class OkTopkByRow(Sparse):
-    """Reduces the largest elements of each row of a run, and chooses the largest sums; Note [By row]."""
+    """Reduces the largest elements of each row of a run, and chooses the largest sums; Note [By
+    row].
+    """
 
     config: OkTopkSync
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce selected elements at the owners of their rows, who choose among the sums."""
-        size, own, width, sharded = self.peers.size, self.peers.index, run.width, self.config.sharded
-        k, records, rows = share(self.density, width), Records(self.dtype, width), total.view(size, width)
+        size = self.peers.size
+        own = self.peers.index
+        width = run.width
+        sharded = self.config.sharded
+        k = share(self.density, width)
+        records = Records(self.dtype, width)
+        rows = total.view(size, width)
         sums = rows[own].clone() if sharded else rows.new_zeros(width)
         if sharded:  # all of the own row is in its sums already
             rows[own].zero_()
         indices = largest_of_rows(rows, k)
-        places = (indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]).view(-1)
+        places = (
+            indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]
+        ).view(-1)
         selected = Selected(places, total[places]).rounded(self.dtype)
         packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
         arriving = self.peers.scatter_later(packets.view(size, k, -1))
@@ -302,12 +379,18 @@ class OkTopkByRow(Sparse):
                 chosen = torch.zeros_like(sums).index_copy_(0, best.indices, best.values)
                 left.append(sums - chosen)
                 return chosen
-            received = records.decode(self.peers.gather(records.encode(best, self.peers)).flatten(0, 1))
+            received = records.decode(
+                self.peers.gather(records.encode(best, self.peers)).flatten(0, 1)
+            )
             reduced = sums.new_zeros(size, width)
             reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
             selected.values.mul_(reduced.view(-1)[selected.indices] != 0)
             if self.dtype != sums.dtype:
-                errors.append(Selected(best.indices + own * width, best.rounded(self.dtype).values - best.values))
+                errors.append(
+                    Selected(
+                        best.indices + own * width, best.rounded(self.dtype).values - best.values
+                    )
+                )
             return reduced.view(-1)
 
         def settle(again: Tensor) -> None:

@@ -2,13 +2,13 @@
 """The package's own optimizers, AdamS and AgedAdamW.
 
 Note [What arrives]
-    Sparse sync gives the optimizer an element's sum only in some steps. An element has arrived if its sum is not zero.
-    A dense gradient that is zero (an embedding's row that no token used) therefore waits as well; AdamW would update it
-    by its momentum.
+    Sparse sync gives the optimizer an element's sum only in some steps. An element has arrived if
+    its sum is not zero. A dense gradient that is zero (an embedding's row that no token used)
+    therefore waits as well; AdamW would update it by its momentum.
 
 Note [Ages]
-    The number of steps that an element has waited is one byte of state, so a wait counts as at most 256 steps. A
-    skipped step does not call the optimizer, so ages do not change.
+    The number of steps that an element has waited is one byte of state, so a wait counts as at most
+    256 steps. A skipped step does not call the optimizer, so ages do not change.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ OLDEST = 255  # the most steps that a byte can store
 
 
 class AdamLike(Optimizer):
-    """An optimizer in the style of ``torch.optim``, with Adam's settings and decoupled weight decay.
+    """An optimizer in the style of ``torch.optim``, with Adam's settings and decoupled weight
+    decay.
 
     Args:
         params: parameters or parameter groups, as for any torch optimizer; contiguous.
         lr: learning rate, not negative.
-        betas: decay rates of the momentum and of its normalizer, each at least 0 and below 1; None takes
-            :attr:`BETAS`.
+        betas: decay rates of the momentum and of its normalizer, each at least 0 and below 1; None
+            takes :attr:`BETAS`.
         eps: added to the square root, not negative.
         weight_decay: decoupled, not negative; None takes :attr:`WEIGHT_DECAY`.
 
@@ -62,8 +63,12 @@ class AdamLike(Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name}: {setting} is {value}; it must not be negative")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{name}: betas are {betas}; give two numbers, each at least 0 and below 1")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+            raise ValueError(
+                f"{name}: betas are {betas}; give two numbers, each at least 0 and below 1"
+            )
+        super().__init__(
+            params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,7 +89,9 @@ class AdamLike(Optimizer):
             for p in params:
                 if p.grad.is_sparse:
                     name = type(self).__name__
-                    raise ValueError(f"{name}: a sparse gradient tensor; convert it with .to_dense() first")
+                    raise ValueError(
+                        f"{name}: a sparse gradient tensor; convert it with .to_dense() first"
+                    )
                 self._prepare(p)
                 self.state[p]["step"] += 1
             self._update(params, group)
@@ -96,11 +103,14 @@ class AdamLike(Optimizer):
 
     @abstractmethod
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters of a group that have gradients; their ``step`` is incremented already."""
+        """Update the parameters of a group that have gradients; their ``step`` is incremented
+        already.
+        """
 
 
 class AdamS(AdamLike):
-    """AdamS: the momentum itself as the normalizer (Zhang et al., "AdamS", 2025; SCAPE, arXiv 2607.01678, uses it).
+    """AdamS: the momentum itself as the normalizer (Zhang et al., "AdamS", 2025; SCAPE, arXiv
+    2607.01678, uses it).
 
     At step ``t``, counted from 1, with gradient ``g``, momentum ``m`` and weights ``w``:
 
@@ -108,13 +118,16 @@ class AdamS(AdamLike):
     2. ``m = b1 * m + (1 - b1) * g``;
     3. ``w -= lr * ((m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps) + weight_decay * w)``.
 
-    An element whose ``m`` and ``g`` are both zero only decays. The state is 4 bytes per element, half of Adam's.
+    An element whose ``m`` and ``g`` are both zero only decays. The state is 4 bytes per element,
+    half of Adam's.
 
     Usable alone, or by ``"optimizer": {"type": "AdamS"}``.
 
     Args:
-        foreach: update all parameters of a group by calls over lists; None does so on an accelerator only.
-        settings: ``eps`` and ``weight_decay`` of :class:`AdamLike`, which defines the other arguments too.
+        foreach: update all parameters of a group by calls over lists; None does so on an
+            accelerator only.
+        settings: ``eps`` and ``weight_decay`` of :class:`AdamLike`, which defines the other
+            arguments too.
 
     Raises:
         ValueError: for a setting out of range.
@@ -147,14 +160,18 @@ class AdamS(AdamLike):
             self._update_together(batch, group)
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Group parameters that one call over lists may update: of one device, dtype and step count."""
+        """Group parameters that one call over lists may update: of one device, dtype and step
+        count.
+        """
         batches: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in params:
             batches.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
         return list(batches.values())
 
     def _update_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        (b1, b2), rate, count = group["betas"], float(group["lr"]), int(self.state[params[0]]["step"])
+        b1, b2 = group["betas"]
+        rate = float(group["lr"])
+        count = int(self.state[params[0]]["step"])
         grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
         moments = [self.state[p]["exp_avg"] for p in params]
         norms = torch._foreach_mul(moments, moments)
@@ -172,24 +189,28 @@ class AdamS(AdamLike):
 class AgedAdamW(AdamLike):
     """AdamW for sums of several steps' gradients: it weights each sum by its number of steps.
 
-    With error feedback an element that is not selected waits in a residual, and arrives as the sum of its gradients
-    since it was last sent. AdamW treats that sum as one gradient: its second moment then grows with the square of the
-    wait, while its momentum has decayed. Here an element whose sum ``g`` arrives after ``a`` steps (1 if it arrived in
-    the last step too) moves as far as ``a`` steps of the mean gradient ``g / a`` would have moved it:
+    With error feedback an element that is not selected waits in a residual, and arrives as the sum
+    of its gradients since it was last sent. AdamW treats that sum as one gradient: its second
+    moment then grows with the square of the wait, while its momentum has decayed. Here an element
+    whose sum ``g`` arrives after ``a`` steps (1 if it arrived in the last step too) moves as far as
+    ``a`` steps of the mean gradient ``g / a`` would have moved it:
 
     1. ``m = b1 ** a * m + (1 - b1 ** a) * g / a``;
-    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy gradients is ``a``
-       times as large;
+    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy
+       gradients is ``a`` times as large;
     3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
 
-    Moments of elements that do not arrive are unchanged. All weights decay by ``1 - lr * weight_decay``, as in AdamW.
-    If every element arrives in every step, the result equals ``torch.optim.AdamW`` but for the last bit of a square
-    root. Noisy gradients that arrive in sums move a weight as far as single ones under AdamW; a constant gradient moves
-    it more slowly, by the root of ``a``.
+    Moments of elements that do not arrive are unchanged. All weights decay by
+    ``1 - lr * weight_decay``, as in AdamW. If every element arrives in every step, the result
+    equals ``torch.optim.AdamW`` but for the last bit of a square root. Noisy gradients that arrive
+    in sums move a weight as far as single ones under AdamW; a constant gradient moves it more
+    slowly, by the root of ``a``.
 
-    Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``. One kernel updates an FP32 parameter.
+    Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``. One kernel updates an FP32
+    parameter.
 
-    The state is that of AdamW plus one byte per element; the arguments are those of :class:`AdamLike`.
+    The state is that of AdamW plus one byte per element; the arguments are those of
+    :class:`AdamLike`.
     """
 
     BETAS = (0.9, 0.999)
@@ -197,18 +218,24 @@ class AgedAdamW(AdamLike):
 
     @cached_property
     def _tables(self) -> dict[tuple[Any, ...], Tensor]:
-        """The tables of :meth:`_table` by device, dtype and betas; they are not saved with the optimizer."""
+        """The tables of :meth:`_table` by device, dtype and betas; they are not saved with the
+        optimizer.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, and convert ages back to uint8: torch casts all state to the parameters' dtype."""
+        """Load a state dict, and convert ages back to uint8: torch casts all state to the
+        parameters' dtype.
+        """
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "age" in state:
                 state["age"] = state["age"].to(torch.uint8)
 
     def _prepare(self, p: Tensor) -> None:
-        """Create missing state as zeros: all of it, or only the ages if AdamW's state was loaded."""
+        """Create missing state as zeros: all of it, or only the ages if AdamW's state was
+        loaded.
+        """
         state = self.state[p]
         state.setdefault("step", 0)
         for key, dtype in (("exp_avg", p.dtype), ("exp_avg_sq", p.dtype), ("age", torch.uint8)):
@@ -216,20 +243,30 @@ class AgedAdamW(AdamLike):
                 state[key] = torch.zeros_like(p, dtype=dtype)
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        (b1, b2), rate = group["betas"], float(group["lr"])
+        b1, b2 = group["betas"]
+        rate = float(group["lr"])
         for p in params:
-            state, table = self.state[p], self._table(p, group["betas"])
+            state = self.state[p]
+            table = self._table(p, group["betas"])
             count = int(state["step"])
             corrections = (1 - b2**count) ** 0.5, 1 - b1**count
-            settings = [1 - rate * group["weight_decay"], corrections[0], group["eps"], -rate / corrections[1]]
+            settings = [
+                1 - rate * group["weight_decay"],
+                corrections[0],
+                group["eps"],
+                -rate / corrections[1],
+            ]
             parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
-            ops.aged_adamw([part.detach().view(-1) for part in parts if part is not None], table, settings)
+            ops.aged_adamw(
+                [part.detach().view(-1) for part in parts if part is not None], table, settings
+            )
 
     def _table(self, p: Tensor, betas: tuple[float, float]) -> Tensor:
         """Return the table of ``ops.aged_adamw``."""
         key = (p.device, p.dtype, *betas)
         if key not in self._tables:
-            (b1, b2), steps = betas, range(1, OLDEST + 2)
+            b1, b2 = betas
+            steps = range(1, OLDEST + 2)
             rows = (
                 (0.0, *(1 / a for a in steps)),
                 (0.0, *(1 - b1**a for a in steps)),

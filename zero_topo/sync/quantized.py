@@ -1,23 +1,28 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: sends gradients between gradient domains as INT8, INT4 or NF4, with error feedback.
+"""Quantized sync: sends gradients between gradient domains as INT8, INT4 or NF4, with error
+feedback.
 
 Note [Error feedback]
-    Let ``g`` be this rank's gradient shard and ``e`` the residual of earlier steps. The rank sends ``q = Q(g + e)`` to
-    the owners of its rows and keeps ``e' = (g + e) - q``. The sum of all values it ever sent is therefore the sum of
-    all gradients minus the current ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). It adds its own row
-    without quantization, so that row has no ``e``.
+    Let ``g`` be this rank's gradient shard and ``e`` the residual of earlier steps. The rank sends
+    ``q = Q(g + e)`` to the owners of its rows and keeps ``e' = (g + e) - q``. The sum of all values
+    it ever sent is therefore the sum of all gradients minus the current ``e`` (1-bit SGD, Seide et
+    al. 2014; EF-SGD, arXiv 1901.09847). It adds its own row without quantization, so that row has
+    no ``e``.
 
 Note [The residual lies in the gradient shard]
-    ``e`` needs no separate buffer: ``q`` is subtracted from ``g + e`` in place, and the next step's gradients are added
-    to the result instead of to zero. ``e`` then has the rounding of the gradient shard, once when ``q`` is subtracted
-    and once with each gradient added. In BF16 a gradient below 2^-9 of its element's residual adds nothing, so an
-    element that stays below 1e-4 of its block's largest may never be sent (FP32 loses half as many of them);
+    ``e`` needs no separate buffer: ``q`` is subtracted from ``g + e`` in place, and the next step's
+        gradients are added
+    to the result instead of to zero. ``e`` then has the rounding of the gradient shard, once when
+    ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of its
+    element's residual adds nothing, so an element that stays below 1e-4 of its block's largest may
+    never be sent (FP32 loses half as many of them);
     ``"accumulation_dtype": "fp32"`` avoids that for 2 more bytes per element.
 
-    A skipped step, or a ``zero_grad`` that drops gradients, also drops the residual, which is part of them. In BF16 and
-    FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps in normal
-    operation, and changes the scale. There ``e`` is copied, unscaled, to an FP32 residual once a step is known not to
-    be skipped, and added again when the run is started.
+    A skipped step, or a ``zero_grad`` that drops gradients, also drops the residual, which is part
+    of them. In BF16 and FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16
+    a loss scaler skips steps in normal operation, and changes the scale. There ``e`` is copied,
+    unscaled, to an FP32 residual once a step is known not to be skipped, and added again when the
+    run is started.
 """
 
 from __future__ import annotations
@@ -41,16 +46,17 @@ logger = logging.getLogger(__name__)
 class Quantized(Crossing):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
-    1. if a gradient domain is smaller than a node: dense reduction inside the node, over ``(G, L)``;
-    2. quantize rows with their residual, and send them by one all-to-all over ``(max(G, L), N)``; the quantization
-       error stays in the rows. See Note [Error feedback];
+    1. if a gradient domain is smaller than a node: dense reduction inside the node, over
+       ``(G, L)``;
+    2. quantize rows with their residual, and send them by one all-to-all over ``(max(G, L), N)``;
+       the quantization error stays in the rows. See Note [Error feedback];
     3. the owner adds the packed buffers, in tree order, to its own row in FP32;
     4. if optimizer shards are replicated: gather the sums back to them, unquantized.
 
     Attributes:
         wire: format of the packed buffers.
-        residual: unscaled residual, FP32 ``[P - 1, F]``, one row per other peer, if a loss scaler may skip steps; else
-            None.
+        residual: unscaled residual, FP32 ``[P - 1, F]``, one row per other peer, if a loss scaler
+            may skip steps; else None.
         residual_in_shard: whether the residual lies in the gradient shard instead.
     """
 
@@ -64,16 +70,23 @@ class Quantized(Crossing):
         if self._feedback and context.loss_scaled:
             shape = (self.peers.size - 1, context.columns)
             self.residual = torch.zeros(shape, dtype=torch.float32, device=context.device)
-        # By run, the residual while delivered gradients are in its place in the shard: `start` stores it on sync's
-        # queue, `reopen` or `commit` writes it back.
+        # By run, the residual while delivered gradients are in its place in the shard: `start`
+        # stores it on sync's queue, `reopen` or `commit` writes it back.
         self._saved_residuals: dict[tuple[Range, ...], Tensor] = {}
-        # Runs of this step whose residual is in the gradients already: a run may start twice in a step.
+        # Runs of this step whose residual is in the gradients already: a run may start twice in a
+        # step.
         self._residual_added: set[tuple[Range, ...]] = set()
-        self._scale = 1.0  # the loss scale of this step's gradients; the residual is stored unscaled
-        self._warned = False  # whether the warning about a dropped residual was logged (once per run)
+        self._scale = (
+            1.0  # the loss scale of this step's gradients; the residual is stored unscaled
+        )
+        self._warned = (
+            False  # whether the warning about a dropped residual was logged (once per run)
+        )
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin to sum inside the node, or to send a run's packed buffers; later stages do the rest."""
+        """Begin to sum inside the node, or to send a run's packed buffers; later stages do the
+        rest.
+        """
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         run = tuple(ranges)
@@ -83,14 +96,19 @@ class Quantized(Crossing):
         return self._send(shard, run, self.table(shard, run) if self._down.size > 1 else shard)
 
     def _send(self, shard: Tensor, run: tuple[Range, ...], rows: Tensor) -> Handle[None]:
-        """Begin to send a run's rows, which are those of the shard or a copy; received ones are added in a stage."""
-        own, copied = self.peers.index, rows is not shard
+        """Begin to send a run's rows, which are those of the shard or a copy; received ones are
+        added in a stage.
+        """
+        own = self.peers.index
+        copied = rows is not shard
         places = packed_ranges(run) if copied else run
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
         nbytes = self.wire.nbytes(total_numel(views))
-        messages = self.peers.allocate(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
+        messages = self.peers.allocate(
+            self.peers.size, nbytes, dtype=torch.uint8, device=rows.device
+        )
         quantize(views, self.wire, messages, own)
         across = self.peers.scatter_later(messages)
         if self._feedback:
@@ -109,7 +127,9 @@ class Quantized(Crossing):
         return across.then(finish)
 
     def _halves(self) -> tuple[tuple[slice, slice], ...]:
-        """Return slices of the group ranks before and after this one, each with their rows of the residual."""
+        """Return slices of the group ranks before and after this one, each with their rows of the
+        residual.
+        """
         own = self.peers.index
         return (slice(own), slice(own)), (slice(own + 1, None), slice(own, None))
 
@@ -124,7 +144,9 @@ class Quantized(Crossing):
                 rows[others, begin:end].add_(self.residual[kept, begin:end], alpha=scale)
 
     def _restore_residual(self, shard: Tensor, ranges: tuple[Range, ...]) -> None:
-        """Write the residual of a run back to its rows of the gradient shard; only the own row is unchanged."""
+        """Write the residual of a run back to its rows of the gradient shard; only the own row is
+        unchanged.
+        """
         left = self._saved_residuals.pop(ranges, None)
         if left is None:
             return
@@ -133,14 +155,18 @@ class Quantized(Crossing):
             self.deliver(shard, ranges, left, others)
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
-        """Keep the delivered sum in the own row, and write the residual, if any, to the other rows."""
+        """Keep the delivered sum in the own row, and write the residual, if any, to the other
+        rows.
+        """
         if self._feedback:
             self._restore_residual(shard, tuple(ranges))
         else:
             super().reopen(shard, ranges)
 
     def commit(self, skipped: bool) -> None:
-        """Keep the residual for the next step; after a skipped step only a separate residual buffer survives."""
+        """Keep the residual for the next step; after a skipped step only a separate residual buffer
+        survives.
+        """
         shard = self.context.shard
         for ranges in () if skipped else tuple(self._saved_residuals):
             self._restore_residual(shard, ranges)
@@ -157,7 +183,8 @@ class Quantized(Crossing):
         if self.residual_in_shard and not self._warned and self.context.mesh.rank == 0:
             self._warned = True
             logger.warning(
-                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and with them the "
+                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), "
+                "and with them the "
                 "residual of quantized sync, which is stored in the same buffer"
             )
 
@@ -166,11 +193,13 @@ class Quantized(Crossing):
         if self.residual is None:
             return None
         return (
-            f"FP16 may skip steps, so the residual of quantized sync has an FP32 buffer of {self.residual.nbytes} "
-            "bytes per rank; with BF16 it is stored in the gradient shard and takes no memory of its own"
+            "FP16 may skip steps, so the residual of quantized sync has an FP32 buffer of "
+            f"{self.residual.nbytes} "
+            "bytes per rank; with BF16 it is stored in the gradient shard and takes no memory of "
+            "its own"
         )
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
         """Return the bytes of the separate residual buffer."""
@@ -181,7 +210,9 @@ class Quantized(Crossing):
         return [] if self.residual is None else [self.residual]
 
     def residual_rows(self) -> Tensor | None:
-        """Return the gradient shard's rows, own row included, if they store the residual; else the residual buffer."""
+        """Return the gradient shard's rows, own row included, if they store the residual; else the
+        residual buffer.
+        """
         return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
 
     def store_residual(self, rows: Tensor) -> None:
@@ -191,11 +222,19 @@ class Quantized(Crossing):
         stored.copy_(rows)
 
     def residual_owners(self) -> ResidualOwners | None:
-        """Return the owners: all peers if the residual is in the gradient shard, else all but this rank."""
+        """Return the owners: all peers if the residual is in the gradient shard, else all but this
+        rank.
+        """
         if not self._feedback:
             return None
-        owners = [rank for rank in self.members() if self.residual_in_shard or rank != self.context.mesh.rank]
-        return ResidualOwners(owners, {p.name: (p.numel, *p.shard_range) for p in self.context.parameters})
+        owners = [
+            rank
+            for rank in self.members()
+            if self.residual_in_shard or rank != self.context.mesh.rank
+        ]
+        return ResidualOwners(
+            owners, {p.name: (p.numel, *p.shard_range) for p in self.context.parameters}
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual; call it only between steps."""

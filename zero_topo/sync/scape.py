@@ -1,30 +1,36 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""SCAPE: sparse momentum by masks that are chosen a step ahead (Zheng et al., "SCAPE", arXiv 2607.01678).
+"""SCAPE: sparse momentum by masks that are chosen a step ahead (Zheng et al., "SCAPE", arXiv
+2607.01678).
 
-With ``m`` the momentum that AdamS keeps, ``b`` its decay rate, ``g`` this peer's part of the mean gradient, ``e`` its
-residual and ``P`` peers, at each step:
+With ``m`` the momentum that AdamS keeps, ``b`` its decay rate, ``g`` this peer's part of the mean
+gradient, ``e`` its residual and ``P`` peers, at each step:
 
-1. ``a = g + e``. The peers sum ``a`` on the mask selected at the last step; the first mask contains all elements.
-2. AdamS gets that sum as its gradient on the mask, and zero off it. The norm by which DeepSpeed clips gradients is
-   therefore the masked one, and AdamS updates the momentum with clipped gradients.
-3. Off the mask ``e' = a``, on it zero. Before AdamS steps, the owner of a row moves ``b / (1 - b) * m`` off the mask
-   from AdamS to ``r``: AdamS moves nothing there, and weights only decay. When the element is in a mask again, the
-   owner adds ``r`` to its sum.
-4. The owner selects the ``k = d * C`` elements of its row with the largest ``|a + (r + b / (1 - b) * m) / P|``, or as
-   large a share of each parameter. The bits are sent while the next forward and backward passes compute, and are the
-   next mask.
+1. ``a = g + e``. The peers sum ``a`` on the mask selected at the last step; the first mask contains
+   all elements.
+2. AdamS gets that sum as its gradient on the mask, and zero off it. The norm by which DeepSpeed
+   clips gradients is therefore the masked one, and AdamS updates the momentum with clipped
+   gradients.
+3. Off the mask ``e' = a``, on it zero. Before AdamS steps, the owner of a row moves
+   ``b / (1 - b) * m`` off the mask from AdamS to ``r``: AdamS moves nothing there, and weights only
+   decay. When the element is in a mask again, the owner adds ``r`` to its sum.
+4. The owner selects the ``k = d * C`` elements of its row with the largest
+   ``|a + (r + b / (1 - b) * m) / P|``, or as large a share of each parameter. The bits are sent
+   while the next forward and backward passes compute, and are the next mask.
 
 Note [Units of the gradient]
-    The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends ``mt = b m + (1 - b) g + e``. But
-    ``m`` is equal on all peers, so it need not be sent: on the mask the sum of ``mt`` minus ``b m``, over ``1 - b``, is
-    the sum of ``a``. There is no cancellation, and at density 1 AdamS gets the bits of the dense gradient.
+    The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends
+    ``mt = b m + (1 - b) g + e``. But
+    ``m`` is equal on all peers, so it need not be sent: on the mask the sum of ``mt`` minus
+        ``b m``, over ``1 - b``, is
+    the sum of ``a``. There is no cancellation, and at density 1 AdamS gets the bits of the dense
+    gradient.
 
 Note [Where the momentum lives]
-    In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but then every peer needs
-    ``m``. Here the owner of a row keeps all of it, so the optimizer may be sharded over the world (the paper's
-    algorithm 2). In place of the selected weights in 16 bits, the post-step all-gather sends the changes of all INT8
-    weights, 0.6 bits each at a learning rate of 1e-4. That is lossless, so ranks need no FP32 replica of the weights to
-    apply decay.
+    In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but
+    then every peer needs ``m``. Here the owner of a row keeps all of it, so the optimizer may be
+    sharded over the world (the paper's algorithm 2). In place of the selected weights in 16 bits,
+    the post-step all-gather sends the changes of all INT8 weights, 0.6 bits each at a learning rate
+    of 1e-4. That is lossless, so ranks need no FP32 replica of the weights to apply decay.
 """
 
 from __future__ import annotations
@@ -50,12 +56,14 @@ class ScapeState:
     """The state of SCAPE.
 
     Attributes:
-        bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
+        bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with
+            this gradient shard.
         kept: by run, the masked elements in each row.
-        momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update` adds to it.
-        sent: the own row of `bits` and the handle of its gather, which began on the computation's stream. The queue's
-            stream waits for the gather, and the computation's for the queue in the next sync. Freed before, their
-            memory would be taken again while it is sent.
+        momentum: ``r``, the own row's momentum that waits for a mask, FP32 ``[C]``; `before_update`
+            adds to it.
+        sent: the own row of `bits` and the handle of its gather, which began on the computation's
+            stream. The queue's stream waits for the gather, and the computation's for the queue in
+            the next sync. Freed before, their memory would be taken again while it is sent.
     """
 
     bits: Handle[Tensor]
@@ -71,27 +79,31 @@ class Scape(Masked):
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         groups = context.across(context.plan.gradients).groups
-        # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
+        # The group inside the node, if gradient domains are smaller: the shard's mask has the rows
+        # of all its ranks.
         self._inside = groups[0] if len(groups) > 1 else None
         # Rows of an optimizer shard are every such row of the gradient shard.
         self._stride = context.plan.optimizer // context.plan.gradients
         super().__init__(config, context)
-        # By run, this rank's own row of the next mask, bool ``[m]``, and its elements; until `decided` sends it, or the
-        # next step replaces it.
+        # By run, this rank's own row of the next mask, bool ``[m]``, and its elements; until
+        # `decided` sends it, or the next step replaces it.
         self._chosen: dict[int, tuple[Tensor, int]] = {}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for any optimizer but AdamS."""
         if not isinstance(optimizer, AdamS):
             raise ValueError(
-                f'sync.mode = "scape" with optimizer {type(optimizer).__name__}: it rebuilds the momentum of AdamS; '
+                f'sync.mode = "scape" with optimizer {type(optimizer).__name__}: it rebuilds the '
+                "momentum of AdamS; "
                 'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
             )
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Select the own row of the next mask, and begin to reduce the elements of this one."""
-        own, state = self.peers.index, self._state
-        row, momentum = total.view(self.peers.size, -1)[own], self._momentum(run)
+        own = self.peers.index
+        state = self._state
+        row = total.view(self.peers.size, -1)[own]
+        momentum = self._momentum(run)
         score = row.add(momentum, alpha=1 / self.peers.size)
         for moment in self.context.moments():
             mean = moment.mean[self.context.own_row // self._stride]
@@ -121,12 +133,16 @@ class Scape(Masked):
         return unpacked(self._state.bits.wait()[own : own + 1], begin, end)[0]
 
     def _momentum(self, run: Run) -> Tensor:
-        """Return the part of ``r`` of a run; zeros if this step has sent it before the run was reopened."""
+        """Return the part of ``r`` of a run; zeros if this step has sent it before the run was
+        reopened.
+        """
         momentum = self._state.momentum[run.low : run.low + run.width]
         return torch.zeros_like(momentum) if run.number in self._reopened else momentum
 
     def _choose(self, score: Tensor, run: Run) -> tuple[Tensor, int]:
-        """Select a run's part of the own row of the next mask, bool ``[m]``; also return its number of elements."""
+        """Select a run's part of the own row of the next mask, bool ``[m]``; also return its number
+        of elements.
+        """
         density = self.config.density_at(self.steps + 1)
         if self.config.select == "parameter":
             parts, count = self.shares(density, 1, run)
@@ -139,12 +155,15 @@ class Scape(Masked):
         return moment.beta / (1 - moment.beta)
 
     def _within(self, begin: int, width: int, run: Run) -> list[tuple[slice, slice]]:
-        """Return the columns of a run's parameters that take part, relative to ``begin`` and in the run.
+        """Return the columns of a run's parameters that take part, relative to ``begin`` and in the
+        run.
 
         Neighbouring parameters are merged.
         """
         before = sum(past - first for first, past in run.ranges if first < begin)
-        columns = merged(shard_range for shard_range in run.ranges if begin <= shard_range[0] < begin + width)
+        columns = merged(
+            shard_range for shard_range in run.ranges if begin <= shard_range[0] < begin + width
+        )
         return [
             (slice(first - begin, past - begin), slice(before + low, before + high))
             for (first, past), (low, high) in zip(columns, packed_ranges(columns), strict=True)
@@ -157,18 +176,24 @@ class Scape(Masked):
             within = self._within(begin, width, run)
             if not within:
                 continue
-            mask = unpacked(self._state.bits.wait()[first :: self._stride], run.low, run.low + run.width)
+            mask = unpacked(
+                self._state.bits.wait()[first :: self._stride], run.low, run.low + run.width
+            )
             for moment in self.context.moments():
                 for columns, places in within if moment.begin == begin else ():
-                    mean, on_mask = moment.mean[:, columns], mask[:, places].to(moment.mean.device)
+                    mean = moment.mean[:, columns]
+                    on_mask = mask[:, places].to(moment.mean.device)
                     if self.residual.numel():
                         off_mask = mean[own].masked_fill(on_mask[own], 0) * self._factor(moment)
-                        self._state.momentum[run.low + places.start : run.low + places.stop] += off_mask.to(mask.device)
+                        self._state.momentum[run.low + places.start : run.low + places.stop] += (
+                            off_mask.to(mask.device)
+                        )
                     mean.masked_fill_(on_mask.logical_not(), 0)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange the elements of the mask that the last step selected."""
-        self.drain()  # collective inside a node: all ranks call it here, before they send anything else
+        # Collective inside a node: all ranks call it here, before they send anything else
+        self.drain()
         return super().start(shard, ranges, scale)
 
     def drain(self) -> None:
@@ -179,21 +204,26 @@ class Scape(Masked):
         """Begin to gather the next mask, and clear the momentum that was sent."""
         if self.since_start < 0:
             return super().decided(exchanges)
-        parts, self._chosen = self._chosen, {}
+        parts = self._chosen
+        self._chosen = {}
         momentum = self._state.momentum.masked_fill_(self._own_row(0, self._columns), 0)
-        chosen = ops.pack(torch.cat([parts[run.number][0] for run in self.runs.values() if run.width]))
+        chosen = ops.pack(
+            torch.cat([parts[run.number][0] for run in self.runs.values() if run.width])
+        )
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (), lambda: self._whole(across.wait()))
         kept = tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values())
         return ScapeState(bits, kept, momentum, sent=(chosen, across))
 
     def _whole(self, bits: Tensor) -> Tensor:
-        """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
+        """Gather the rows of all tables inside the node to the rows of the gradient shard;
+        collective there.
+        """
         if self._inside is None:
             return bits
         return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def residual_table(self) -> Tensor:
         """Return the residual with the momentum that waits at its owner, FP32 ``[P, F]``."""
@@ -209,10 +239,14 @@ class Scape(Masked):
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
         momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
-        return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum)
+        return ScapeState(
+            Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum
+        )
 
     def state_bytes(self) -> int:
-        """Return the bytes of residual and momentum, the current mask and the next one, and their own rows as sent."""
+        """Return the bytes of residual and momentum, the current mask and the next one, and their
+        own rows as sent.
+        """
         rows = len(self.context.plan.rows(0, self.context.plan.gradients))
         masks = 2 * (rows + 1) * -(-self._columns // 8)
         return super().state_bytes() + self._state.momentum.nbytes + masks if self.active else 0
@@ -225,7 +259,11 @@ class Scape(Masked):
         """Read mask and momentum from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         kept = masked_of_rows(bits, ((run.low, run.low + run.width) for run in self.runs.values()))
-        return ScapeState(Handle(None, (), lambda: bits), kept, saved["momentum"].to(self.context.device, copy=True))
+        return ScapeState(
+            Handle(None, (), lambda: bits),
+            kept,
+            saved["momentum"].to(self.context.device, copy=True),
+        )
 
 
 build_mode.register(ScapeSync, Scape)

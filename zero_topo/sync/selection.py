@@ -1,17 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Selected elements of a vector: their selection, their encoding in packed buffers, and their summation.
+"""Selected elements of a vector: their selection, their encoding in packed buffers, and their
+summation.
 
 Note [In order]
-    Floating-point sums depend on their order, so the elements of several peers are added peer by peer. On a CPU
-    ``index_add_`` processes its arguments in order. On a GPU it would use atomic additions in any order; there a stable
-    sort brings equal positions together, and ``segment_reduce`` of two-dimensional rows adds each run in order, in one
-    thread. Both results are bit-identical to a loop over the peers.
+    Floating-point sums depend on their order, so the elements of several peers are added peer by
+    peer. On a CPU ``index_add_`` processes its arguments in order. On a GPU it would use atomic
+    additions in any order; there a stable sort brings equal positions together, and
+    ``segment_reduce`` of two-dimensional rows adds each run in order, in one thread. Both results
+    are bit-identical to a loop over the peers.
 
 Note [Selection]
-    On CPUs torch's selection takes five times as long as our ``row_largest``, which also needs no sort. On GPUs torch
-    selects and sorts at most 2**31 - 1 elements, so a longer vector is processed in parts. On ROCm it sorts a long
-    vector, with 28 bytes of scratch per element. There, a sample gives a threshold that somewhat more than ``k``
-    elements reach, and the ``k`` largest are selected from these. This costs two host synchronizations.
+    On CPUs torch's selection takes five times as long as our ``row_largest``, which also needs no
+    sort. On GPUs torch selects and sorts at most 2**31 - 1 elements, so a longer vector is
+    processed in parts. On ROCm it sorts a long vector, with 28 bytes of scratch per element. There,
+    a sample gives a threshold that somewhat more than ``k`` elements reach, and the ``k`` largest
+    are selected from these. This costs two host synchronizations.
 """
 
 from __future__ import annotations
@@ -66,13 +69,16 @@ class Selected:
         return Selected(self.indices, self.values.to(dtype).float())
 
     def counts(self, bounds: Tensor) -> Tensor:
-        """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64 ``[P]``."""
+        """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64
+        ``[P]``.
+        """
         return torch.searchsorted(self.indices, bounds).diff()
 
 
 @dataclass(frozen=True)
 class Records:
-    """The wire format of selected elements: records of an index and a value, so that a buffer can be cut anywhere.
+    """The wire format of selected elements: records of an index and a value, so that a buffer can
+    be cut anywhere.
 
     Attributes:
         dtype: dtype of the values.
@@ -88,12 +94,16 @@ class Records:
         return index_bytes(self.numel) + self.dtype.itemsize
 
     def encode(self, selected: Selected, peers: Group) -> Tensor:
-        """Encode as int32 ``[selections, nbytes / 4]``, or int16 if values have 2 bytes, in memory of the peers' group.
+        """Encode as int32 ``[selections, nbytes / 4]``, or int16 if values have 2 bytes, in memory
+        of the peers' group.
 
         4-byte indices are unsigned.
         """
-        (head, tail), word = self._words, self._word
-        message = peers.allocate(len(selected), head + tail, dtype=word, device=selected.values.device)
+        head, tail = self._words
+        word = self._word
+        message = peers.allocate(
+            len(selected), head + tail, dtype=word, device=selected.values.device
+        )
         message[:, :head] = selected.indices.to(self._index).view(word).view(-1, head)
         message[:, head:] = selected.values.to(self.dtype).view(word).view(-1, tail)
         return message
@@ -106,12 +116,18 @@ class Records:
             places.bitwise_and_(0xFFFFFFFF)
         return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
-    def scatter(self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]) -> Selected:
-        """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the order of the peers."""
+    def scatter(
+        self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Selected:
+        """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
+        order of the peers.
+        """
         return self.decode(peers.scatter_known(self.encode(selected, peers), sizes, expected))
 
     def gather(self, peers: Group, selected: Selected, counts: Sequence[int]) -> Selected:
-        """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on all."""
+        """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on
+        all.
+        """
         return self.decode(peers.gather_known(self.encode(selected, peers), counts))
 
     @property
@@ -120,17 +136,22 @@ class Records:
 
     @property
     def _word(self) -> torch.dtype:
-        """The widest integer dtype that divides both parts of a record: wide words are copied much faster."""
+        """The widest integer dtype that divides both parts of a record: wide words are copied much
+        faster.
+        """
         return WORDS[min(4, self.dtype.itemsize)]
 
     @property
     def _words(self) -> tuple[int, int]:
         """Words of an index, and of a value."""
-        return index_bytes(self.numel) // self._word.itemsize, self.dtype.itemsize // self._word.itemsize
+        return index_bytes(
+            self.numel
+        ) // self._word.itemsize, self.dtype.itemsize // self._word.itemsize
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
-    """Return the ``k``-th largest magnitude, at least ``TINY``, FP64 ``[]``; ``TINY`` if there are fewer elements.
+    """Return the ``k``-th largest magnitude, at least ``TINY``, FP64 ``[]``; ``TINY`` if there are
+    fewer elements.
 
     It is infinity if NaN is among the largest; NaN reaches that threshold.
     """
@@ -141,14 +162,18 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> Selected:
-    """Select the ``k`` elements of largest magnitude, some of which may be zero; see Note [Selection]."""
+    """Select the ``k`` elements of largest magnitude, some of which may be zero; see Note
+    [Selection].
+    """
     k = min(k, x.numel())
     indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
     return Selected(indices, x[indices])
 
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
-    """Return the columns of the ``k`` largest magnitudes of each row of ``x``, ascending, int64 ``[rows, k]``."""
+    """Return the columns of the ``k`` largest magnitudes of each row of ``x``, ascending, int64
+    ``[rows, k]``.
+    """
     if _on_cpu(x):
         return ops.row_largest(x, k)
     return torch.topk(x.abs(), k, sorted=False).indices.sort(dim=1).values
@@ -165,10 +190,14 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
     Returns:
         Bool ``[n]``.
     """
-    part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(widths, output_size=len(x))
+    part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(
+        widths, output_size=len(x)
+    )
     order = x.abs().argsort(descending=True, stable=True)
     order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
-    place = torch.arange(len(x), dtype=torch.int64, device=x.device) - (widths.cumsum(0) - widths)[part]
+    place = (
+        torch.arange(len(x), dtype=torch.int64, device=x.device) - (widths.cumsum(0) - widths)[part]
+    )
     return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
 
 
@@ -180,7 +209,9 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if x.numel() <= LONGEST:
         values, indices = torch.topk(x.abs(), k, sorted=False)
         return values, indices
-    parts = [torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)]
+    parts = [
+        torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)
+    ]
     values = torch.cat([part.values for part in parts])
     indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])
     best = torch.topk(values, k, sorted=False)
@@ -188,12 +219,17 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _likely(x: Tensor, k: int) -> Tensor | None:
-    """Return ascending indices that include those of the ``k`` largest magnitudes; None if all may be; ROCm only."""
+    """Return ascending indices that include those of the ``k`` largest magnitudes; None if all may
+    be; ROCm only.
+    """
     stride = x.numel() // SAMPLE
     if torch.version.hip is None or stride < 16 or k > x.numel() // 8:
         return None
-    rank, within = _surely(k / stride), torch.arange(SAMPLE, dtype=torch.int64, device=x.device)
-    sample = x[within * stride + within * 2654435761 % stride].abs()  # scattered, so that no period is missed
+    rank = _surely(k / stride)
+    within = torch.arange(SAMPLE, dtype=torch.int64, device=x.device)
+    sample = x[
+        within * stride + within * 2654435761 % stride
+    ].abs()  # scattered, so that no period is missed
     room = stride * _surely(rank)
     indices, _, found = ops.compact_above(x, float(sample.topk(rank).values[-1]), room)
     count = int(found)
@@ -206,21 +242,26 @@ def _surely(count: float) -> int:
 
 
 def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
-    """Count the magnitudes that reach a threshold on the device (``[]``), NaN included; int64 ``[]``."""
+    """Count the magnitudes that reach a threshold on the device (``[]``), NaN included; int64
+    ``[]``.
+    """
     if _on_cpu(x):
         return ops.count_above(x, float(threshold))[0]
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
 def above(x: Tensor, threshold: float, count: int) -> Selected:
-    """Select the ``count`` elements that reach a threshold; at most one if the threshold is not finite."""
+    """Select the ``count`` elements that reach a threshold; at most one if the threshold is not
+    finite.
+    """
     room = count if math.isfinite(threshold) else min(count, 1)
     indices, values, _ = ops.compact_above(x, threshold, room)
     return Selected(indices, values.float())
 
 
 def positions(mask: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` indices at which a mask ``[n]`` is set, int64, ascending, and 0 where there are fewer.
+    """Return the first ``count`` indices at which a mask ``[n]`` is set, int64, ascending, and 0
+    where there are fewer.
 
     This needs no host synchronization.
     """
@@ -240,19 +281,25 @@ def added(selected: Selected, zeros: Callable[[], Tensor]) -> Tensor:
 
 
 def _on_cpu(x: Tensor) -> bool:
-    """Return whether a tensor is on the CPU: ``index_add_`` is ordered there, reads are free, and we select."""
+    """Return whether a tensor is on the CPU: ``index_add_`` is ordered there, reads are free, and
+    we select.
+    """
     return x.device.type == "cpu"
 
 
 def in_runs(selected: Selected) -> Selected:
-    """Sort elements by index; the first of an index gets the sum, its duplicates zero. The length stays."""
+    """Sort elements by index; the first of an index gets the sum, its duplicates zero. The length
+    stays.
+    """
     indices, order = selected.indices.sort(stable=True)
     values = selected.values[order][:, None]
     del order
     ends = torch.searchsorted(indices, indices, right=True)
     lengths = ends.sub_(torch.arange(len(selected), dtype=torch.int64, device=indices.device))
     lengths[1:] *= indices.diff() != 0
-    return Selected(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
+    return Selected(
+        indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0]
+    )
 
 
 def added_rows(rows: Tensor) -> Tensor:

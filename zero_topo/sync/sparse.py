@@ -1,39 +1,51 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The base of all sparse modes: which elements take part, the residual, the state, and delivery to the optimizer.
+"""The base of all sparse modes: which elements take part, the residual, the state, and delivery to
+the optimizer.
 
 Note [A sparse step]
-    Parameters are exchanged in runs, each as soon as its gradients are final (``engine/gradients.py``). Let ``g`` be
-    this rank's gradients of a run, reduced inside the node, without the loss scale, and ``e`` their residual. The mode
-    splits ``a = g + e`` into the sum ``u`` that the owner of an element receives, and a new residual ``e'``. Nothing is
+    Parameters are exchanged in runs, each as soon as its gradients are final
+    (``engine/gradients.py``). Let ``g`` be this rank's gradients of a run, reduced inside the node,
+    without the loss scale, and ``e`` their residual. The mode splits ``a = g + e`` into the sum
+    ``u`` that the owner of an element receives, and a new residual ``e'``. Nothing is
     lost: summed over the peers, ``a = u + e'`` element by element.
 
 Note [Nothing is written before the step is decided]
-    ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step is skipped. A run
-    keeps only what it sent, and a copy of those rows of ``g`` that the sums overwrite. :meth:`Sparse.commit` then adds
-    ``g`` to the residual, which is ``a`` again with the same bits, and subtracts what was sent: run by run, in place.
-    If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the gradients.
-    It contains ``e``, so ``e`` is not added again when the run is started again in this step. Sums inside a node
-    replace the gradients in the shard, in its dtype, because :meth:`Sparse.commit` cannot reduce them again.
+    ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step
+    is skipped. A run keeps only what it sent, and a copy of those rows of ``g`` that the sums
+    overwrite. :meth:`Sparse.commit` then adds
+    ``g`` to the residual, which is ``a`` again with the same bits, and subtracts what was sent: run
+        by run, in place.
+    If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the
+    gradients. It contains ``e``, so ``e`` is not added again when the run is started again in this
+    step. Sums inside a node replace the gradients in the shard, in its dtype, because
+    :meth:`Sparse.commit` cannot reduce them again.
 
 Note [Not a number]
-    A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that
-    dropped it would train on. NaN counts as the largest value and as above every threshold, so a rank that has values
-    that are not finite selects one of them. No mode therefore reads a whole gradient to check it, except a row from
-    which a rank selects nothing. Where ranks exchange the counts of their selected elements, such a rank sends -1 in
-    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets have a fixed length,
-    the sums contain the value. Under a mask the device writes NaN into the first value for each owner.
+    A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports
+        it: a mode that
+    dropped it would train on. NaN counts as the largest value and as above every threshold, so a
+    rank that has values that are not finite selects one of them. No mode therefore reads a whole
+    gradient to check it, except a row from which a rank selects nothing. Where ranks exchange the
+    counts of their selected elements, such a rank sends -1 in
+    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets
+        have a fixed length,
+    the sums contain the value. Under a mask the device writes NaN into the first value for each
+    owner.
 
 Note [Host synchronizations]
-    A host that reads a number from the device waits for all queued work, and then the GPU idles. A mode therefore needs
-    few synchronizations (:meth:`Sparse.to_host`), independent of the number of peers.
+    A host that reads a number from the device waits for all queued work, and then the GPU idles. A
+    mode therefore needs few synchronizations (:meth:`Sparse.to_host`), independent of the number of
+    peers.
 
 Note [Peers]
-    Each rank is one of ``P`` peers that store the same ``n`` gradient elements: row ``p`` of its table ``[P, C]``
-    belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and all need all rows.
+    Each rank is one of ``P`` peers that store the same ``n`` gradient elements: row ``p`` of its
+        table ``[P, C]``
+    belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and
+    all need all rows.
 
 Note [Rounding]
-    If values are sent in 16 bits, a rank's residual keeps the rounding errors of its values, and the owner's residual
-    keeps those of the sums.
+    If values are sent in 16 bits, a rank's residual keeps the rounding errors of its values, and
+    the owner's residual keeps those of the sums.
 """
 
 from __future__ import annotations
@@ -61,9 +73,13 @@ from zero_topo.sync.dense import Dense
 from zero_topo.sync.selection import added_rows, positions
 
 Report = dict[str, float | Tensor]
-"""A mode's numbers of one run; tensors stay on the device until :meth:`Sparse.report` reads them."""
+"""A mode's numbers of one run; tensors stay on the device until :meth:`Sparse.report` reads
+them.
+"""
 Finish = Callable[[], Tensor]
-"""Waits for a run's collectives and returns the sums that this rank needs: FP32 ``[P * m]``, or the own row ``[m]``."""
+"""Waits for a run's collectives and returns the sums that this rank needs: FP32 ``[P * m]``, or the
+own row ``[m]``.
+"""
 
 
 class Run(NamedTuple):
@@ -94,9 +110,11 @@ class Exchange:
         settle: turns gradient plus residual, FP32 ``[P * m]``, into the new residual, in place.
         report: the numbers of this run, complete after the exchange.
         state: the mode's state from the next step on, in modes whose state depends on an exchange.
-        settles_own_row: whether ``settle`` overwrites the own row, so that its gradients need not be kept.
+        settles_own_row: whether ``settle`` overwrites the own row, so that its gradients need not
+            be kept.
         scale: the loss scale of the gradients.
-        replaced: the gradients that the sums overwrote, ``[rows, m]`` in the dtype of the shard; None if not needed.
+        replaced: the gradients that the sums overwrote, ``[rows, m]`` in the dtype of the shard;
+            None if not needed.
     """
 
     settle: Callable[[Tensor], None]
@@ -108,7 +126,9 @@ class Exchange:
 
 
 class _NotFiniteError(Exception):
-    """Some rank has an element that is not finite; raised on all ranks, at the same host synchronization."""
+    """Some rank has an element that is not finite; raised on all ranks, at the same host
+    synchronization.
+    """
 
 
 class Sparse(Crossing):
@@ -119,7 +139,8 @@ class Sparse(Crossing):
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
         dtype: the dtype in which values are sent.
-        residual: FP32 ``[P * C]``, the table ``[P, m]`` of one run after the other; empty without error feedback.
+        residual: FP32 ``[P * C]``, the table ``[P, m]`` of one run after the other; empty without
+            error feedback.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -130,7 +151,8 @@ class Sparse(Crossing):
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._included = tuple(p for p in context.parameters if takes_part(p, config))
-        self._places = packed_ranges([p.shard_range for p in self._included])  # their columns of the table
+        # Their columns of the table
+        self._places = packed_ranges([p.shard_range for p in self._included])
         self._columns = self._places[-1][1] if self._places else 0
         self.numel = self.peers.size * self._columns
         self.runs = self._build_runs()
@@ -146,10 +168,12 @@ class Sparse(Crossing):
         self._shard_cast = cast_to(context.shard.dtype)
         # By run, the counts of :meth:`shares` for one density, on the device.
         self._shared: dict[int, tuple[float, Tensor, int]] = {}
-        # By run, the exchange of this step if its values are finite, until `commit` applies or drops it, or `reopen`
-        # adds the new residual to the gradients: a skipped step must leave residual and state unchanged.
+        # By run, the exchange of this step if its values are finite, until `commit` applies or
+        # drops it, or `reopen` adds the new residual to the gradients: a skipped step must leave
+        # residual and state unchanged.
         self._exchanges: dict[int, Exchange] = {}
-        # Runs whose gradients contain the residual because of `reopen`: the next `start` must not add it again.
+        # Runs whose gradients contain the residual because of `reopen`: the next `start` must not
+        # add it again.
         self._reopened: set[int] = set()
         self._state = self.fresh()
         # The reports of the last step's runs, each with the run's share of all elements.
@@ -157,14 +181,19 @@ class Sparse(Crossing):
 
     def _build_runs(self) -> dict[tuple[Range, ...], Run]:
         """Return the runs of the engine, by the ranges for which it calls :meth:`start`."""
-        runs, first, low = {}, 0, 0
+        runs = {}
+        first = 0
+        low = 0
         included = {p.shard_range for p in self._included}
         for number, shard_ranges in enumerate(self.context.runs):
             ranges = tuple(shard_range for shard_range in shard_ranges if shard_range in included)
-            others = tuple(shard_range for shard_range in shard_ranges if shard_range not in included)
+            others = tuple(
+                shard_range for shard_range in shard_ranges if shard_range not in included
+            )
             width = sum(end - begin for begin, end in ranges)
             runs[shard_ranges] = Run(number, ranges, others, first, low, width)
-            first, low = first + len(ranges), low + width
+            first = first + len(ranges)
+            low = low + width
         return runs
 
     @abstractmethod
@@ -172,8 +201,8 @@ class Sparse(Crossing):
         """Begin to reduce a run over the peers; collective.
 
         Args:
-            total: gradient plus residual, FP32 ``[P * m]``, finite once counts of :func:`counts_or_flag` are read. The
-                mode may overwrite it.
+            total: gradient plus residual, FP32 ``[P * m]``, finite once counts of
+                :func:`counts_or_flag` are read. The mode may overwrite it.
             run: the run; the mode must not change its state.
 
         Returns:
@@ -181,7 +210,9 @@ class Sparse(Crossing):
         """
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin to exchange the elements of a run that take part, and a dense reduction of all others."""
+        """Begin to exchange the elements of a run that take part, and a dense reduction of all
+        others.
+        """
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         run = self.runs[tuple(ranges)]
@@ -197,14 +228,17 @@ class Sparse(Crossing):
         return Handle(None, (), finish)
 
     def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None]:
-        """Begin the exchange of a run; return the function that ends it. Where values are not finite, all are NaN."""
+        """Begin the exchange of a run; return the function that ends it. Where values are not
+        finite, all are NaN.
+        """
         exchange_of = self._exchange_all if self.since_start < 0 else self.exchange
         try:
             finish, exchange = exchange_of(self._total(shard, run, scale), run)
         except _NotFiniteError:
             for begin, past in run.ranges:
                 shard[:, begin:past] = torch.nan
-            return partial(self._spread_inside, shard, run)  # with other ranks of the node, whose peers may have no NaN
+            # With other ranks of the node, whose peers may have no NaN
+            return partial(self._spread_inside, shard, run)
         exchange.scale = scale
         self._exchanges[run.number] = exchange
 
@@ -225,13 +259,17 @@ class Sparse(Crossing):
     def _exchange_all(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Begin an exchange of all elements, as in the first steps."""
         finish, settle = self.reduce_rows(total.view(self.peers.size, -1))
-        return finish, Exchange(lambda again: settle(again.view(self.peers.size, -1)), {"density": 1.0})
+        return finish, Exchange(
+            lambda again: settle(again.view(self.peers.size, -1)), {"density": 1.0}
+        )
 
     def to_host(self, *numbers: Tensor) -> list[Any]:
-        """Read tensors' numbers in one host synchronization, as ints if all are; see Note [Host synchronizations].
+        """Read tensors' numbers in one host synchronization, as ints if all are; see Note [Host
+        synchronizations].
 
         Args:
-            numbers: of any shape, concatenated in the result; not negative, except for flags of :func:`counts_or_flag`.
+            numbers: of any shape, concatenated in the result; not negative, except for flags of
+                :func:`counts_or_flag`.
         """
         values: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
         if min(values, default=0) < 0:
@@ -262,7 +300,9 @@ class Sparse(Crossing):
         return self.steps - self.config.start
 
     def shares(self, density: float, rows: int, run: Run) -> tuple[Tensor, int]:
-        """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``; sum of counts."""
+        """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``;
+        sum of counts.
+        """
         shared = self._shared.get(run.number)
         if shared is None or shared[0] != density:
             widths = [past - first for first, past in run.ranges]
@@ -276,10 +316,12 @@ class Sparse(Crossing):
         """Begin to sum values ``[P, K]`` over the peers; collective.
 
         Returns:
-            The function that ends it, with the result FP32 ``[P * K]``, or the own row ``[K]`` if this rank needs no
-            others; and a function that turns the values, given again, into their rounding errors, in place.
+            The function that ends it, with the result FP32 ``[P * K]``, or the own row ``[K]`` if
+            this rank needs no others; and a function that turns the values, given again, into their
+            rounding errors, in place.
         """
-        received, own = self.peers.scatter_later(packed.to(self.dtype)), self.peers.index
+        received = self.peers.scatter_later(packed.to(self.dtype))
+        own = self.peers.index
         rounds = self.dtype != packed.dtype
         errors: list[Tensor] = []  # of the sums of the own row
 
@@ -314,20 +356,25 @@ class Sparse(Crossing):
             quantize(views, self._shard_cast, replaced.view(torch.uint8))
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.
-        self.deliver(shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which)
+        self.deliver(
+            shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which
+        )
         self._spread_inside(shard, run)
 
     def _spread_inside(self, shard: Tensor, run: Run) -> None:
         """Gather the sums inside the node if its ranks need more rows; collective there."""
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
-            within = Hierarchy((self.context.mesh.group(plan.optimizer, self._inner.hi),)).metered("sync")
+            within = Hierarchy((self.context.mesh.group(plan.optimizer, self._inner.hi),)).metered(
+                "sync"
+            )
             back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
             if back is not None:
                 back.wait()
 
     def _settle(self, run: Run, exchange: Exchange, left: Tensor) -> Tensor:
-        """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the step is decided].
+        """Turn a run's residual ``[P, m]`` into the new one; Note [Nothing is written before the
+        step is decided].
 
         Args:
             run: the run.
@@ -336,7 +383,8 @@ class Sparse(Crossing):
         """
         if run.number in self._reopened:
             left.zero_()
-        shard, shard_ranges = self.context.shard, merged(run.ranges)
+        shard = self.context.shard
+        shard_ranges = merged(run.ranges)
         if len(shard_ranges) == 1 and exchange.replaced is None and exchange.scale == 1:
             left += self.rows(shard)[:, slice(*shard_ranges[0])]
         else:
@@ -348,11 +396,15 @@ class Sparse(Crossing):
         return left
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
-        """Keep the delivered sum in the own row, and add the new residual to the gradients; Note [A sparse step]."""
+        """Keep the delivered sum in the own row, and add the new residual to the gradients; Note [A
+        sparse step].
+        """
         run = self.runs[tuple(ranges)]
         exchange = self._exchanges.pop(run.number, None)
         if exchange is not None:
-            kept = torch.zeros(self.peers.size, run.width, dtype=torch.float32, device=self.context.device)
+            kept = torch.zeros(
+                self.peers.size, run.width, dtype=torch.float32, device=self.context.device
+            )
             if self.residual.numel():
                 kept.copy_(self._residual_of(run))
             left = self._settle(run, exchange, kept).mul_(exchange.scale)
@@ -366,27 +418,42 @@ class Sparse(Crossing):
 
     def commit(self, skipped: bool) -> None:
         """Apply the new residual and state of this step, or drop them if it was skipped."""
-        exchanges, self._exchanges = self._exchanges, {}
+        exchanges = self._exchanges
+        self._exchanges = {}
         if exchanges and not skipped:
             asked: Report = {"density_asked": self.density}
-            pairs = [(run, exchanges[run.number]) for run in self.runs.values() if run.number in exchanges]
+            pairs = [
+                (run, exchanges[run.number])
+                for run in self.runs.values()
+                if run.number in exchanges
+            ]
             for run, exchange in pairs if self.residual.numel() else ():
                 residual = self._residual_of(run)
-                residual.copy_(self._settle(run, exchange, residual.to(self.context.device, non_blocking=True)))
-            self._reports = [(run.width / self._columns, asked | exchange.report) for run, exchange in pairs]
+                residual.copy_(
+                    self._settle(run, exchange, residual.to(self.context.device, non_blocking=True))
+                )
+            self._reports = [
+                (run.width / self._columns, asked | exchange.report) for run, exchange in pairs
+            ]
             self._state = self.decided([exchange for _, exchange in pairs])
             self.steps += 1
         self._reopened.clear()
         super().commit(skipped)
 
     def decided(self, exchanges: Sequence[Exchange]) -> Any:
-        """Return the mode's state after a step that was not skipped: by default that of its last exchange, if any."""
+        """Return the mode's state after a step that was not skipped: by default that of its last
+        exchange, if any.
+        """
         state = exchanges[-1].state
         return self._state if state is None else state
 
     def residual_table(self) -> Tensor:
-        """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other columns."""
-        table = torch.zeros(self.peers.size, self.context.columns, dtype=torch.float32, device=self.context.device)
+        """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other
+        columns.
+        """
+        table = torch.zeros(
+            self.peers.size, self.context.columns, dtype=torch.float32, device=self.context.device
+        )
         rows = self.residual_rows()
         if rows is not None:
             for parameter, (first, past) in zip(self._included, self._places, strict=True):
@@ -395,7 +462,9 @@ class Sparse(Crossing):
         return table
 
     def residual_rows(self) -> Tensor | None:
-        """Return a copy of the residual ``[P, C]`` in the host's memory; None without error feedback."""
+        """Return a copy of the residual ``[P, C]`` in the host's memory; None without error
+        feedback.
+        """
         if not self.residual.numel():
             return None
         return torch.cat([self._residual_of(run).cpu() for run in self.runs.values()], dim=1)
@@ -411,18 +480,22 @@ class Sparse(Crossing):
             return None
         places = zip(self._included, self._places, strict=True)
         return ResidualOwners(
-            self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places}
+            self.members(),
+            {parameter.name: (parameter.numel, *place) for parameter, place in places},
         )
 
     def report(self) -> dict[str, float]:
-        """Return the mode's numbers of the last step, each the mean over its runs, and the residual's norm.
+        """Return the mode's numbers of the last step, each the mean over its runs, and the
+        residual's norm.
 
         The host reads all of them in one synchronization.
         """
         if not self._reports:
             return {}
         numbers = [number for _, report in self._reports for number in report.values()]
-        tensors = [number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)]
+        tensors = [
+            number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)
+        ]
         # Some modes count in tensors of one element, others in scalars.
         scalars = [tensor.to(self.context.device, torch.float64).reshape(()) for tensor in tensors]
         *read, norm = torch.stack(scalars).tolist()
@@ -435,7 +508,9 @@ class Sparse(Crossing):
         return {**means, "residual_norm": norm}
 
     def state_bytes(self) -> int:
-        """Return the bytes on the device: of the residual, and of other state of the gradient's size."""
+        """Return the bytes on the device: of the residual, and of other state of the gradient's
+        size.
+        """
         return 0 if self._offloaded else self.residual.nbytes
 
     def tensors(self) -> list[Tensor]:
@@ -448,7 +523,9 @@ class Sparse(Crossing):
         return self._entries() if rows is None else self._entries() | {"residual": rows.view(-1)}
 
     def _entries(self) -> dict[str, Tensor]:
-        """Return :meth:`state_dict` without a copy of the residual, whose elements are in the order of the runs."""
+        """Return :meth:`state_dict` without a copy of the residual, whose elements are in the order
+        of the runs.
+        """
         if not self.active:
             return {}
         step = torch.tensor(self.steps, dtype=torch.int64, device="cpu")
@@ -468,7 +545,9 @@ class Sparse(Crossing):
         self._state = self.restored(state)
 
     def fresh(self) -> Any:
-        """Return the state before the first step; None in a mode without state besides the residual."""
+        """Return the state before the first step; None in a mode without state besides the
+        residual.
+        """
         return None
 
     def save(self, state: Any) -> dict[str, Tensor]:
@@ -486,7 +565,9 @@ class Masked(Sparse):
     All rows of the mask have equally many elements in each run, so no lengths are sent either.
     """
 
-    def reduce_masked(self, total: Tensor, run: Run, mask: Callable[[], Tensor], kept: int) -> tuple[Finish, Exchange]:
+    def reduce_masked(
+        self, total: Tensor, run: Run, mask: Callable[[], Tensor], kept: int
+    ) -> tuple[Finish, Exchange]:
         """Begin to sum the masked elements over the peers; collective.
 
         Args:
@@ -496,15 +577,19 @@ class Masked(Sparse):
             kept: number of elements that are set in each row of the mask.
 
         Returns:
-            The function that ends it, with the result FP32, zero off the mask: ``[P * m]``, or the own row ``[m]`` if
+            The function that ends it, with the result FP32, zero off the mask: ``[P * m]``, or the
+                own row ``[m]`` if
             this rank needs no others; and the record.
         """
-        size, own, width = self.peers.size, self.peers.index, run.width
+        size = self.peers.size
+        own = self.peers.index
+        width = run.width
         if kept == width:
             return self._exchange_all(total, run)
         indices = positions(mask().reshape(-1), size * kept)
         packed = total[indices].view(size, kept)
-        # Minimum and maximum are NaN if any element is: this needs no temporary of the gradient's size.
+        # Minimum and maximum are NaN if any element is: this needs no temporary of the gradient's
+        # size.
         finite = torch.stack(total.aminmax()).isfinite().all()
         packed[:, 0].masked_fill_(finite.logical_not(), torch.nan)
         end, settle_packed = self.reduce_rows(packed)
@@ -533,31 +618,40 @@ def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
         parts: the columns of each part.
 
     Raises:
-        ValueError: if rows differ or a part has no element, because the mask was selected of other parts.
+        ValueError: if rows differ or a part has no element, because the mask was selected of other
+            parts.
     """
     kept = []
     for begin, end in parts:
         least, *others = sorted(set(unpacked(bits, begin, end).sum(dim=1).tolist()))
         if others or least < min(1, end - begin):
-            raise ValueError("its mask was selected of other parts; set sync.select and reduce_bucket_size as it had")
+            raise ValueError(
+                "its mask was selected of other parts; set sync.select and reduce_bucket_size as "
+                "it had"
+            )
         kept.append(least)
     return tuple(kept)
 
 
 def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
-    """Unpack the columns from ``begin`` to ``end`` of rows that are packed separately: bool ``[rows, end - begin]``."""
-    first, past = begin // 8, -(-end // 8)
+    """Unpack the columns from ``begin`` to ``end`` of rows that are packed separately: bool
+    ``[rows, end - begin]``.
+    """
+    first = begin // 8
+    past = -(-end // 8)
     part = bits[:, first:past].contiguous()
     rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
     return rows[:, begin - 8 * first : end - 8 * first]
 
 
 def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:
-    """Return a step's first counts, or -1 for each if a value is not finite, int64; see Note [Not a number].
+    """Return a step's first counts, or -1 for each if a value is not finite, int64; see Note [Not a
+    number].
 
     Args:
         counts: int64.
-        values: the values to check: this rank's selected elements, and values from which it does not select.
+        values: the values to check: this rank's selected elements, and values from which it does
+            not select.
     """
     ends = [end for part in values if part is not None and len(part) for end in part.aminmax()]
     return torch.where(torch.stack(ends).isfinite().all(), counts, -1) if ends else counts

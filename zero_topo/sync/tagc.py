@@ -1,36 +1,48 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """TAGC: an exact index and a count sketch of the values, reduced to the owner of each row.
 
-Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training" (EuroMLSys
-2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
+Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer
+Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
 
-1. Each rank selects the largest elements of its gradient plus residual; the residual keeps the rest.
-2. A bitmap marks the selected elements, one bit per element. Each row's bits go to the row's owner, who ORs them.
-3. Owners send all peers the size of their row's union, and all ranks choose one compression ratio from these.
-4. A count sketch of each row's values goes to the row's owner, who adds the sketches and peels the sum.
+1. Each rank selects the largest elements of its gradient plus residual; the residual keeps the
+   rest.
+2. A bitmap marks the selected elements, one bit per element. Each row's bits go to the row's owner,
+   who ORs them.
+3. Owners send all peers the size of their row's union, and all ranks choose one compression ratio
+   from these.
+4. A count sketch of each row's values goes to the row's owner, who adds the sketches and peels the
+   sum.
 5. If ranks need more than their own row, owners send the union and its values to all.
 
 Note [Or, not plus]
-    The paper adds packed bits as integers, since NCCL has no OR. If two ranks select one element, the sum carries into
-    the next bit: the next element looks selected, and the element itself does not. Here each rank's bits go to the
+    The paper adds packed bits as integers, since NCCL has no OR. If two ranks select one element,
+    the sum carries into
+    the next bit: the next element looks selected, and the element itself does not. Here each rank's
+        bits go to the
     owner unchanged, which costs as many bytes.
 
 Note [Nothing is estimated]
-    Whether peeling succeeds depends on the union alone. Elements whose blocks share all three places cannot be
-    separated, however empty the sketch is. The owner therefore first peels a test sketch of whole numbers, which FP32
-    adds exactly: an element with a wrong result was not reached. Such elements are left out of the sketch, and their
-    values are sent separately. The kernel counts them. A result may be right by chance, so the test is repeated with
-    other numbers until all are found.
+    Whether peeling succeeds depends on the union alone. Elements whose blocks share all three
+    places cannot be separated, however empty the sketch is. The owner therefore first peels a test
+    sketch of whole numbers, which FP32
+    adds exactly: an element with a wrong result was not reached. Such elements are left out of the
+        sketch, and their
+    values are sent separately. The kernel counts them. A result may be right by chance, so the test
+    is repeated with other numbers until all are found.
 
 Note [Without a sketch]
-    The owner has every peer's bits, so values can be sent uncompressed, in order and without indices. This is done if
-    the union is too dense for any sketch, or rows are too short for one; nothing is padded or sent densely. It even
-    needs fewer bytes: no rank selects more than the union, which has 0.57 n / r elements if a sketch is safe, while a
+    The owner has every peer's bits, so values can be sent uncompressed, in order and without
+    indices. This is done if the union is too dense for any sketch, or rows are too short for one;
+    nothing is padded or sent densely. It even
+    needs fewer bytes: no rank selects more than the union, which has 0.57 n / r elements if a
+        sketch is safe, while a
     sketch has n / r values. Sketches save bytes where buffers are added on their way.
 
 Note [Host synchronizations of TAGC]
-    The host reads all lengths at once, after the bitmap. That is the only synchronization of a step without a sketch.
-    The size of a sketch depends on these lengths, and the number of values sent separately on the sketch: a step with a
+    The host reads all lengths at once, after the bitmap. That is the only synchronization of a step
+    without a sketch.
+    The size of a sketch depends on these lengths, and the number of values sent separately on the
+        sketch: a step with a
     sketch needs a second one.
 """
 
@@ -50,13 +62,21 @@ from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
 from zero_topo.quant.reference import SKETCH_WIDTH
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.selection import Selected, added, added_rows, largest, largest_of_each, positions
+from zero_topo.sync.selection import (
+    Selected,
+    added,
+    added_rows,
+    largest,
+    largest_of_each,
+    positions,
+)
 from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag, unpacked
 
 logger = logging.getLogger(__name__)
 
 SEED = 0x7A6C
-PROBE = 1 << 16  # a place holds 30 blocks on average at most, so sums of whole numbers below this are exact in FP32
+# A place holds 30 blocks on average at most, so sums of whole numbers below this are exact in FP32
+PROBE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,9 @@ class Tagc(Sparse):
         return self._scheduled.density_at(self.steps)
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
-        """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
+        """Reduce a bitmap of all selected elements, then their values: in a sketch unless their
+        union is too dense.
+        """
         state: int = self._state
         selected = self._largest(total, run)
         index = self._index(selected, run.width)
@@ -111,7 +133,8 @@ class Tagc(Sparse):
         fell_back = not warming and ratio != self.config.safe_ratio(0, run.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
-                "zero_topo: sync tagc: the ranks selected %.4f of a row's elements, too many for a sketch of %dx; "
+                "zero_topo: sync tagc: the ranks selected %.4f of a row's elements, too many for a "
+                "sketch of %dx; "
                 "this step %s",
                 densest,
                 self.config.ratio,
@@ -161,14 +184,23 @@ class Tagc(Sparse):
         return _Index(mask, received, union, _bits(union[None])[0], *lengths)
 
     def _plain(self, rounded: Selected, index: _Index) -> Tensor:
-        """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the bits."""
+        """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the
+        bits.
+        """
         width = index.mask.shape[1]
-        received = self.peers.scatter_known(rounded.values.to(self.dtype), index.sizes, index.expected)
+        received = self.peers.scatter_known(
+            rounded.values.to(self.dtype), index.sizes, index.expected
+        )
         places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
-        return added(Selected(places, received.float()), partial(received.new_zeros, width, dtype=torch.float32))
+        return added(
+            Selected(places, received.float()),
+            partial(received.new_zeros, width, dtype=torch.float32),
+        )
 
     def _sketched(self, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
-        """Sum the own row from sketches; also return the number of values sent separately, and of estimates."""
+        """Sum the own row from sketches; also return the number of values sent separately, and of
+        estimates.
+        """
         size, width = index.mask.shape
         rows = self.config.sketch_rows(width, ratio)
         stuck, counts = self._stuck(index, rows)
@@ -177,7 +209,9 @@ class Tagc(Sparse):
         if any(counts):
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
             owners = torch.arange(size, dtype=torch.int64, device=total.device)
-            sizes = torch.tensor(counts, dtype=torch.int64, device="cpu").to(total.device, non_blocking=True)
+            sizes = torch.tensor(counts, dtype=torch.int64, device="cpu").to(
+                total.device, non_blocking=True
+            )
             places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
@@ -193,33 +227,43 @@ class Tagc(Sparse):
         return own, len(stuck), left
 
     def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:
-        """Return indices in this rank's row, int64, that peeling does not reach, and their number in each row.
+        """Return indices in this rank's row, int64, that peeling does not reach, and their number
+        in each row.
 
-        Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same number of
-        attempts.
+        Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same
+        number of attempts.
         """
-        device, width = index.bits.device, len(index.union)
+        device = index.bits.device
+        width = len(index.union)
         stuck = torch.zeros_like(index.union)
         for attempt in count():
             generator = torch.Generator(device).manual_seed(attempt)
-            probe = torch.randint(1, PROBE, (width,), generator=generator, dtype=torch.float32, device=device)
+            probe = torch.randint(
+                1, PROBE, (width,), generator=generator, dtype=torch.float32, device=device
+            )
             probe *= index.union
             peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, width)
             stuck |= peeled != probe
             reached = stuck.sum()
-            counts = self.to_host(self.peers.gather(torch.where(reached >= left, reached, width + 1)))
+            counts = self.to_host(
+                self.peers.gather(torch.where(reached >= left, reached, width + 1))
+            )
             if max(counts) <= width:
                 break
         return positions(stuck, counts[self.peers.index]), counts
 
     def _table_of(self, row: Tensor, index: _Index) -> Tensor:
-        """Return all rows, FP32 ``[P * m]``, equal on all ranks; or the own row if no others are needed."""
+        """Return all rows, FP32 ``[P * m]``, equal on all ranks; or the own row if no others are
+        needed.
+        """
         if not self.everywhere:
             return row
         masks = unpacked(self.peers.gather(index.bits), 0, len(row))
         values = row[positions(index.union, index.counts[self.peers.index])]
         table = row.new_zeros(index.mask.numel())
-        table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(values, index.counts)
+        table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(
+            values, index.counts
+        )
         return table
 
     def fresh(self) -> int:

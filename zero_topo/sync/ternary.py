@@ -1,23 +1,27 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ternary sync: the largest elements of each block, as signs with one scale, a third of a bit per element.
+"""Ternary sync: the largest elements of each block, as signs with one scale, a third of a bit per
+element.
 
-1. A rank divides the other owners' rows of its gradient plus residual into blocks, and selects each block's largest
-   elements.
-2. Their mean magnitude is the block's scale. The rank sends the scale, the positions, and one sign per position to the
-   owner.
-3. The rank subtracts the sent value, ``+scale`` or ``-scale``, from the residual. An element of larger magnitude will
-   soon be selected again; for a smaller one the residual changes sign.
-4. An owner adds the received values to its own row of gradient plus residual, which is not sent. It sends the sums in
-   the same format to all ranks, or only to its own optimizer. The rest stays in its residual, so an element arrives
-   seldom, when the sum of all peers is large. If each peer's selection were delivered directly, an element would arrive
-   in many steps in small parts, and Adam would treat each part as the whole gradient.
+1. A rank divides the other owners' rows of its gradient plus residual into blocks, and selects each
+   block's largest elements.
+2. Their mean magnitude is the block's scale. The rank sends the scale, the positions, and one sign
+   per position to the owner.
+3. The rank subtracts the sent value, ``+scale`` or ``-scale``, from the residual. An element of
+   larger magnitude will soon be selected again; for a smaller one the residual changes sign.
+4. An owner adds the received values to its own row of gradient plus residual, which is not sent. It
+   sends the sums in the same format to all ranks, or only to its own optimizer. The rest stays in
+   its residual, so an element arrives seldom, when the sum of all peers is large. If each peer's
+   selection were delivered directly, an element would arrive in many steps in small parts, and Adam
+   would treat each part as the whole gradient.
 
-A row's packet has the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and then
-the scales. No length depends on the data, so no host synchronization is needed.
+A row's packet has the bits of all its blocks, part by part (Note [Positions] in
+``config/sparse_config.py``), and then the scales. No length depends on the data, so no host
+synchronization is needed.
 
 Note [Voids]
-    A block may have fewer non-zero elements than the number to select. The remaining entries repeat a position and its
-    sign, and the receiver counts them as 0. They repeat the first element, or 0 if the block has no element that is
+    A block may have fewer non-zero elements than the number to select. The remaining entries repeat
+    a position and its sign, and the receiver counts them as 0. They repeat the first element, or 0
+    if the block has no element that is
     not zero: a position beyond the end of the row is never sent.
 """
 
@@ -35,28 +39,46 @@ from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse
 
 
 class Ternary(Sparse):
-    """Sends signs of the largest elements of every block with one scale, and uses error feedback."""
+    """Sends signs of the largest elements of every block with one scale, and uses error
+    feedback.
+    """
 
     config: TernarySync
 
     @property
     def now(self) -> TernarySync:
         """The settings with this step's density."""
-        return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
+        return (
+            self.config.model_copy(update={"density": self.density})
+            if self.config.warmup
+            else self.config
+        )
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
-        """Send signs to the owners of their rows, who add them to their own row and send the sums as signs again."""
-        size, own, width = self.peers.size, self.peers.index, run.width
-        rows, blocks, now = total.view(size, width), -(-width // BLOCK), self.now
-        mine, others = rows.new_empty(1, blocks * BLOCK), rows.new_empty(size - 1, blocks * BLOCK)
-        mine[:, :width], others[:own, :width], others[own:, :width] = rows[own], rows[:own], rows[own + 1 :]
+        """Send signs to the owners of their rows, who add them to their own row and send the sums
+        as signs again.
+        """
+        size = self.peers.size
+        own = self.peers.index
+        width = run.width
+        rows = total.view(size, width)
+        blocks = -(-width // BLOCK)
+        now = self.now
+        mine = rows.new_empty(1, blocks * BLOCK)
+        others = rows.new_empty(size - 1, blocks * BLOCK)
+        mine[:, :width], others[:own, :width], others[own:, :width] = (
+            rows[own],
+            rows[:own],
+            rows[own + 1 :],
+        )
         for padded in (mine, others):
             padded[:, width:].zero_()
         begins = torch.arange(size, dtype=torch.int64, device=total.device)[:, None] * width
         # Of each block in a table of all rows.
         begins = begins + torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
         sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
-        received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))  # nobody reads the own entry
+        # Nobody reads the own entry
+        received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))
         report = Report(density=count.double() / (len(total) - width))
 
         def finish() -> Tensor:
@@ -75,18 +97,28 @@ class Ternary(Sparse):
             return reduced
 
         def settle(again: Tensor) -> None:
-            self._decoded(sent, now, torch.cat([begins[:own], begins[own + 1 :]])).subtract_from(again)
+            self._decoded(sent, now, torch.cat([begins[:own], begins[own + 1 :]])).subtract_from(
+                again
+            )
             again.view(size, width)[own] = mine[0, :width]
 
         return finish, Exchange(settle, report, settles_own_row=True)
 
     def _encoded(self, blocks: Tensor, rows: int, now: TernarySync) -> tuple[Tensor, Tensor]:
-        """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how many were sent."""
-        return ops.ternary_encode(blocks, rows, ops.row_largest(blocks, now.selections), now.low_bits, self.dtype)
+        """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how
+        many were sent.
+        """
+        return ops.ternary_encode(
+            blocks, rows, ops.row_largest(blocks, now.selections), now.low_bits, self.dtype
+        )
 
     def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Selected:
-        """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block begins."""
-        return Selected(*ops.ternary_decode(packets, begins, BLOCK, now.selections, now.low_bits, self.dtype))
+        """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block
+        begins.
+        """
+        return Selected(
+            *ops.ternary_decode(packets, begins, BLOCK, now.selections, now.low_bits, self.dtype)
+        )
 
 
 build_mode.register(TernarySync, Ternary)

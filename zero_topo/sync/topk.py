@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Sparse modes for comparison: TopkA, Gaussian-k, TopkDSA and gTopk.
 
-Words that a rank sends for ``k`` selected elements of ``n`` on ``P`` peers, at two words each (Li & Hoefler, PPoPP
-2022, table 1): TopkA and Gaussian-k ``2 k (P - 1)``, TopkDSA ``4 k (P - 1) / P`` to ``(2 k + n) (P - 1) / P``, gTopk
-``4 k log2 P`` for the busiest rank.
+Words that a rank sends for ``k`` selected elements of ``n`` on ``P`` peers, at two words each (Li &
+Hoefler, PPoPP 2022, table 1): TopkA and Gaussian-k ``2 k (P - 1)``, TopkDSA ``4 k (P - 1) / P`` to
+``(2 k + n) (P - 1) / P``, gTopk ``4 k log2 P`` for the busiest rank.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, PickingSync, TopkASync, TopkDsaSync, share
+from zero_topo.config.sparse_config import (
+    GaussianKSync,
+    GTopkSync,
+    PickingSync,
+    TopkASync,
+    TopkDsaSync,
+    share,
+)
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.selection import (
     LONGEST,
     TINY,
-    Selected,
     Records,
+    Selected,
     added,
     count_reaching,
     in_runs,
@@ -47,15 +54,18 @@ class TopkA(Sparse):
         k = share(config.ROOM * config.busiest.density, widest)
         if self.active and k * self.peers.size > LONGEST:
             raise ValueError(
-                f"sync.mode = {config.MODE}: {k} selected elements of each of {self.peers.size} ranks are over "
-                f"{LONGEST}, more than torch sorts on a GPU; lower sync.density and start_density, or take a mode in "
+                f"sync.mode = {config.MODE}: {k} selected elements of each of {self.peers.size} "
+                "ranks are over "
+                f"{LONGEST}, more than torch sorts on a GPU; lower sync.density and start_density, "
+                "or take a mode in "
                 'which each rank adds up its own part: "oktopk" or "topk_dsa"'
             )
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Gather and add up all ranks' selected elements."""
         picked_ = self.choose(total).rounded(self.dtype)
-        numel, records = len(total), Records(self.dtype, len(total))
+        numel = len(total)
+        records = Records(self.dtype, len(total))
         report = Report(density=picked_.values.count_nonzero().double() / numel)
         message = self.peers.gather_later(records.encode(picked_, self.peers))
         received = message.then(lambda found: records.decode(found.flatten(0, 1)))
@@ -74,11 +84,13 @@ class TopkA(Sparse):
 
 
 class GaussianK(TopkA):
-    """TopkA with about ``k`` elements, selected by a threshold that assumes normally distributed elements.
+    """TopkA with about ``k`` elements, selected by a threshold that assumes normally distributed
+    elements.
 
-    Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv 1911.08772), algorithm 1: the
-    threshold is halved or raised by half, a few times, until between 2/3 k and 4/3 k elements pass. Every packet has
-    4/3 k elements, so the host waits for no count: zeros fill it up, and what does not fit stays in the residual.
+    Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
+    1911.08772), algorithm 1: the threshold is halved or raised by half, a few times, until between
+    2/3 k and 4/3 k elements pass. Every packet has 4/3 k elements, so the host waits for no count:
+    zeros fill it up, and what does not fit stays in the residual.
     """
 
     def choose(self, total: Tensor) -> Selected:
@@ -93,32 +105,48 @@ class GaussianK(TopkA):
     def threshold(self, total: Tensor, k: int) -> Tensor:
         """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
-        deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
-        bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
+        deviation, mean = (
+            torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
+        )
+        bound = (
+            (deviation.double() * quantile + mean.double().abs())
+            .clamp(min=TINY)
+            .nan_to_num_(torch.inf, torch.inf)
+        )
         if self.density == 1:
             return torch.full_like(bound, TINY)
         for _ in range(FITTING_STEPS):  # a threshold that fits is not changed
             count = count_reaching(total, bound)
-            few, many = 3 * count < 2 * k, 3 * count > 4 * k
-            bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
+            few = 3 * count < 2 * k
+            many = 3 * count > 4 * k
+            bound = torch.where(
+                few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound)
+            )
         return bound
 
 
 class TopkDsa(Sparse):
-    """Selected elements go to the owners of their rows; owners send the sums back sparse, or dense if that is shorter.
+    """Selected elements go to the owners of their rows; owners send the sums back sparse, or dense
+    if that is shorter.
 
-    This is the dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). If no rank needs more than its own row,
-    the second half is omitted.
+    This is the dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). If no rank needs
+    more than its own row, the second half is omitted.
 
-    The host waits for the lengths of the packets once in each half: those of the sums are known only after the first.
+    The host waits for the lengths of the packets once in each half: those of the sums are known
+    only after the first.
     """
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
-        """Reduce selected elements at the owners of their rows, then gather the sums if all ranks need them."""
-        size, width = self.peers.size, run.width
+        """Reduce selected elements at the owners of their rows, then gather the sums if all ranks
+        need them.
+        """
+        size = self.peers.size
+        width = run.width
         picked_ = largest(total, share(self.density, len(total))).rounded(self.dtype)
         records = Records(self.dtype, width)
-        sizes = picked_.counts(torch.arange(size + 1, dtype=torch.int64, device=total.device) * width)
+        sizes = picked_.counts(
+            torch.arange(size + 1, dtype=torch.int64, device=total.device) * width
+        )
         numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked_.values)))
         report = Report(density=len(picked_) / len(total))
         errors: list[Selected] = []
@@ -140,9 +168,14 @@ class TopkDsa(Sparse):
         return finish, Exchange(settle, report)
 
     def _gathered(self, own: Tensor, union: Tensor, errors: list[Selected]) -> Tensor:
-        """Gather the sums of all rows; their owner's residual keeps the rounding errors, which ``errors`` gets."""
-        size, width, index = self.peers.size, own.numel(), self.peers.index
-        records, counts = Records(self.dtype, width), self.peers.gather(union.view(1)).view(-1)
+        """Gather the sums of all rows; their owner's residual keeps the rounding errors, which
+        ``errors`` gets.
+        """
+        size = self.peers.size
+        width = own.numel()
+        index = self.peers.index
+        records = Records(self.dtype, width)
+        counts = self.peers.gather(union.view(1)).view(-1)
         sparse = counts * records.nbytes < own.nbytes
         dense = torch.where(sparse, 0, 1)
         counts = counts * sparse
@@ -152,7 +185,9 @@ class TopkDsa(Sparse):
         indices = positions(own != 0, numbers[index])
         sums = Selected(indices, own[indices])
         if self.dtype != own.dtype:
-            errors.append(Selected(indices + index * width, sums.rounded(self.dtype).values - sums.values))
+            errors.append(
+                Selected(indices + index * width, sums.rounded(self.dtype).values - sums.values)
+            )
         gathered = records.gather(self.peers, sums, numbers[:size])
         every = torch.arange(size, dtype=torch.int64, device=own.device)
         rows = every.repeat_interleave(counts, output_size=len(gathered))
@@ -165,32 +200,44 @@ class TopkDsa(Sparse):
 
 
 class GTopk(Sparse):
-    """Approximates the ``k`` largest elements of the sum by a tree: at each level only ``k`` elements are passed on.
+    """Approximates the ``k`` largest elements of the sum by a tree: at each level only ``k``
+    elements are passed on.
 
-    Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
-    drops a sum keeps it in its own residual, so nothing is lost. Every selection has ``k`` elements, zeros among them
-    if necessary: all packets have one length, without a host synchronization.
+    Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS
+    2019). A rank that drops a sum keeps it in its own residual, so nothing is lost. Every selection
+    has ``k`` elements, zeros among them if necessary: all packets have one length, without a host
+    synchronization.
     """
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Merge selected elements up a tree of peers, then send the result down the tree."""
-        numel, k = len(total), share(self.density, len(total))
-        first, records = largest(total, k), Records(self.dtype, len(total))
-        dropped: list[Selected] = []  # sums that this rank does not pass on, or their rounding errors
+        numel = len(total)
+        k = share(self.density, len(total))
+        first = largest(total, k)
+        records = Records(self.dtype, len(total))
+        dropped: list[
+            Selected
+        ] = []  # sums that this rank does not pass on, or their rounding errors
         report = Report(density=k / numel)
 
         def finish() -> Tensor:
-            picked_, steps = first, [1 << level for level in range((self.peers.size - 1).bit_length())]
+            picked_ = first
+            steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
             for step in steps:
                 parent, child = self._neighbours(step)
                 if parent is not None:
                     picked_ = self._rounded(picked_, dropped)
                 received = self._pass(records, picked_, parent, child)
                 if received is not None:
-                    both = torch.cat([picked_.indices, received.indices]), torch.cat([picked_.values, received.values])
+                    both = (
+                        torch.cat([picked_.indices, received.indices]),
+                        torch.cat([picked_.values, received.values]),
+                    )
                     sums = in_runs(Selected(*both))
                     best = largest(sums.values, k).indices
-                    others = torch.ones_like(sums.indices, dtype=torch.bool).index_fill_(0, best, False)
+                    others = torch.ones_like(sums.indices, dtype=torch.bool).index_fill_(
+                        0, best, False
+                    )
                     dropped.append(sums.where(positions(others, len(sums) - k)))
                     picked_ = sums.where(best)
             if self.peers.index == 0:
@@ -210,11 +257,15 @@ class GTopk(Sparse):
         return finish, Exchange(settle, report)
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
-        """Return at one level of the tree the group ranks of the parent and of the child of this rank."""
+        """Return at one level of the tree the group ranks of the parent and of the child of this
+        rank.
+        """
         index = self.peers.index
         if index % (2 * step) == step:
             return index - step, None
-        return None, index + step if index % (2 * step) == 0 and index + step < self.peers.size else None
+        return None, index + step if index % (
+            2 * step
+        ) == 0 and index + step < self.peers.size else None
 
     def _rounded(self, picked_: Selected, dropped: list[Selected]) -> Selected:
         """Round the elements for sending; ``dropped`` gets the errors."""
@@ -223,15 +274,20 @@ class GTopk(Sparse):
             dropped.append(Selected(picked_.indices, picked_.values - rounded.values))
         return rounded
 
-    def _pass(self, records: Records, picked_: Selected, target: int | None, source: int | None) -> Selected | None:
+    def _pass(
+        self, records: Records, picked_: Selected, target: int | None, source: int | None
+    ) -> Selected | None:
         """Send the elements to one group rank, and receive as many from another."""
         size = self.peers.size
-        sizes, expected = [0] * size, [0] * size
+        sizes = [0] * size
+        expected = [0] * size
         if target is not None:
             sizes[target] = len(picked_)
         if source is not None:
             expected[source] = len(picked_)
-        received = self.peers.scatter_known(records.encode(picked_, self.peers)[: sum(sizes)], sizes, expected)
+        received = self.peers.scatter_known(
+            records.encode(picked_, self.peers)[: sum(sizes)], sizes, expected
+        )
         return None if source is None else records.decode(received)
 
 

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Describes the machine: the tree of nodes, GPUs and ranks, known machines, and discovery (never imports torch)."""
+"""Describes the machine: the tree of nodes, GPUs and ranks, known machines, and discovery (never
+imports torch).
+"""
 
 from zero_topo.topology.discover import discover, resolve_topology
 from zero_topo.topology.model import DOMAINS, Link, Topology

@@ -1,29 +1,49 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Lists all sources of device trees, the most trusted first: tools run on this node, or captured output."""
+"""Lists all sources of device trees, the most trusted first: tools run on this node, or captured
+output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_topo.topology.devices import PCI_KINDS, DeviceTree, merge
-from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
+from zero_topo.topology.tools import (
+    Runner,
+    Tool,
+    amd_smi,
+    clean,
+    nvidia_smi,
+    nvml,
+    rocm_smi,
+    run_tool,
+    sysfs,
+)
 
 TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
 """Queried in this order, until one reports the packages."""
 
 COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
-"""Queried for fields that are still unknown; they report no packages, so they only complete a tool's tree."""
+"""Queried for fields that are still unknown; they report no packages, so they only complete a
+tool's tree.
+"""
 
 FORMATS: tuple[Tool, ...] = tuple(tool for tool in TOOLS if tool.parse is not None)
 """Tools whose output can be captured, the most trusted first."""
 
 SIGNS: Mapping[str, tuple[str, str]] = {
-    "nvidia-smi": (f"nvidia GPU0 NV {' '.join(PCI_KINDS)}", "a header line that begins with GPU0, and its rows"),
+    "nvidia-smi": (
+        f"nvidia GPU0 NV {' '.join(PCI_KINDS)}",
+        "a header line that begins with GPU0, and its rows",
+    ),
     "amd-smi": (
         "amd-smi bdf link_type num_hops HOPS",
         'the tables LINK TYPE and NUMA BW, or the JSON of all GPUs, each with "gpu" and "links"',
     ),
-    "rocm-smi": ("ROCm rocm-smi DRM GPU[ XGMI card0", "lines or keys with (Topology), or the table of bandwidths"),
+    "rocm-smi": (
+        "ROCm rocm-smi DRM GPU[ XGMI card0",
+        "lines or keys with (Topology), or the table of bandwidths",
+    ),
     "lstopo": ("<topology hwloc", "packages and rates, which its XML has not; capture another"),
 }
 """Format -> words by which a text resembles it, and what a text must have to be read."""
@@ -38,11 +58,17 @@ Ask = Callable[[], Asked]
 
 
 def ask_tools(run: Runner = run_tool, completing: Sequence[Tool] = COMPLETING) -> Asked:
-    """Query the device tools of this node, each once for at most 10 s; missing or failing ones are skipped."""
+    """Query the device tools of this node, each once for at most 10 s; missing or failing ones are
+    skipped.
+    """
     trees: list[DeviceTree] = []
     notes: list[str] = []
     for tool in (*TOOLS, *completing):
-        done = trees[0].packages is not None if trees and tool not in completing else not trees and tool in completing
+        done = (
+            trees[0].packages is not None
+            if trees and tool not in completing
+            else not trees and tool in completing
+        )
         if done:
             continue
         try:
@@ -75,7 +101,8 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
         tool = recognise(text)
         if tool is None or tool.parse is None:
             raise ValueError(
-                f"{name} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}{_nearest(text)}"
+                f"{name} is not recognised: it is neither a topology's JSON nor output of "
+                f"{CAPTURES}{_nearest(text)}"
             )
         try:
             found.append((FORMATS.index(tool), tool.parse(clean(text))))
@@ -86,5 +113,7 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
 
 def _nearest(text: str) -> str:
     """Return what a text resembles most, and what that must have; empty if it resembles nothing."""
-    count, nearest = max((sum(sign in text for sign in signs.split()), name) for name, (signs, _) in SIGNS.items())
+    count, nearest = max(
+        (sum(sign in text for sign in signs.split()), name) for name, (signs, _) in SIGNS.items()
+    )
     return f"; it is nearest to {nearest}, but lacks {SIGNS[nearest][1]}" if count else ""

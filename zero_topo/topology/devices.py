@@ -1,10 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Describes one node's devices as a device tool reports them, and derives the part of a topology they determine.
+"""Describes one node's devices as a device tool reports them, and derives the part of a topology
+they determine.
 
 Note [Packages]
-    A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an AMD MI250X, are the
-    ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports the type XGMI, one
-    ``group`` and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
+    A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an
+        AMD MI250X, are the
+    ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports
+    the type XGMI, one ``group`` and often the same weight, so neither groups them; the number of
+    links does (see ``tools/xgmi.py``).
 """
 
 from __future__ import annotations
@@ -18,13 +21,19 @@ from zero_topo.topology.model import Link, Topology
 from zero_topo.topology.ring import ring_bandwidth
 
 PCI_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Kinds of PCIe paths, from the closest to the farthest: a switch, several, a host bridge, a NUMA node, the system."""
+"""Kinds of PCIe paths, from the closest to the farthest: a switch, several, a host bridge, a NUMA
+node, the system.
+"""
 
 KINDS = ("NVLINK", "XGMI", *PCI_KINDS, "PCIE", "NONE")
-"""Kinds of a link: "PCIE" is any path through PCIe, "NONE" no direct link though the devices share a fabric."""
+"""Kinds of a link: "PCIE" is any path through PCIe, "NONE" no direct link though the devices share
+a fabric.
+"""
 
 ASSUMED_LATENCY = 3.4e-6
-"""Latency in seconds, from NCCL's tuning table for rings of the Simple protocol in a node; no tool reports it."""
+"""Latency in seconds, from NCCL's tuning table for rings of the Simple protocol in a node; no tool
+reports it.
+"""
 
 FIELDS = ("packages", "links", "numa", "bus_ids")
 """The fields of a :class:`DeviceTree` that one tool may leave unknown and another may complete."""
@@ -46,7 +55,9 @@ class DeviceLink:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"link kind {self.kind!r} is unknown; it must be one of {', '.join(KINDS)}")
+            raise ValueError(
+                f"link kind {self.kind!r} is unknown; it must be one of {', '.join(KINDS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,16 @@ class DeviceTree:
         for key in ("packages", "numa", "bus_ids"):
             values = getattr(self, key)
             if values is not None and len(values) != self.count:
-                raise ValueError(f"{self.tool}: {len(values)} {key} for {self.count} devices; capture its output again")
+                raise ValueError(
+                    f"{self.tool}: {len(values)} {key} for {self.count} devices; capture its "
+                    "output again"
+                )
         wrong = [pair for pair in self.links if not 0 <= pair[0] < pair[1] < self.count]
         if wrong:
-            raise ValueError(f"{self.tool}: link of devices {wrong[0]}, but there are {self.count}; capture it again")
+            raise ValueError(
+                f"{self.tool}: link of devices {wrong[0]}, but there are {self.count}; capture it "
+                "again"
+            )
         said = {key: self.tool for key in FIELDS if getattr(self, key)}
         object.__setattr__(self, "sources", {"count": self.tool, **said, **self.sources})
 
@@ -91,7 +108,9 @@ class DeviceTree:
         return self.links.get((min(a, b), max(a, b)))
 
     def groups(self) -> list[list[int]]:
-        """Return the devices of each package, ordered by first device; single devices if packages are unknown."""
+        """Return the devices of each package, ordered by first device; single devices if packages
+        are unknown.
+        """
         packages = self.packages or tuple(range(self.count))
         members: dict[int, list[int]] = {}
         for device, package in enumerate(packages):
@@ -110,22 +129,28 @@ class DeviceTree:
         if odd is not None:
             address = f" ({self.bus_ids[odd[0]]})" if self.bus_ids else ""
             raise ValueError(
-                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a "
-                "device is missing or hidden, so the node has no regular tree; make all visible, or state the machine: "
+                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others "
+                f"have {usual}: a "
+                "device is missing or hidden, so the node has no regular tree; make all visible, "
+                "or state the machine: "
                 '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
             )
         return len(groups), usual
 
     def places(self) -> tuple[int, ...]:
-        """Return each device's tree place in the node, ``[count]``: package by package, by their first device."""
+        """Return each device's tree place in the node, ``[count]``: package by package, by their
+        first device.
+        """
         ordered = [device for group in self.groups() for device in group]
         return tuple(sorted(range(self.count), key=ordered.__getitem__))
 
     def node_links(self) -> dict[str, Link]:
-        """Return the links of "gpu" and "node", as far as bandwidths are known; latencies are assumed.
+        """Return the links of "gpu" and "node", as far as bandwidths are known; latencies are
+        assumed.
 
-        A package has the bandwidth of its slowest link, the node that of the best ring through all devices. A ring runs
-        through each package, so the node's is unknown if that of a package is: partitions of a GPU share its links.
+        A package has the bandwidth of its slowest link, the node that of the best ring through all
+        devices. A ring runs through each package, so the node's is unknown if that of a package is:
+        partitions of a GPU share its links.
         """
         groups = self.groups()
         inside = [self._bandwidth(a, b) for group in groups for a in group for b in group if a < b]
@@ -147,8 +172,12 @@ class DeviceTree:
         """
         new = {device: number for number, device in enumerate(devices)}
         if len(new) != len(devices) or not all(0 <= device < self.count for device in new):
-            raise ValueError(f"{self.tool} has the devices 0 to {self.count - 1}, not {list(devices)} once each")
-        pairs = {(new[a], new[b]): link for (a, b), link in self.links.items() if a in new and b in new}
+            raise ValueError(
+                f"{self.tool} has the devices 0 to {self.count - 1}, not {list(devices)} once each"
+            )
+        pairs = {
+            (new[a], new[b]): link for (a, b), link in self.links.items() if a in new and b in new
+        }
         return replace(
             self,
             count=len(new),
@@ -170,7 +199,9 @@ class DeviceTree:
 
     def origins(self, links: Mapping[str, Any]) -> dict[str, str]:
         """Return the sources of the topology's fields that follow from the devices."""
-        packages = self.sources.get("packages", f"{self.tool} does not report them: every device is taken for a GPU")
+        packages = self.sources.get(
+            "packages", f"{self.tool} does not report them: every device is taken for a GPU"
+        )
         known = {"gpus_per_node": packages, "ranks_per_gpu": packages}
         if links:
             known["links"] = f"{self.sources['links']}; latency assumed"
@@ -178,7 +209,9 @@ class DeviceTree:
 
     def warnings(self) -> list[str]:
         """Return warnings about the reliability of the tree."""
-        if self.packages is not None or not any(link.kind == "XGMI" for link in self.links.values()):
+        if self.packages is not None or not any(
+            link.kind == "XGMI" for link in self.links.values()
+        ):
             return []
         if any(link.bandwidth for link in self.links.values()):
             why = f"{self.count} devices without PCI addresses, so partitions of a GPU (CPX, TPX)"
@@ -187,7 +220,8 @@ class DeviceTree:
             why = "XGMI links but no bandwidths, so the GCDs of a GPU"
             more = "`rocm-smi --shownodesbw` or of a newer `amd-smi topology --json`"
         return [
-            f"{self.tool} shows {why} cannot be recognized: every device is taken for a GPU. Add the output of {more}"
+            f"{self.tool} shows {why} cannot be recognized: every device is taken for a GPU. Add "
+            f"the output of {more}"
         ]
 
 
@@ -202,7 +236,8 @@ def partitioned(bus_ids: Sequence[str] | None) -> bool:
 
 
 def normal_bus_id(text: str) -> str:
-    """Normalize a PCI address to ``"0000:c1:00.0"``: four domain digits (NVML: eight), lower case (rocm-smi: upper).
+    """Normalize a PCI address to ``"0000:c1:00.0"``: four domain digits (NVML: eight), lower case
+    (rocm-smi: upper).
 
     Raises:
         ValueError: if the text is not a PCI address.
@@ -211,13 +246,18 @@ def normal_bus_id(text: str) -> str:
     parts = head.split(":")
     try:
         domain, bus, device = ("0", *parts)[-3:] if len(parts) == 2 else parts
-        return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function, 16):x}"
+        return (
+            f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function, 16):x}"
+        )
     except ValueError:
-        raise ValueError(f"{text!r} is no PCI address; it should look like '0000:c1:00.0'") from None
+        raise ValueError(
+            f"{text!r} is no PCI address; it should look like '0000:c1:00.0'"
+        ) from None
 
 
 def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
-    """Complete the first tree with fields that only later ones have; the first tree with a field wins.
+    """Complete the first tree with fields that only later ones have; the first tree with a field
+    wins.
 
     Devices are matched by bus id if both trees have them, else by number.
 
@@ -229,31 +269,43 @@ def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
     found = trees[0]
     for other in trees[1:]:
         other = _aligned(other, found)
-        news = {key: getattr(other, key) for key in FIELDS if not getattr(found, key) and getattr(other, key)}
+        news = {
+            key: getattr(other, key)
+            for key in FIELDS
+            if not getattr(found, key) and getattr(other, key)
+        }
         sources = {**found.sources, **{key: other.sources[key] for key in news}}
         found = replace(found, **news, sources=sources)
     return found
 
 
 def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
-    """Return ``tree`` with its devices in the order of ``like``, without devices that ``like`` lacks."""
+    """Return ``tree`` with its devices in the order of ``like``, without devices that ``like``
+    lacks.
+    """
     if tree.bus_ids and partitioned(like.bus_ids) and not partitioned(tree.bus_ids):
         return _of_partitions(tree, like)
     if tree.bus_ids and like.bus_ids:
         missing = [bus for bus in like.bus_ids if bus not in tree.bus_ids]
         if not missing:
             return tree.select([tree.bus_ids.index(bus) for bus in like.bus_ids])
-        raise ValueError(f"{tree.tool} does not list device {missing[0]} of {like.tool}; capture both on one node")
+        raise ValueError(
+            f"{tree.tool} does not list device {missing[0]} of {like.tool}; capture both on one "
+            "node"
+        )
     if tree.count != like.count:
         raise ValueError(
-            f"{like.tool} sees {like.count} devices but {tree.tool} {tree.count}; capture both on one node, with "
+            f"{like.tool} sees {like.count} devices but {tree.tool} {tree.count}; capture both on "
+            "one node, with "
             "the same devices visible"
         )
     return tree
 
 
 def _of_partitions(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
-    """Return the NUMA nodes of ``tree``, which lists whole GPUs, for the partitions that ``like`` lists."""
+    """Return the NUMA nodes of ``tree``, which lists whole GPUs, for the partitions that ``like``
+    lists.
+    """
     nodes = dict(zip(map(physical, tree.bus_ids or ()), tree.numa or (), strict=False))
     numa = tuple(nodes.get(physical(address)) for address in like.bus_ids or ())
     known = numa if any(node is not None for node in numa) else None

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Finds the :class:`Topology` from the config key ``topology``, the device tools and the launcher's environment.
+"""Finds the :class:`Topology` from the config key ``topology``, the device tools and the launcher's
+environment.
 
-The user's setting has priority, then a preset. Then follow a device tool for packages and links, and the launcher for
-ranks and hosts. ``sources`` records each field's origin. Tools run only if packages are otherwise unknown. The result
-is equal on every rank.
+The user's setting has priority, then a preset. Then follow a device tool for packages and links,
+and the launcher for ranks and hosts. ``sources`` records each field's origin. Tools run only if
+packages are otherwise unknown. The result is equal on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
 from zero_topo.topology.placement import with_devices
-from zero_topo.topology.presets import emulated_from_json, load_preset, machine_of_cluster, preset_names
+from zero_topo.topology.presets import (
+    emulated_from_json,
+    load_preset,
+    machine_of_cluster,
+    preset_names,
+)
 from zero_topo.topology.probes import LauncherView, slurm
 
 MEASURED = "measured"
@@ -31,9 +37,10 @@ INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulate
 def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
     """Discover the topology from the launcher's environment and the node's device tools.
 
-    GPU packages and links come from the preset whose Slurm cluster the job runs on, if its nodes have as many ranks;
-    otherwise from a device tool of the node, if there is one that reports as many devices; otherwise every rank counts
-    as a separate GPU. Without any launcher there is one rank.
+    GPU packages and links come from the preset whose Slurm cluster the job runs on, if its nodes
+    have as many ranks; otherwise from a device tool of the node, if there is one that reports as
+    many devices; otherwise every rank counts as a separate GPU. Without any launcher there is one
+    rank.
 
     Args:
         env: environment variables, usually ``os.environ``.
@@ -45,27 +52,33 @@ def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
     view = launcher_view(env)
     if view is None:
         why = "no launcher started this process: it is a rank by itself"
-        return Topology(ALONE, 1, 1, 1, sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), why))
+        return Topology(
+            ALONE, 1, 1, 1, sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), why)
+        )
     found = _from_view(view, slurm.cluster(env))
     return found if found.links or found.world_size == 1 else with_devices(found, ask(), env)
 
 
 def resolve_topology(
-    setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None, ask: Ask = ask_tools
+    setting: str | Mapping[str, Any],
+    env: Mapping[str, str],
+    world_size: int | None = None,
+    ask: Ask = ask_tools,
 ) -> Topology:
     """Return the topology that the configuration selects, checked against the number of ranks.
 
     Args:
-        setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
-            File and object hold the fields of :class:`Topology`, or ``{"emulated": {"nodes", "gpus_per_node",
-            "gcds_per_gpu"}}``. "measured" is not resolved here, see ``measure.py``.
+        setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file;
+            or an inline object. File and object hold the fields of :class:`Topology`, or
+            ``{"emulated": {"nodes", "gpus_per_node", "gcds_per_gpu"}}``. "measured" is not resolved
+            here, see ``measure.py``.
         env: environment variables, usually ``os.environ``.
         world_size: ranks of the job, if known; None takes the launcher's number.
         ask: queries the device tools of this node; called at most once, and only for "auto".
 
     Returns:
-        A topology of exactly as many ranks, equal on every rank. If the setting has no placement of ranks, the
-        launcher's placement is used.
+        A topology of exactly as many ranks, equal on every rank. If the setting has no placement of
+        ranks, the launcher's placement is used.
 
     Raises:
         ValueError: if the setting is wrong or its number of ranks is not the job's.
@@ -77,18 +90,23 @@ def resolve_topology(
     if isinstance(setting, Mapping):
         return _fit(_from_object(setting), "the inline topology", env, world_size)
     if not isinstance(setting, str):
-        raise ValueError(f"topology is {setting!r}; it must be 'auto', a preset, a path to a JSON file or an object")
+        raise ValueError(
+            f"topology is {setting!r}; it must be 'auto', a preset, a path to a JSON file or an "
+            "object"
+        )
     if setting.endswith(".json") or "/" in setting:
         return _fit(_from_file(setting), f"the topology in {setting}", env, world_size)
     if setting == MEASURED:
         raise ValueError(
-            f'topology "{MEASURED}" is found by the ranks of a job as it starts; to plan with it, write it down once: '
+            f'topology "{MEASURED}" is found by the ranks of a job as it starts; to plan with it, '
+            "write it down once: "
             "srun zero-topo topology --measure --json > machine.json, and name that file"
         )
     names = ["auto", MEASURED, *preset_names()]
     if setting not in names:
         raise ValueError(
-            f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; a "
+            f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: "
+            f"{', '.join(names)}; a "
             f"path to a .json file, or an object {INLINE_HINT})"
         )
     view = None if world_size else launcher_view(env)
@@ -106,8 +124,10 @@ def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) ->
     if world_size is not None and world_size != topology.world_size:
         said = "no launcher" if view is None else view.origin("world_size")
         raise ValueError(
-            f"the job has {world_size} ranks but its environment describes {topology.world_size} ({said}); start all "
-            f"ranks with the launcher (srun, deepspeed, torchrun, mpirun), or state the machine: {INLINE_HINT}"
+            f"the job has {world_size} ranks but its environment describes {topology.world_size} "
+            f"({said}); start all "
+            "ranks with the launcher (srun, deepspeed, torchrun, mpirun), or state the machine: "
+            f"{INLINE_HINT}"
         )
     return topology
 
@@ -116,13 +136,17 @@ def _from_object(data: Mapping[str, Any]) -> Topology:
     """Build a topology from an inline object or a file's content."""
     if set(data) == {"emulated"} and not isinstance(data["emulated"], bool):
         if not isinstance(data["emulated"], Mapping):
-            raise ValueError(f"topology: emulated is {data['emulated']!r}; it must be an object such as {INLINE_HINT}")
+            raise ValueError(
+                f"topology: emulated is {data['emulated']!r}; it must be an object such as "
+                f"{INLINE_HINT}"
+            )
         return emulated_from_json(data["emulated"])
     return Topology.from_json(data)
 
 
 def _from_file(setting: str) -> Topology:
-    path, what = Path(setting).expanduser(), f"topology file {setting!r}"
+    path = Path(setting).expanduser()
+    what = f"topology file {setting!r}"
     try:
         data = parse_json(read_text(path, what), what)
     except OSError as error:
@@ -131,7 +155,9 @@ def _from_file(setting: str) -> Topology:
             "that every rank can read, or a preset's name without a slash"
         ) from error
     if not isinstance(data, dict):
-        raise ValueError(f"{what}: holds a {type(data).__name__}; it must hold an object {INLINE_HINT}")
+        raise ValueError(
+            f"{what}: holds a {type(data).__name__}; it must hold an object {INLINE_HINT}"
+        )
     try:
         return _from_object(data)
     except ValueError as error:
@@ -139,7 +165,8 @@ def _from_file(setting: str) -> Topology:
 
 
 def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int | None) -> Topology:
-    """Check a stated topology against the number of ranks and complete it with the launcher's placement.
+    """Check a stated topology against the number of ranks and complete it with the launcher's
+    placement.
 
     Raises:
         ValueError: if it has another number of ranks than the job.
@@ -149,8 +176,10 @@ def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int 
     actual = world_size if world_size is not None else (view.world_size if view else None)
     if actual is not None and actual != topology.world_size:
         raise ValueError(
-            f"{what} has {topology.nodes} nodes x {topology.gpus_per_node} GPUs x {topology.ranks_per_gpu} ranks = "
-            f"{topology.world_size} ranks but the job has {actual}; start {topology.world_size} ranks, or change the "
+            f"{what} has {topology.nodes} nodes x {topology.gpus_per_node} GPUs x "
+            f"{topology.ranks_per_gpu} ranks = "
+            f"{topology.world_size} ranks but the job has {actual}; start {topology.world_size} "
+            "ranks, or change the "
             'topology ("auto" takes it from the launcher)'
         )
     if stated or view is None:
@@ -158,11 +187,15 @@ def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int 
     if (view.world_size, view.ranks_per_node) != (topology.world_size, topology.ranks_per_node):
         return topology
     placed = {key: view.origin(key) for key in ("order", "hosts") if getattr(view, key) is not None}
-    return replace(topology, order=view.order, hosts=view.hosts, sources={**topology.sources, **placed})
+    return replace(
+        topology, order=view.order, hosts=view.hosts, sources={**topology.sources, **placed}
+    )
 
 
 def _from_view(view: LauncherView, cluster: str | None) -> Topology:
-    """Build the tree of a launcher's view, with GPUs and links of the cluster's if its nodes have as many ranks."""
+    """Build the tree of a launcher's view, with GPUs and links of the cluster's if its nodes have
+    as many ranks.
+    """
     machine = machine_of_cluster(cluster)
     per_node = view.ranks_per_node or view.world_size
     sources = {"nodes": f"ranks ({view.origin('world_size')}) / ranks per node"}
@@ -174,17 +207,26 @@ def _from_view(view: LauncherView, cluster: str | None) -> Topology:
     if view.ranks_per_node is None:
         sources["gpus_per_node"] = "assumed: one node"
         sources["warning"] = (
-            f"{view.origin('world_size')} gives {view.world_size} ranks but not their placement on nodes; "
-            f"they are taken for one flat node. For shards that follow the machine, describe it: {INLINE_HINT}"
+            f"{view.origin('world_size')} gives {view.world_size} ranks but not their placement on "
+            "nodes; "
+            "they are taken for one flat node. For shards that follow the machine, describe it: "
+            f"{INLINE_HINT}"
         )
     if machine is None or machine.ranks_per_node != per_node:
         if machine is not None:
             sources["ranks_per_gpu"] += (
-                f"; cluster {cluster} is preset {machine.name}, but its nodes have {machine.ranks_per_node} ranks, not "
+                f"; cluster {cluster} is preset {machine.name}, but its nodes have "
+                f"{machine.ranks_per_node} ranks, not "
                 f"{per_node}"
             )
         return Topology(
-            view.source, view.world_size // per_node, per_node, 1, order=view.order, hosts=view.hosts, sources=sources
+            view.source,
+            view.world_size // per_node,
+            per_node,
+            1,
+            order=view.order,
+            hosts=view.hosts,
+            sources=sources,
         )
     sources |= machine.origins(f" (SLURM_CLUSTER_NAME={cluster})")
     known = machine.topology(view.world_size // per_node, per_node)

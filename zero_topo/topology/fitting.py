@@ -2,15 +2,18 @@
 """Fits a machine to measured times: a link to the times of messages, a tree to the links of pairs.
 
 Note [Levels from pairs]
-    1. Sort the pairs' bandwidths. A level of the machine begins wherever neighbours differ by more than ``GAP``.
-    2. Ranks joined by links faster than the gap, directly or through others, are one unit (single linkage). Units are
-       nested by construction; a gap that joins no further ranks is ignored.
-    3. Units of a level must be equally large; else the tree is not regular, and the error names the odd ranks.
-    4. A tree has two levels between rank and world. Where ranks are on several hosts, a host is a node, and of the
-       levels inside the hosts the one with the widest gap is the GPU. On one host the two widest gaps give both.
-    5. If bandwidths give fewer levels than the tree has, latencies may give more. They must differ by more than
-       ``LATENCY_GAP``, give regular units, and be shorter for all pairs inside units than for all others, because a
-       busy machine delays small messages at random.
+    1. Sort the pairs' bandwidths. A level of the machine begins wherever neighbours differ by more
+       than ``GAP``.
+    2. Ranks joined by links faster than the gap, directly or through others, are one unit (single
+       linkage). Units are nested by construction; a gap that joins no further ranks is ignored.
+    3. Units of a level must be equally large; else the tree is not regular, and the error names the
+       odd ranks.
+    4. A tree has two levels between rank and world. Where ranks are on several hosts, a host is a
+       node, and of the levels inside the hosts the one with the widest gap is the GPU. On one host
+       the two widest gaps give both.
+    5. If bandwidths give fewer levels than the tree has, latencies may give more. They must differ
+       by more than ``LATENCY_GAP``, give regular units, and be shorter for all pairs inside units
+       than for all others, because a busy machine delays small messages at random.
 
 Levels that change neither the bandwidth nor the latency of a single pair are not found.
 """
@@ -30,9 +33,12 @@ from zero_topo.topology.render import compress
 GAP = 1.4
 LATENCY_GAP = 3.0
 SHORTEST_S = 1e-7  # fitted values below this are noise
-LONG = 32  # messages shorter than the longest by more than this factor do not count for the bandwidth
+LONG = (
+    32  # messages shorter than the longest by more than this factor do not count for the bandwidth
+)
 WAY_OUT = (
-    "measure again if the machine was busy, start equally many ranks on every unit, or describe the machine: "
+    "measure again if the machine was busy, start equally many ranks on every unit, or describe "
+    "the machine: "
     '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
 )
 
@@ -43,24 +49,30 @@ Units = tuple[tuple[int, ...], ...]
 def fit(samples: Iterable[tuple[float, float]]) -> Link:
     """Fit a link, ``latency + bytes / bandwidth``, to measured times.
 
-    The shortest time of each size counts, because disturbances only make messages slower. The bandwidth is the least
-    squares slope over the long messages, the latency the least squares of relative errors with that bandwidth.
+    The shortest time of each size counts, because disturbances only make messages slower. The
+    bandwidth is the least squares slope over the long messages, the latency the least squares of
+    relative errors with that bandwidth.
 
     Args:
         samples: ``(bytes, seconds)`` of messages of at least two sizes.
 
     Raises:
-        ValueError: for fewer sizes, a time that is not positive, or times that do not grow with the size.
+        ValueError: for fewer sizes, a time that is not positive, or times that do not grow with the
+            size.
     """
     best: dict[float, float] = {}
     for nbytes, seconds in samples:
         if not 0 < seconds < math.inf:
             raise ValueError(
-                f"a message of {nbytes:.0f} bytes took {seconds!r} s; times must be positive: fix the clock"
+                f"a message of {nbytes:.0f} bytes took {seconds!r} s; times must be positive: fix "
+                "the clock"
             )
         best[nbytes] = min(seconds, best.get(nbytes, math.inf))
     if len(best) < 2:
-        raise ValueError(f"messages of {len(best)} size cannot separate latency from bandwidth; time at least 2 sizes")
+        raise ValueError(
+            f"messages of {len(best)} size cannot separate latency from bandwidth; time at least 2 "
+            "sizes"
+        )
     long = [size for size in best if size * LONG >= max(best)]
     sizes = long if len(long) > 1 else list(best)
     slope = linear_regression(sizes, [best[size] for size in sizes]).slope
@@ -75,10 +87,12 @@ def fit(samples: Iterable[tuple[float, float]]) -> Link:
 
 
 def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
-    """Return the tree that explains the links of pairs, itself without links; see Note [Levels from pairs].
+    """Return the tree that explains the links of pairs, itself without links; see Note [Levels from
+    pairs].
 
     Args:
-        pairs: link of each measured pair of ranks. Either all pairs, or all inside each host and enough between hosts.
+        pairs: link of each measured pair of ranks. Either all pairs, or all inside each host and
+            enough between hosts.
         hosts: host name of each rank, ``[world_size]``.
 
     Raises:
@@ -95,7 +109,9 @@ def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
     room = 1 if hosts_are_nodes else 2
     chosen = [units for units, _ in sorted(found, key=lambda level: -level[1])[:room]]
     promptness = {pair: 1 / max(link.latency, SHORTEST_S) for pair, link in pairs.items()}
-    for units, _ in sorted(_levels(len(hosts), promptness, LATENCY_GAP), key=lambda level: -level[1]):
+    for units, _ in sorted(
+        _levels(len(hosts), promptness, LATENCY_GAP), key=lambda level: -level[1]
+    ):
         bounds = [*chosen, *([home] if hosts_are_nodes else [])]
         inside = not hosts_are_nodes or _finer(units, home)
         if len(chosen) < room and inside and _fits(units, bounds) and _apart(units, promptness):
@@ -116,12 +132,16 @@ def _shape(inner: list[Units], home: Units) -> tuple[Units, Units]:
 def _tree(shape: tuple[Units, Units], home: Units, hosts: Sequence[str], pairs: int) -> Topology:
     gpus, nodes = shape
     node_of = {rank: index for index, unit in enumerate(nodes) for rank in unit}
-    ranks = [rank for unit in sorted(gpus, key=lambda unit: (node_of[unit[0]], unit[0])) for rank in unit]
+    ranks = [
+        rank for unit in sorted(gpus, key=lambda unit: (node_of[unit[0]], unit[0])) for rank in unit
+    ]
     order = tuple(ranks.index(rank) for rank in range(len(ranks)))
     measured = f"measured: bandwidth and latency of {pairs} pairs of ranks"
     at_home = nodes == home
     sources = {
-        "nodes": "measured: host names" if at_home else f"{measured}; the outer units are taken for nodes",
+        "nodes": "measured: host names"
+        if at_home
+        else f"{measured}; the outer units are taken for nodes",
         "gpus_per_node": measured,
         "ranks_per_gpu": measured,
         **({} if order == tuple(range(len(order))) else {"order": measured}),
@@ -138,18 +158,26 @@ def _tree(shape: tuple[Units, Units], home: Units, hosts: Sequence[str], pairs: 
     )
 
 
-def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[str, float]) -> Topology:
+def with_links(
+    topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[str, float]
+) -> Topology:
     """Return a measured tree with its links.
 
     Args:
         topology: the result of :func:`cluster`.
-        pairs: link of each measured pair; a domain's latency is the median over the pairs of which it is the smallest
-            common domain.
+        pairs: link of each measured pair; a domain's latency is the median over the pairs of which
+            it is the smallest common domain.
         shared: domain -> bytes/s of each rank while all ranks of the domain send.
     """
     met = meeting(topology, pairs)
-    links = {domain: Link(rate, median(link.latency for link in met[domain])) for domain, rate in shared.items()}
-    known = {"links": "measured: bandwidth of each rank with all ranks of the domain talking, latency of pairs"}
+    links = {
+        domain: Link(rate, median(link.latency for link in met[domain]))
+        for domain, rate in shared.items()
+    }
+    known = {
+        "links": "measured: bandwidth of each rank with all ranks of the domain talking, latency "
+        "of pairs"
+    }
     return replace(topology, links=links, sources={**topology.sources, **(known if links else {})})
 
 
@@ -157,15 +185,23 @@ def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Li
     """Return by domain the links of all pairs whose smallest common domain it is."""
     met: dict[str, list[Link]] = {domain: [] for domain in LINKED_DOMAINS}
     for (left, right), link in pairs.items():
-        a, b = topology.position(left), topology.position(right)
-        met[next(name for name in LINKED_DOMAINS if a // topology.degree(name) == b // topology.degree(name))].append(
-            link
-        )
+        a = topology.position(left)
+        b = topology.position(right)
+        met[
+            next(
+                name
+                for name in LINKED_DOMAINS
+                if a // topology.degree(name) == b // topology.degree(name)
+            )
+        ].append(link)
     return met
 
 
-def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list[tuple[Units, float]]:
-    """Return units, and the factor of the gap around them, of each level between rank and world, innermost first.
+def _levels(
+    world_size: int, values: Mapping[Pair, float], least: float
+) -> list[tuple[Units, float]]:
+    """Return units, and the factor of the gap around them, of each level between rank and world,
+    innermost first.
 
     ``values`` are larger for closer ranks.
     """
@@ -200,13 +236,19 @@ def _units(world_size: int, joined: Iterable[Pair]) -> Units:
 
 def _finer(units: Units, outer: Units) -> bool:
     """Return whether each unit lies in one of ``outer``."""
-    where: Callable[[int], int] = {rank: index for index, unit in enumerate(outer) for rank in unit}.__getitem__
+    where: Callable[[int], int] = {
+        rank: index for index, unit in enumerate(outer) for rank in unit
+    }.__getitem__
     return all(len(set(map(where, unit))) == 1 for unit in units)
 
 
 def _fits(units: Units, others: Sequence[Units]) -> bool:
-    """Return whether units are equally large, and nested with others without being equal to them."""
-    nested = all(units != other and (_finer(units, other) or _finer(other, units)) for other in others)
+    """Return whether units are equally large, and nested with others without being equal to
+    them.
+    """
+    nested = all(
+        units != other and (_finer(units, other) or _finer(other, units)) for other in others
+    )
     return nested and len(set(map(len, units))) == 1
 
 
@@ -224,8 +266,12 @@ def _check_regular(units: Units, hosts: Sequence[str], what: str) -> None:
         return
     usual = max(sizes, key=lambda size: (sizes[size], size))
     odd = [unit for unit in units if len(unit) != usual]
-    named = "; ".join(f"{compress(unit)} on {', '.join(sorted({hosts[rank] for rank in unit}))}" for unit in odd[:4])
+    named = "; ".join(
+        f"{compress(unit)} on {', '.join(sorted({hosts[rank] for rank in unit}))}"
+        for unit in odd[:4]
+    )
     raise ValueError(
-        f"the {what} put most ranks into units of {usual}, but not ranks {named}{' ...' if len(odd) > 4 else ''}: "
+        f"the {what} put most ranks into units of {usual}, but not ranks "
+        f"{named}{' ...' if len(odd) > 4 else ''}: "
         f"that is no regular tree; {WAY_OUT}"
     )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that each shard one copy of a model: the data-parallel groups of a job with tensor parallelism."""
+"""Groups of ranks that each shard one copy of a model: the data-parallel groups of a job with
+tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from zero_topo.topology.model import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Holds all data-parallel groups of a job, equal on every rank; with experts, their expert-data-parallel groups.
+    """Holds all data-parallel groups of a job, equal on every rank; with experts, their
+    expert-data-parallel groups.
 
-    A plan numbers the ranks of a group from 0, in the order of their global ranks. All groups use one plan, each with
-    its own order, because ranks may be placed differently.
+    A plan numbers the ranks of a group from 0, in the order of their global ranks. All groups use
+    one plan, each with its own order, because ranks may be placed differently.
 
     Attributes:
         machine: the tree of all ranks.
         members: the global ranks of each group, ascending; together all ranks of the machine.
-        name: prefixes the names of domains, to distinguish them from those of another tree; may be empty.
+        name: prefixes the names of domains, to distinguish them from those of another tree; may be
+            empty.
 
     Raises:
         ValueError: if the groups have different trees, so that one plan cannot serve all.
@@ -35,8 +39,10 @@ class Groups:
         if len(shapes) > 1:
             first = [list(ranks[:8]) for ranks in self.members[:2]]
             raise ValueError(
-                f"the groups of ranks {first} of {self.machine.name} have different trees (nodes, GPUs of a node, "
-                f"ranks of a GPU): {sorted(shapes)}; choose a tensor-parallel or expert-parallel size that divides a "
+                f"the groups of ranks {first} of {self.machine.name} have different trees (nodes, "
+                "GPUs of a node, "
+                f"ranks of a GPU): {sorted(shapes)}; choose a tensor-parallel or expert-parallel "
+                "size that divides a "
                 "node's ranks"
             )
 

@@ -1,11 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Describes the machine: a regular tree of nodes, GPUs and ranks, and the placement of each rank in it.
+"""Describes the machine: a regular tree of nodes, GPUs and ranks, and the placement of each rank in
+it.
 
 Note [Tree positions]
-    The leaves of the tree are numbered ``t = (node * gpus_per_node + gpu) * ranks_per_gpu + die``, so that any domain
-    is a run of consecutive positions. ``order[rank] = t`` is the launcher's placement of each rank. Everything
-    that depends on the machine (which ranks share a shard, which link a message crosses) is a function of ``t``, never
-    of the rank, so block, cyclic and arbitrary placements share one code path.
+    The leaves of the tree are numbered ``t = (node * gpus_per_node + gpu) * ranks_per_gpu + die``,
+    so that any domain is a run of consecutive positions. ``order[rank] = t`` is the launcher's
+    placement of each rank. Everything that depends on the machine (which ranks share a shard, which
+    link a message crosses) is a function of ``t``, never of the rank, so block, cyclic and
+    arbitrary placements share one code path.
 """
 
 from __future__ import annotations
@@ -18,10 +20,22 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, SkipValidation
 
-from zero_topo.strict import Count, Flag, Strings, Text, did_you_mean, must_be, read, strict_dataclass, to_json
+from zero_topo.strict import (
+    Count,
+    Flag,
+    Strings,
+    Text,
+    did_you_mean,
+    must_be,
+    read,
+    strict_dataclass,
+    to_json,
+)
 
 DOMAINS = ("rank", "gpu", "node", "world")
-"""The domains, from the smallest to the largest; each is a set of ranks that share one unit of the machine."""
+"""The domains, from the smallest to the largest; each is a set of ranks that share one unit of the
+machine.
+"""
 
 MOST_RANKS = 1 << 20
 """The maximal number of ranks of a topology: lists of all ranks still fit into memory."""
@@ -33,7 +47,10 @@ LINKED_DOMAINS = DOMAINS[1:]
 def _linked(domain: str) -> str:
     if domain not in LINKED_DOMAINS:
         known = ", ".join(LINKED_DOMAINS)
-        raise ValueError(f"unknown domain {domain!r}{did_you_mean(domain, LINKED_DOMAINS)} (links belong to {known})")
+        raise ValueError(
+            f"unknown domain {domain!r}{did_you_mean(domain, LINKED_DOMAINS)} (links belong to "
+            f"{known})"
+        )
     return domain
 
 
@@ -52,7 +69,8 @@ class Link:
         latency: seconds before the first byte arrives.
 
     Raises:
-        ValueError: if the bandwidth is not positive, the latency negative, or a number too large to compute with.
+        ValueError: if the bandwidth is not positive, the latency negative, or a number too large to
+            compute with.
     """
 
     bandwidth: Annotated[
@@ -60,7 +78,9 @@ class Link:
         Field(strict=True, ge=1e-30, le=1e30),
         must_be("bytes/s, a number from 1e-30 to 1e30 (leave the link out if it is not known)"),
     ]
-    latency: Annotated[float, Field(strict=True, ge=0, le=1e30), must_be("seconds, a number from 0 to 1e30")]
+    latency: Annotated[
+        float, Field(strict=True, ge=0, le=1e30), must_be("seconds, a number from 0 to 1e30")
+    ]
 
 
 @strict_dataclass
@@ -72,13 +92,15 @@ class Topology:
         nodes: number of nodes.
         gpus_per_node: GPU packages in each node.
         ranks_per_gpu: ranks in each GPU package: GCDs of an MI250X, tiles of an Intel GPU, else 1.
-        order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
+        order: ``order[rank]`` is the rank's tree position; None means the identity (block
+            placement).
         links: link of a domain, keys among "gpu", "node", "world"; absent where it is not known.
         memory_per_rank: bytes of device memory of a rank, or None.
         host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None.
         hosts: host name of each node in tree order, or None.
         emulated: the nodes are make-believe, so the hosts are not checked against the machine.
-        sources: where each field came from, for people to read; the key "warning" has a warning to show.
+        sources: where each field came from, for people to read; the key "warning" has a warning to
+            show.
 
     Raises:
         ValueError: if a field contradicts another or is out of range.
@@ -88,7 +110,9 @@ class Topology:
     nodes: Count
     gpus_per_node: Count
     ranks_per_gpu: Count
-    order: Annotated[tuple[SkipValidation[int], ...] | None, must_be("a list of tree positions, one per rank")] = None
+    order: Annotated[
+        tuple[SkipValidation[int], ...] | None, must_be("a list of tree positions, one per rank")
+    ] = None
     links: Mapping[LinkedDomain, Link] = field(default_factory=dict, hash=False)
     memory_per_rank: Bytes | None = None
     host_memory_per_rank: Bytes | None = None
@@ -99,7 +123,10 @@ class Topology:
     def __post_init__(self) -> None:
         if self.world_size > MOST_RANKS:
             shape = f"{self.nodes} nodes x {self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks"
-            raise ValueError(f"topology {self.name!r}: {shape} are more than the {MOST_RANKS:,} ranks it may have")
+            raise ValueError(
+                f"topology {self.name!r}: {shape} are more than the {MOST_RANKS:,} ranks it may "
+                "have"
+            )
         self._check_order()
         self._check_hosts()
 
@@ -109,19 +136,27 @@ class Topology:
         world = self.world_size
         if len(self.order) != world:
             raise ValueError(
-                f"topology {self.name!r}: order has {len(self.order)} entries but {self.nodes} nodes x "
-                f"{self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks are {world} ranks; give order one tree "
+                f"topology {self.name!r}: order has {len(self.order)} entries but {self.nodes} "
+                "nodes x "
+                f"{self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks are {world} ranks; give "
+                "order one tree "
                 "position per rank, or leave it out for block placement"
             )
         seen: dict[int, int] = {}
         for rank, position in enumerate(self.order):
-            if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < world:
+            if (
+                isinstance(position, bool)
+                or not isinstance(position, int)
+                or not 0 <= position < world
+            ):
                 raise ValueError(
-                    f"topology {self.name!r}: order[{rank}] is {position!r}; tree positions are 0 to {world - 1}"
+                    f"topology {self.name!r}: order[{rank}] is {position!r}; tree positions are 0 "
+                    f"to {world - 1}"
                 )
             if position in seen:
                 raise ValueError(
-                    f"topology {self.name!r}: order puts ranks {seen[position]} and {rank} both at tree position "
+                    f"topology {self.name!r}: order puts ranks {seen[position]} and {rank} both at "
+                    "tree position "
                     f"{position}; each rank needs a position of its own"
                 )
             seen[position] = rank
@@ -131,13 +166,15 @@ class Topology:
             return
         if len(self.hosts) != self.nodes:
             raise ValueError(
-                f"topology {self.name!r}: {len(self.hosts)} hosts are named for {self.nodes} nodes; name one per node, "
+                f"topology {self.name!r}: {len(self.hosts)} hosts are named for {self.nodes} "
+                "nodes; name one per node, "
                 "in tree order, or none"
             )
         host, times = Counter(self.hosts).most_common(1)[0]
         if times > 1 and not self.emulated:
             raise ValueError(
-                f"topology {self.name!r}: host {host!r} is named for {times} nodes; name each once, or set 'emulated': "
+                f"topology {self.name!r}: host {host!r} is named for {times} nodes; name each "
+                "once, or set 'emulated': "
                 "true if several nodes are pretended on one host"
             )
 
@@ -157,23 +194,34 @@ class Topology:
         Raises:
             ValueError: if ``domain`` is none of "rank", "gpu", "node", "world".
         """
-        degrees = {"rank": 1, "gpu": self.ranks_per_gpu, "node": self.ranks_per_node, "world": self.world_size}
+        degrees = {
+            "rank": 1,
+            "gpu": self.ranks_per_gpu,
+            "node": self.ranks_per_node,
+            "world": self.world_size,
+        }
         if domain not in degrees:
-            raise ValueError(f"unknown domain {domain!r}{did_you_mean(domain, DOMAINS)} (known: {DOMAINS})")
+            raise ValueError(
+                f"unknown domain {domain!r}{did_you_mean(domain, DOMAINS)} (known: {DOMAINS})"
+            )
         return degrees[domain]
 
     def domain(self, degree: int) -> str:
-        """Return the smallest domain that contains every aligned block of ``degree`` tree positions.
+        """Return the smallest domain that contains every aligned block of ``degree`` tree
+        positions.
 
-        A block of ``degree`` positions starting at a multiple of ``degree`` stays inside a domain if ``degree``
-        divides the domain's. For 3 ranks and 4 ranks per node the domain is therefore the world. If domains coincide
-        (one rank per GPU, one node), the smaller one is returned.
+        A block of ``degree`` positions starting at a multiple of ``degree`` stays inside a domain
+        if ``degree`` divides the domain's. For 3 ranks and 4 ranks per node the domain is therefore
+        the world. If domains coincide (one rank per GPU, one node), the smaller one is returned.
 
         Raises:
             ValueError: if ``degree`` is not from 1 to the world size.
         """
         if not 1 <= degree <= self.world_size:
-            raise ValueError(f"degree {degree} is out of range; the world of {self.name!r} has {self.world_size} ranks")
+            raise ValueError(
+                f"degree {degree} is out of range; the world of {self.name!r} has "
+                f"{self.world_size} ranks"
+            )
         return next((name for name in DOMAINS[:-1] if self.degree(name) % degree == 0), "world")
 
     def position(self, rank: int) -> int:
@@ -197,16 +245,21 @@ class Topology:
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
         """Return the rank at each tree position, for an explicit order."""
-        return tuple(sorted(range(self.world_size), key=self.order.__getitem__)) if self.order else ()
+        return (
+            tuple(sorted(range(self.world_size), key=self.order.__getitem__)) if self.order else ()
+        )
 
     def _check_index(self, what: str, index: int) -> None:
         if not 0 <= index < self.world_size:
             raise ValueError(
-                f"{what} {index} is out of range; {self.name!r} has {self.world_size} ranks, counted from 0"
+                f"{what} {index} is out of range; {self.name!r} has {self.world_size} ranks, "
+                "counted from 0"
             )
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return ``(node, gpu, die)`` of a rank: the node, the GPU in the node, the rank (GCD) in the GPU."""
+        """Return ``(node, gpu, die)`` of a rank: the node, the GPU in the node, the rank (GCD) in
+        the GPU.
+        """
         node, local = divmod(self.position(rank), self.ranks_per_node)
         return (node, *divmod(local, self.ranks_per_gpu))
 
@@ -216,7 +269,8 @@ class Topology:
         return [self.rank_at(position) for position in range(first, first + self.ranks_per_node)]
 
     def among(self, ranks: Sequence[int]) -> Topology:
-        """Return the tree that some ranks form, for example a data-parallel group, numbered in the given order.
+        """Return the tree that some ranks form, for example a data-parallel group, numbered in the
+        given order.
 
         Links stay those of one rank: the other ranks of a GPU or node send at the same time.
 
@@ -232,8 +286,10 @@ class Topology:
         gpus_of_node = Counter(node for node, _ in on_gpu)
         if any(len({*counts.values()}) > 1 for counts in (on_node, on_gpu, gpus_of_node)):
             raise ValueError(
-                f"topology {self.name!r}: nodes or GPUs have different numbers of the ranks {list(ranks[:16])} of one "
-                "group, so no plan fits; choose a tensor-parallel or expert-parallel size that divides a node's ranks"
+                f"topology {self.name!r}: nodes or GPUs have different numbers of the ranks "
+                f"{list(ranks[:16])} of one "
+                "group, so no plan fits; choose a tensor-parallel or expert-parallel size that "
+                "divides a node's ranks"
             )
         in_tree_order = sorted(range(len(ranks)), key=lambda index: self.position(ranks[index]))
         order = [0] * len(ranks)
@@ -252,16 +308,20 @@ class Topology:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object from which ``from_json`` builds an equal topology, without fields at their default."""
+        """Return a JSON object from which ``from_json`` builds an equal topology, without fields at
+        their default.
+        """
         return to_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
         """Build a topology from a JSON object with the fields of this class.
 
-        ``nodes``, ``gpus_per_node`` and ``ranks_per_gpu`` are required; the other fields have the class's defaults.
+        ``nodes``, ``gpus_per_node`` and ``ranks_per_gpu`` are required; the other fields have the
+        class's defaults.
 
         Raises:
-            ValueError: if a key is unknown (the nearest known one is named), missing, or its value does not fit.
+            ValueError: if a key is unknown (the nearest known one is named), missing, or its value
+                does not fit.
         """
         return read(cls, "topology", {"name": "custom", **data})

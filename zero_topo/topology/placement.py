@@ -1,12 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Puts the devices of a node into the tree that a launcher describes: which local rank uses which device.
+"""Puts the devices of a node into the tree that a launcher describes: which local rank uses which
+device.
 
 Note [Devices and launchers]
-    A launcher reports ranks, hosts and placement; a device tool reports packages and links. The local rank joins them:
-    ``devices[local rank]`` is read from ``--gpu-bind``, from a list of visible devices with one entry per
-    local rank, or is the local rank itself if there are as many devices. Only variables that are equal on all ranks of
-    a node may be read, because all ranks must find the same topology. A rank's own single visible device is therefore
-    ignored here (the ranks compare those at start-up, see ``placements.py``).
+    A launcher reports ranks, hosts and placement; a device tool reports packages and links. The
+    local rank joins them: ``devices[local rank]`` is read from ``--gpu-bind``, from a list of
+    visible devices with one entry per local rank, or is the local rank itself if there are as many
+    devices. Only variables that are equal on all ranks of a node may be read, because all ranks
+    must find the same topology. A rank's own single visible device is therefore ignored here (the
+    ranks compare those at start-up, see ``placements.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 
 def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topology:
-    """Group the ranks of a topology without packages by the GPU packages that the device tools found.
+    """Group the ranks of a topology without packages by the GPU packages that the device tools
+    found.
 
     Args:
         flat: the launcher's topology, with one rank per GPU.
@@ -32,8 +35,8 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
         env: environment variables.
 
     Returns:
-        The topology with packages, links and order; or ``flat`` with a note in its sources if the tools report nothing
-        or contradict the launcher, which then has priority.
+        The topology with packages, links and order; or ``flat`` with a note in its sources if the
+        tools report nothing or contradict the launcher, which then has priority.
 
     Raises:
         ValueError: if the ranks fill the node and a device is missing from a package.
@@ -50,7 +53,10 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
     except ValueError as error:
         if len(devices) == tree.count:
             raise
-        return _noted(flat, [*notes, f"{tree.tool} not used: the ranks use only some of its devices, and {error}"])
+        return _noted(
+            flat,
+            [*notes, f"{tree.tool} not used: the ranks use only some of its devices, and {error}"],
+        )
     links = used.node_links()
     placed = replace(
         flat,
@@ -63,7 +69,9 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
     return _noted(placed, [*notes, *used.warnings()])
 
 
-def local_devices(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[tuple[int, ...] | None, str]:
+def local_devices(
+    env: Mapping[str, str], tree: DeviceTree, per_node: int
+) -> tuple[tuple[int, ...] | None, str]:
     """Return the device of each local rank and where it was read; or None and why they are unknown.
 
     Args:
@@ -77,14 +85,20 @@ def local_devices(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tu
     if bound is None and tree.count == per_node:
         return tuple(range(per_node)), f"{tree.tool}: local rank i on device i"
     if bound is None:
-        return None, f"it sees {tree.count} devices but the launcher has {per_node} ranks on each node"
+        return (
+            None,
+            f"it sees {tree.count} devices but the launcher has {per_node} ranks on each node",
+        )
     if len(set(bound)) < len(bound) or not all(0 <= device < tree.count for device in bound):
         return None, f"{how} names the devices {list(bound)}, but it sees {tree.count}"
     return bound, how
 
 
-def reorder(order: Sequence[int] | None, world_size: int, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the tree positions after the local ranks of every node have moved to other places of the node.
+def reorder(
+    order: Sequence[int] | None, world_size: int, places: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the tree positions after the local ranks of every node have moved to other places of
+    the node.
 
     Args:
         order: tree position of each rank with places equal to local ranks; None means the identity.
@@ -96,11 +110,15 @@ def reorder(order: Sequence[int] | None, world_size: int, places: Sequence[int])
     """
     per_node = len(places)
     positions = range(world_size) if order is None else order
-    moved = tuple(position // per_node * per_node + places[position % per_node] for position in positions)
+    moved = tuple(
+        position // per_node * per_node + places[position % per_node] for position in positions
+    )
     return None if moved == tuple(range(world_size)) else moved
 
 
-def _visible(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[tuple[int, ...] | None, str]:
+def _visible(
+    env: Mapping[str, str], tree: DeviceTree, per_node: int
+) -> tuple[tuple[int, ...] | None, str]:
     """Read devices from a list of numbers or bus ids with one entry per local rank."""
     for name in VISIBLE:
         words = words_of(env.get(name, ""))
@@ -108,8 +126,11 @@ def _visible(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[t
             continue
         devices = [_device(word, tree) for word in words]
         if all(device is not None for device in devices):
-            # Without its value: nodes may use different devices, and still all ranks must find equal topologies.
-            return tuple(device for device in devices if device is not None), f"{name}, one entry per local rank"
+            # Without its value: nodes may use different devices, and still all ranks must find
+            # equal topologies.
+            return tuple(
+                device for device in devices if device is not None
+            ), f"{name}, one entry per local rank"
     return None, ""
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Checks the actual placement of each rank, as the rank reports it, against the topology (pure).
 
-The caller gathers one :class:`Placement` per rank, for example with ``all_gather_object``. Every rank then checks the same
-list, so all pass or all raise the same error.
+The caller gathers one :class:`Placement` per rank, for example with ``all_gather_object``. Every
+rank then checks the same list, so all pass or all raise the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Placement:
     Attributes:
         host: host name, for messages.
         boot_id: distinguishes machines with equal names ("localhost"); "" if unknown.
-        bus_id: PCI address of its device as :func:`normal_bus_id` writes it, or None (no device, or not known).
+        bus_id: PCI address of its device as :func:`normal_bus_id` writes it, or None (no device, or
+            not known).
         package: number of its device's GPU package on the node, or None.
     """
 
@@ -62,27 +63,45 @@ def check_placements(topology: Topology, placements: Sequence[Placement]) -> Non
     """Check that ranks share a host, and a GPU if it is known, exactly if they do in the topology.
 
     Args:
-        topology: topology from the configuration, the tools or the launcher. An emulated one is not checked.
+        topology: topology from the configuration, the tools or the launcher. An emulated one is not
+            checked.
         placements: placement of every rank, in rank order.
 
     Raises:
         ValueError: raised by :func:`check_hosts`, or naming two ranks and their host.
     """
-    names = Counter(host for host, _ in {(placement.host, placement.machine) for placement in placements})
-    labels = [placement.host if names[placement.host] == 1 else f"{placement.host} ({placement.machine[:8]})" for placement in placements]
+    names = Counter(
+        host for host, _ in {(placement.host, placement.machine) for placement in placements}
+    )
+    labels = [
+        placement.host
+        if names[placement.host] == 1
+        else f"{placement.host} ({placement.machine[:8]})"
+        for placement in placements
+    ]
     check_hosts(topology, labels)
-    if topology.emulated or topology.ranks_per_gpu == 1 or any(placement.package is None for placement in placements):
+    if (
+        topology.emulated
+        or topology.ranks_per_gpu == 1
+        or any(placement.package is None for placement in placements)
+    ):
         return
     for node in range(topology.nodes):
         ranks = topology.node_ranks(node)
         for first in range(0, len(ranks), topology.ranks_per_gpu):
             one, *others = ranks[first : first + topology.ranks_per_gpu]
-            odd = next((rank for rank in others if placements[rank].package != placements[one].package), None)
+            odd = next(
+                (rank for rank in others if placements[rank].package != placements[one].package),
+                None,
+            )
             if odd is not None:
                 raise ValueError(
-                    f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on host "
-                    f"{placements[one].host!r} they run on {placements[one].bus_id} and {placements[odd].bus_id}, which are different "
-                    "GPUs; bind ranks in the order that `zero-topo topology` prints on a node, or state the order in "
+                    f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on "
+                    "host "
+                    f"{placements[one].host!r} they run on {placements[one].bus_id} and "
+                    f"{placements[odd].bus_id}, which are different "
+                    "GPUs; bind ranks in the order that `zero-topo topology` prints on a node, or "
+                    "state the order in "
                     "the topology's JSON"
                 )
 
@@ -90,8 +109,9 @@ def check_placements(topology: Topology, placements: Sequence[Placement]) -> Non
 def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
     """Check that two ranks share a host exactly if the topology puts them on one node.
 
-    The names only have to distinguish hosts (a host name or a boot id); they are not compared with ``topology.hosts``,
-    because schedulers and hosts do not always agree on names. An emulated topology is not checked.
+    The names only have to distinguish hosts (a host name or a boot id); they are not compared with
+    ``topology.hosts``, because schedulers and hosts do not always agree on names. An emulated
+    topology is not checked.
 
     Args:
         topology: topology from the configuration or the launcher.
@@ -102,16 +122,20 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
     """
     if len(hosts_by_rank) != topology.world_size:
         raise ValueError(
-            f"{len(hosts_by_rank)} ranks report a host but topology {topology.name!r} has {topology.world_size} ranks; "
+            f"{len(hosts_by_rank)} ranks report a host but topology {topology.name!r} has "
+            f"{topology.world_size} ranks; "
             "start as many ranks as the topology has"
         )
     if topology.emulated:
         return
     if topology.nodes > 1 and len(set(hosts_by_rank)) == 1:
         raise ValueError(
-            f"all {topology.world_size} ranks run on host {hosts_by_rank[0]!r} but topology {topology.name!r} has "
-            f"{topology.nodes} nodes; start the ranks on {topology.nodes} hosts, or pretend them with "
-            f'"topology": {{"emulated": {{"nodes": {topology.nodes}, "gpus_per_node": {topology.gpus_per_node}, '
+            f"all {topology.world_size} ranks run on host {hosts_by_rank[0]!r} but topology "
+            f"{topology.name!r} has "
+            f"{topology.nodes} nodes; start the ranks on {topology.nodes} hosts, or pretend them "
+            "with "
+            f'"topology": {{"emulated": {{"nodes": {topology.nodes}, "gpus_per_node": '
+            f"{topology.gpus_per_node}, "
             f'"gcds_per_gpu": {topology.ranks_per_gpu}}}}}'
         )
     home: dict[str, int] = {}
@@ -120,8 +144,10 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
         host = _check_one_host(topology, node, [(rank, hosts_by_rank[rank]) for rank in ranks])
         if host in home:
             raise ValueError(
-                f"host {host!r} runs the ranks {compress(topology.node_ranks(home[host]))} and {compress(ranks)}, "
-                f"which topology {topology.name!r} puts on nodes {home[host]} and {node}; {_way_out(topology)}"
+                f"host {host!r} runs the ranks {compress(topology.node_ranks(home[host]))} and "
+                f"{compress(ranks)}, "
+                f"which topology {topology.name!r} puts on nodes {home[host]} and {node}; "
+                f"{_way_out(topology)}"
             )
         home[host] = node
 
@@ -137,14 +163,17 @@ def _check_one_host(topology: Topology, node: int, placed: Sequence[tuple[int, s
         odd = others[-1][0]
         strays = [rank for rank, name in placed if name == odd]
         raise ValueError(
-            f"topology {topology.name!r} puts ranks {compress([rank for rank, _ in placed])} on node {node}, but of "
-            f"these host {odd!r} runs {compress(strays)} and host {host!r} others; {_way_out(topology)}"
+            f"topology {topology.name!r} puts ranks {compress([rank for rank, _ in placed])} on "
+            f"node {node}, but of "
+            f"these host {odd!r} runs {compress(strays)} and host {host!r} others; "
+            f"{_way_out(topology)}"
         )
     return host
 
 
 def _way_out(topology: Topology) -> str:
     return (
-        f"start {topology.ranks_per_node} ranks on each host in the placement the topology states (block unless it has "
+        f"start {topology.ranks_per_node} ranks on each host in the placement the topology states "
+        "(block unless it has "
         'an "order"), or describe the real placement with an "order" in the topology\'s JSON'
     )

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Loads known machines (``presets/*.json``) and builds their topologies, and emulated ones for a single host."""
+"""Loads known machines (``presets/*.json``) and builds their topologies, and emulated ones for a
+single host.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Machine:
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.
         rates: how fast a rank computes and what its links reach, or None if unknown.
-        host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None if unknown.
+        host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None if
+            unknown.
     """
 
     name: str
@@ -47,9 +50,17 @@ class Machine:
         return None if self.gpus_per_node is None else self.gpus_per_node * self.ranks_per_gpu
 
     def origins(self, why: str = "") -> dict[str, str]:
-        """Return the sources of the topology fields from this machine; ``why`` is the reason for its choice."""
-        optional = (key for key in ("links", "memory_per_rank", "host_memory_per_rank") if getattr(self, key))
-        return dict.fromkeys(("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}")
+        """Return the sources of the topology fields from this machine; ``why`` is the reason for
+        its choice.
+        """
+        optional = (
+            key
+            for key in ("links", "memory_per_rank", "host_memory_per_rank")
+            if getattr(self, key)
+        )
+        return dict.fromkeys(
+            ("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}"
+        )
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
         """Return a topology of ``nodes`` nodes of this machine, without sources."""
@@ -78,12 +89,16 @@ def load_machine(name: str) -> Machine:
     """
     names = preset_names()
     if name not in names:
-        raise ValueError(f"unknown machine {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
+        raise ValueError(
+            f"unknown machine {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})"
+        )
     return read(Machine, f"preset {name!r}", packaged(__package__, f"presets/{name}.json"))
 
 
 def machine_of_cluster(cluster: str | None) -> Machine | None:
-    """Return the machine whose Slurm cluster has this name, or None; outside of Slurm there is no name."""
+    """Return the machine whose Slurm cluster has this name, or None; outside of Slurm there is no
+    name.
+    """
     if not cluster:
         return None
     machines = (load_machine(name) for name in preset_names())
@@ -91,9 +106,13 @@ def machine_of_cluster(cluster: str | None) -> Machine | None:
 
 
 def assumptions(name: str) -> list[str]:
-    """Return the facts of a preset that are assumed, not published or measured; empty without such a preset."""
+    """Return the facts of a preset that are assumed, not published or measured; empty without such
+    a preset.
+    """
     sources = load_machine(name).sources if name in preset_names() else {}
-    return [key.removeprefix("rates.") for key, said in sources.items() if said.startswith("assumed")]
+    return [
+        key.removeprefix("rates.") for key, said in sources.items() if said.startswith("assumed")
+    ]
 
 
 def load_preset(name: str, world_size: int) -> Topology:
@@ -112,7 +131,8 @@ def load_preset(name: str, world_size: int) -> Topology:
     if world_size % per_node:
         why = "is less than one node" if world_size < per_node else "does not fill whole nodes"
         raise ValueError(
-            f"world size {world_size} {why} of preset {name!r}, which has {per_node} ranks per node; start a multiple "
+            f"world size {world_size} {why} of preset {name!r}, which has {per_node} ranks per "
+            "node; start a multiple "
             f"of {per_node} ranks, or describe what you start: an inline topology "
             '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
         )
@@ -121,7 +141,8 @@ def load_preset(name: str, world_size: int) -> Topology:
 
 
 def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
-    """Build an emulated machine to try a multi-node plan on one host; ``gcds_per_gpu`` ranks share a GPU.
+    """Build an emulated machine to try a multi-node plan on one host; ``gcds_per_gpu`` ranks share
+    a GPU.
 
     Raises:
         ValueError: if a number is not a positive int.

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Renders a topology as plain text, one line per level of the tree, and a node's devices in the order to bind ranks."""
+"""Renders a topology as plain text, one line per level of the tree, and a node's devices in the
+order to bind ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ VISIBLE: Mapping[str, str] = {"amd-smi": "ROCR_VISIBLE_DEVICES", "rocm-smi": "RO
 
 
 def render_tree(topology: Topology) -> str:
-    """Render the tree with its links, the nodes with named hosts or unusual ranks, and the sources of all fields.
+    """Render the tree with its links, the nodes with named hosts or unusual ranks, and the sources
+    of all fields.
 
     A regular tree has equal branches on every level, so each level is one line with their number::
 
@@ -26,17 +29,27 @@ def render_tree(topology: Topology) -> str:
            `- 4 x gpu  2 ranks  200.00 GB/s per rank, 3.4 us
               `- 2 x rank  64.00 GB
     """
-    lines = [f"{topology.name}: {_count(topology.world_size, 'rank')}{' (emulated)' if topology.emulated else ''}"]
+    lines = [
+        f"{topology.name}: "
+        f"{_count(topology.world_size, 'rank')}{' (emulated)' if topology.emulated else ''}"
+    ]
     lines += _levels(topology)
     lines += _nodes(topology)
-    lines += [f"  {key} <- {source}" for key, source in topology.sources.items() if key != "warning"]
+    lines += [
+        f"  {key} <- {source}" for key, source in topology.sources.items() if key != "warning"
+    ]
     if "warning" in topology.sources:  # last, where it is noticed
         lines.append(f"warning: {topology.sources['warning']}")
     return "\n".join(lines)
 
 
 def _levels(topology: Topology) -> list[str]:
-    counts = {"world": 1, "node": topology.nodes, "gpu": topology.gpus_per_node, "rank": topology.ranks_per_gpu}
+    counts = {
+        "world": 1,
+        "node": topology.nodes,
+        "gpu": topology.gpus_per_node,
+        "rank": topology.ranks_per_gpu,
+    }
     heads = []
     for depth, (domain, count) in enumerate(counts.items()):
         heads.append(domain if depth == 0 else f"{'   ' * (depth - 1)}`- {count} x {domain}")
@@ -73,10 +86,11 @@ def _nodes(topology: Topology) -> list[str]:
 
 
 def compress(numbers: Sequence[int]) -> str:
-    """Write distinct numbers with their equal steps folded: ``[0, 1, 2, 3, 8, 10, 12]`` -> ``"0-3,8-12:2"``.
+    """Write distinct numbers with their equal steps folded: ``[0, 1, 2, 3, 8, 10, 12]`` ->
+    ``"0-3,8-12:2"``.
 
-    The order is kept: a run goes up or down in steps of one size and has three numbers at least, or two if the step
-    is one.
+    The order is kept: a run goes up or down in steps of one size and has three numbers at least, or
+    two if the step is one.
     """
     parts = []
     start = 0
@@ -87,7 +101,8 @@ def compress(numbers: Sequence[int]) -> str:
             stop += 1
         if stop - start < 3 and step != 1:
             stop = start + 1
-        first, last = numbers[start], numbers[stop - 1]
+        first = numbers[start]
+        last = numbers[stop - 1]
         suffix = "" if step == 1 else f":{step}"
         parts.append(str(first) if stop - start == 1 else f"{first}-{last}{suffix}")
         start = stop
@@ -99,7 +114,9 @@ def _count(n: int, noun: str) -> str:
 
 
 def render_devices(tree: DeviceTree) -> str:
-    """Render the order of the ranks as options and variables of launchers, the sources of the tree, and warnings."""
+    """Render the order of the ranks as options and variables of launchers, the sources of the tree,
+    and warnings.
+    """
     order = ",".join(map(str, recommended_order(tree)))
     lines = [
         f"node: {tree.count} devices in {len(tree.groups())} GPUs ({tree.tool})",
@@ -113,6 +130,12 @@ def render_devices(tree: DeviceTree) -> str:
 
 
 def recommended_order(tree: DeviceTree) -> tuple[int, ...]:
-    """Return the device of each local rank such that consecutive ranks share a GPU, then a NUMA node."""
+    """Return the device of each local rank such that consecutive ranks share a GPU, then a NUMA
+    node.
+    """
     nodes = [node or 0 for node in tree.numa or (None,) * tree.count]
-    return tuple(device for group in sorted(tree.groups(), key=lambda group: nodes[group[0]]) for device in group)
+    return tuple(
+        device
+        for group in sorted(tree.groups(), key=lambda group: nodes[group[0]])
+        for device in group
+    )

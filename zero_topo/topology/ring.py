@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Finds the bandwidth of the best ring through a set of devices, which limits ring collectives of all of them."""
+"""Finds the bandwidth of the best ring through a set of devices, which limits ring collectives of
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,20 @@ LARGEST = 16
 
 
 def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
-    """Return the largest bandwidth for which some ring through all devices has links at least that fast.
+    """Return the largest bandwidth for which some ring through all devices has links at least that
+    fast.
 
     1. If all pairs have one rate, return it (switched NVLink).
-    2. Otherwise find the fastest rate, by halving, with a ring of links at least as fast. (Held and Karp's sets: which
-       devices can end a path that starts at device 0 and visits a given set.)
+    2. Otherwise find the fastest rate, by halving, with a ring of links at least as fast. (Held and
+       Karp's sets: which devices can end a path that starts at device 0 and visits a given set.)
 
     Args:
-        rates: bytes/s from device to device, ``[n, n]``, symmetric; 0 for none or unknown. The diagonal is ignored.
+        rates: bytes/s from device to device, ``[n, n]``, symmetric; 0 for none or unknown. The
+            diagonal is ignored.
 
     Returns:
-        Bytes/s in one direction; 0 if there is no ring, fewer than two devices, or more than 16 unlike ones.
+        Bytes/s in one direction; 0 if there is no ring, fewer than two devices, or more than 16
+        unlike ones.
     """
     n = len(rates)
     known = sorted({rates[a][b] for a in range(n) for b in range(a)}, reverse=True)
@@ -35,7 +40,9 @@ def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
 
 
 def _has_ring(rates: Sequence[Sequence[float]], least: float) -> bool:
-    """Return whether links of at least ``least`` bytes/s join all devices (two or more) in a ring."""
+    """Return whether links of at least ``least`` bytes/s join all devices (two or more) in a
+    ring.
+    """
     n = len(rates)
     near = [sum(1 << b for b in range(n) if a != b and rates[a][b] >= least) for a in range(n)]
     ends = [0] * (1 << n)

@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One rank trains, reports and leaves in a Python without the packages of the extras. Usage: bare.py FOLDER."""
+"""One rank trains, reports and leaves in a Python without the packages of the extras. Usage:
+bare.py FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Tokens(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss of guessing each token from itself."""
-        return torch.nn.functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+        return torch.nn.functional.cross_entropy(
+            self.head(self.embedding(ids)).flatten(0, 1), ids.flatten()
+        )
 
 
 if __name__ == "__main__":
@@ -34,7 +38,9 @@ if __name__ == "__main__":
         "zero_topo": {"scheme": "zero3", "report": sys.argv[1]},
     }
     model = Tokens()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     for _ in range(3):
         engine.backward(engine(torch.randint(64, (2, 16))))
         engine.step()

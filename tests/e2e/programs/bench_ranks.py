@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Programs for the ranks of `benchmarks.ranks`: one tries the ring, one measures, of one the middle rank fails."""
+"""Programs for the ranks of `benchmarks.ranks`: one tries the ring, one measures, of one the middle
+rank fails.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def ring(settings: dict[str, Any], control: Control) -> None:
     # as DeepSpeed calls it: the output is this rank's part of the input
     ring_reduce_scatter_tensor(part := own.view(size, -1)[rank], own)
     ranks: list[Any] = [None] * size
-    dist.all_gather_object(ranks, kept and torch.equal(output, wanted) and torch.equal(part, wanted))
+    dist.all_gather_object(
+        ranks, kept and torch.equal(output, wanted) and torch.equal(part, wanted)
+    )
     answer = control.ask({"event": "question"})
     control.send({"exact": ranks, "answer": answer, "environment": os.environ["LOCAL_SIZE"]})
 

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_clients.py`` runs with Lightning Fabric: three trainings, as ``clients.py`` has them.
+"""What each rank of ``test_clients.py`` runs with Lightning Fabric: three trainings, as
+``clients.py`` has them.
 
 Fabric's DeepSpeed strategy asks for CUDA devices; here CPUs answer. All else is Fabric's own.
 """

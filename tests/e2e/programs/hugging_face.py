@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_trainers.py`` runs: a Hugging Face example plain, with zero_topo, and resumed; see there.
+"""What each rank of ``test_trainers.py`` runs: a Hugging Face example plain, with zero_topo, and
+resumed; see there.
 
 Started as ``hugging_face.py VERB FOLDER``, which takes the states, the weights and ``<verb>.json``.
 """
@@ -17,7 +18,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, ParallelismConfig, set_seed
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    DummyOptim,
+    ParallelismConfig,
+    set_seed,
+)
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from safetensors.torch import load_file
@@ -38,7 +44,9 @@ def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
     """Three runs, the last from the second's checkpoint."""
     topo, saved = deepspeed_config(None), folder / "topo" / f"checkpoint-{SAVED}"
     return {
-        "plain": trained(train(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)),
+        "plain": trained(
+            train(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)
+        ),
         "topo": trained(train(topo, folder / "topo", STEPS, save_every=SAVED, lora=lora)),
         "resumed": trained(train(topo, folder / "again", STEPS, resume=saved, lora=lora)),
     }
@@ -57,7 +65,9 @@ def steps_of(trainer: Trainer) -> int | None:
 
 
 def with_accelerate(folder: Path) -> dict[str, Any]:
-    """Twenty steps plain; twenty with the state saved in the middle, and the last ten from there in a new engine."""
+    """Twenty steps plain; twenty with the state saved in the middle, and the last ten from there in
+    a new engine.
+    """
     run = start(deepspeed_config(None, plain=True))
     plain = run.train(0, STEPS)
     run.accelerator.free_memory()
@@ -76,21 +86,29 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
 
 
 def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
-    """Ten steps of Accelerate's recipe for sequences that two ranks share; its groups are made once in a process."""
+    """Ten steps of Accelerate's recipe for sequences that two ranks share; its groups are made once
+    in a process.
+    """
     join()
     config = deepspeed_config(None, plain=plain)
     if not plain:
-        config["zero_topo"]["topology"] = {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}
+        config["zero_topo"]["topology"] = {
+            "emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+        }
     shared = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=2,
         dp_shard_size=dist.get_world_size() // 2,
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+        sp_handler=DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        ),
     )
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         parallelism_config=shared,
-        kwargs_handlers=[InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
+        ],
     )
     set_seed(0)
     model, windows = llama(), Windows(4096)
@@ -98,19 +116,25 @@ def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
     samples: Any = [{**windows[index], "position_ids": positions} for index in range(len(windows))]
     batches = DataLoader(samples, batch_size=1)
     model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), batches)
-    losses = [float(_whole_loss(accelerator, model, batch)) for _, batch in zip(range(SAVED), batches, strict=False)]
+    losses = [
+        float(_whole_loss(accelerator, model, batch))
+        for _, batch in zip(range(SAVED), batches, strict=False)
+    ]
     return {"losses": losses, "topo": steps_of_engine(model)}
 
 
 def _whole_loss(accelerator: Accelerator, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """A step on the mean loss of a whole sequence, and that loss, mean over ranks.
 
-    The recipe gathers the parts' losses with their gradient, which adds up the gradients that all ranks of a sequence
-    have of a part; torch cannot do that in groups of gloo, so the factor is here.
+    The recipe gathers the parts' losses with their gradient, which adds up the gradients that all
+    ranks of a sequence have of a part; torch cannot do that in groups of gloo, so the factor is
+    here.
     """
     group, labels = parallel_state_sp.get_sequence_parallel_group(), batch["shift_labels"]
     logits = model(**{key: value for key, value in batch.items() if key != "shift_labels"}).logits
-    own = accelerator.unwrap_model(model).loss_function(logits, None, shift_labels=labels, vocab_size=logits.shape[-1])
+    own = accelerator.unwrap_model(model).loss_function(
+        logits, None, shift_labels=labels, vocab_size=logits.shape[-1]
+    )
     counted = (labels != -100).sum()
     of_all = counted.clone()
     dist.all_reduce(of_all, group=group)

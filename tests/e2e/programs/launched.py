@@ -11,10 +11,21 @@ from pathlib import Path
 
 from zero_topo.topology import discover
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 topology = discover(os.environ, lambda: (None, ()))
 seen = {
-    "env": {name: os.environ.get(name) for name in (*NAMES, "FI_MR_CACHE_MONITOR", "SLURM_CPU_BIND_LIST")},
+    "env": {
+        name: os.environ.get(name)
+        for name in (*NAMES, "FI_MR_CACHE_MONITOR", "SLURM_CPU_BIND_LIST")
+    },
     "host": socket.gethostname(),
     "topology": topology.to_json(),
     "place": topology.coordinates(int(os.environ["RANK"])),

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_trainers.py`` runs: a Lightning module plain, with zero_topo, and resumed; see there.
+"""What each rank of ``test_trainers.py`` runs: a Lightning module plain, with zero_topo, and
+resumed; see there.
 
 Started as ``lightning.py FOLDER``, which takes the checkpoints and ``lightning.json``.
 
@@ -59,10 +60,14 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(block: dict[str, Any] | None, epochs: int, resume: Path | None = None) -> tuple[pl.Trainer, Net]:
+def fit(
+    block: dict[str, Any] | None, epochs: int, resume: Path | None = None
+) -> tuple[pl.Trainer, Net]:
     """A trainer after so many epochs."""
     ranks = int(os.environ["WORLD_SIZE"])
-    x = torch.randn(STEPS * MICRO_BATCHES * BATCH * ranks, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(
+        STEPS * MICRO_BATCHES * BATCH * ranks, 32, generator=torch.Generator().manual_seed(1)
+    )
     batches = DataLoader(TensorDataset(x, torch.sin(x[:, :8])), batch_size=BATCH)
     trainer = pl.Trainer(
         accelerator=Cpus(),
@@ -78,7 +83,9 @@ def fit(block: dict[str, Any] | None, epochs: int, resume: Path | None = None) -
         enable_model_summary=False,
     )
     model = Net()
-    trainer.fit(model, batches, ckpt_path=None if resume is None else str(resume), weights_only=False)
+    trainer.fit(
+        model, batches, ckpt_path=None if resume is None else str(resume), weights_only=False
+    )
     return trainer, model
 
 
@@ -90,7 +97,11 @@ def main(folder: Path) -> None:
     first, half = fit(BLOCKS["topo"], 1)
     first.save_checkpoint(folder / "checkpoint")
     _, rest = fit(BLOCKS["topo"], EPOCHS, folder / "checkpoint")
-    found: dict[str, Any] = {"plain": plain.losses, "topo": whole.losses, "resumed": half.losses + rest.losses}
+    found: dict[str, Any] = {
+        "plain": plain.losses,
+        "topo": whole.losses,
+        "resumed": half.losses + rest.losses,
+    }
     found["sent"] = sorted({f"{phase} {domain}" for phase, domain in sent})
     if dist.get_rank() == 0:
         (folder / "lightning.json").write_text(json.dumps(found))

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ok-Topk over MPI and over torch on the same gradients, under mpirun; rank 0 prints SAME if all bits agree.
+"""Ok-Topk over MPI and over torch on the same gradients, under mpirun; rank 0 prints SAME if all
+bits agree.
 
 Over MPI, torch's exchanges raise.
 """
@@ -27,10 +28,23 @@ NUMELS, STEPS = (10_000, 37), 7  # a matrix, and a vector that is reduced densel
 def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     """What the optimizer gets at each step, and the residual at the end; bytes sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    places = {"scheme": "topo"} if sharded else {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
-    sync = {"mode": "oktopk", "tau": 3, "tau_prime": 2, "density": 0.02, "sharded": sharded, "transport": transport}
+    places = (
+        {"scheme": "topo"}
+        if sharded
+        else {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
+    )
+    sync = {
+        "mode": "oktopk",
+        "tau": 3,
+        "tau_prime": 2,
+        "density": 0.02,
+        "sharded": sharded,
+        "transport": transport,
+    }
     plain = {"weights": None, "secondary": None, "gradients": None}
-    config = resolve_config(ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}), emulated(size, 1, 1))
+    config = resolve_config(
+        ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}), emulated(size, 1, 1)
+    )
     parameters = [Parameter("w", NUMELS[0], 2), Parameter("b", NUMELS[1], 1, place=1)]
     fp32 = torch.float32
     engine = Stage3(config, parameters, (), torch.empty(0), fp32, fp32, 1 << 20, lambda: 1.0, tuple)
@@ -60,13 +74,18 @@ def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
 
 def main() -> None:
     """Compare both transports."""
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = (os.environ[f"OMPI_COMM_WORLD_{word}"] for word in ("RANK", "SIZE"))
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = (
+        os.environ[f"OMPI_COMM_WORLD_{word}"] for word in ("RANK", "SIZE")
+    )
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
     dist.init_process_group("gloo")
     same = True
     for sharded in (False, True):
         (mine, sent), (theirs, sent_too) = synced_over_mpi(sharded), synced("torch", sharded)
-        same &= all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)) and sent == sent_too > 0
+        same &= (
+            all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            and sent == sent_too > 0
+        )
     verdicts = torch.tensor([int(same)])
     dist.all_reduce(verdicts, dist.ReduceOp.MIN)
     if dist.get_rank() == 0:

@@ -17,7 +17,15 @@ def main(checkout: str, text: str, prefix: str) -> None:
     cpu.stand_in(1)
     cpu.adapt_neox()
     tool = Path(checkout) / "tools/datasets/preprocess_data.py"
-    sys.argv = [str(tool), "--input", text, "--tokenizer-type", "CharLevelTokenizer", "--output-prefix", prefix]
+    sys.argv = [
+        str(tool),
+        "--input",
+        text,
+        "--tokenizer-type",
+        "CharLevelTokenizer",
+        "--output-prefix",
+        prefix,
+    ]
     sys.argv += ["--vocab-file", "none", "--dataset-impl", "mmap", "--append-eod"]
     runpy.run_path(str(tool), run_name="__main__")
 

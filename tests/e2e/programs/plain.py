@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A DeepSpeed script that knows nothing of zero_topo. Usage: plain.py CONFIG.json MEETING_DIRECTORY.
+"""A DeepSpeed script that knows nothing of zero_topo. Usage: plain.py CONFIG.json
+MEETING_DIRECTORY.
 
 ``{rank}`` in the config's name stands for the rank.
 """
@@ -28,7 +29,9 @@ def meet(directory: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while len(list(directory.iterdir())) < int(os.environ["WORLD_SIZE"]):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"only {sorted(path.name for path in directory.iterdir())} came to {directory}")
+            raise TimeoutError(
+                f"only {sorted(path.name for path in directory.iterdir())} came to {directory}"
+            )
         time.sleep(0.02)
 
 
@@ -36,7 +39,9 @@ if __name__ == "__main__":
     meet(Path(sys.argv[2]))
     model = torch.nn.Linear(4, 4)
     config = sys.argv[1].format(rank=os.environ["RANK"])
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     print(f"trains with {type(engine.optimizer).__name__}", flush=True)
     torch.distributed.barrier()
     os._exit(0)  # torch may abort when Python ends while gloo's threads still hold tensors

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 without a block, without the hook and with it.
+"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 without a block, without the
+hook and with it.
 
-Started as ``plain_deepspeed.py FILE``. It imports zero_topo, and with it the hook, after the first runs.
+Started as ``plain_deepspeed.py FILE``. It imports zero_topo, and with it the hook, after the first
+runs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def train(stage: int) -> tuple[list[Tensor], list[Tensor]]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     losses, generator = [], torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(STEPS * MICRO_BATCHES):
         x = torch.randn(4, 11, generator=generator)
@@ -50,7 +54,10 @@ def train(stage: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def runs() -> dict[str, Any]:
     """What the stages compute, and whether the hook is installed."""
-    return {"hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False), "runs": {s: train(s) for s in STAGES}}
+    return {
+        "hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False),
+        "runs": {s: train(s) for s in STAGES},
+    }
 
 
 def main(path: str) -> None:

@@ -1,5 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Give every bad config of a JSON file to every way in, and write what each said; end with an error that escapes.
+"""Give every bad config of a JSON file to every way in, and write what each said; end with an error
+that escapes.
 
 Usage: refused.py CASES.json DIRECTORY; each rank writes DIRECTORY/<rank>.json.
 """
@@ -33,7 +34,9 @@ class Pipeline:
         return 2
 
 
-def engine(config: Any, initialize: Callable[..., Any] = zero_topo.initialize, width: int = 4, **more: Any) -> Any:
+def engine(
+    config: Any, initialize: Callable[..., Any] = zero_topo.initialize, width: int = 4, **more: Any
+) -> Any:
     """What `initialize` makes of a small model."""
     model = torch.nn.Linear(4, width)
     return initialize(model=model, model_parameters=model.parameters(), config=config, **more)[0]
@@ -48,7 +51,9 @@ def ways_in(config: Json, path: Path) -> dict[str, Call]:
         "zero_topo.initialize": lambda: engine(config),
         "deepspeed.initialize": lambda: engine(config, deepspeed.initialize),
         "config_params": lambda: engine(None, deepspeed.initialize, config_params=str(path)),
-        "args": lambda: engine(None, deepspeed.initialize, args=Namespace(deepspeed_config=str(path))),
+        "args": lambda: engine(
+            None, deepspeed.initialize, args=Namespace(deepspeed_config=str(path))
+        ),
         "zero.Init": lambda: deepspeed.zero.Init(config_dict_or_path=config),
         "zero_topo.Init": lambda: zero_topo.Init(config_dict_or_path=str(path)),
     }
@@ -70,7 +75,9 @@ def odd(good: Json, rank: int) -> dict[str, Call]:
         "model": lambda: engine(good, width=4 + rank),
         "own_rate": lambda: with_optimizer(good, lr=0.5 + rank),
         "version": lambda: patch.object(torch, "__version__", f"2.13.{rank}")(engine)(good),
-        "nothing": lambda: trains({**good, "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 1}),
+        "nothing": lambda: trains(
+            {**good, "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 1}
+        ),
     }
 
 
@@ -78,7 +85,9 @@ def with_optimizer(config: Json, lr: float) -> Any:
     """What `initialize` makes of a model and an optimizer of the script's own."""
     model = torch.nn.Linear(4, 4)
     config = {key: value for key, value in config.items() if key != "optimizer"}
-    return zero_topo.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=lr), config=config)
+    return zero_topo.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=lr), config=config
+    )
 
 
 def trains(config: Json) -> float:
@@ -110,7 +119,10 @@ def main(cases: Path, directory: Path) -> None:
     given = json.loads(cases.read_text())
     good = given.pop("good")
     path = directory / f"config_{rank}.json"
-    said: Json = {name: {way: outcome(c) for way, c in ways_in(bad, path).items()} for name, bad in given.items()}
+    said: Json = {
+        name: {way: outcome(c) for way, c in ways_in(bad, path).items()}
+        for name, bad in given.items()
+    }
     said["arguments"] = {name: outcome(call) for name, call in arguments(good).items()}
     said["without_block"] = optimizer_class(good)
     said["odd"] = {name: outcome(call) for name, call in odd(good, int(rank)).items()}

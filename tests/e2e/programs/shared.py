@@ -8,7 +8,10 @@ from typing import Any
 import zero_topo
 
 STEPS = 6
-TREE = {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}, "scheme": "topo"}
+TREE = {
+    "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}},
+    "scheme": "topo",
+}
 FULL = {"weights": None, "secondary": None, "gradients": None}
 BLOCKS = {"plain": None, "topo": {**TREE, "quantize": FULL}, "default": TREE}
 """By name: stock ZeRO-3, unquantized, the defaults."""

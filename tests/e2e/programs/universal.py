@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One run on two, then eight, then four ranks: saved as a universal checkpoint by each, taken up by the next.
+"""One run on two, then eight, then four ranks: saved as a universal checkpoint by each, taken up by
+the next.
 
-Usage: universal.py two | eight | four DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the run -> losses of its
-steps, and how far its weights right after the load are from those saved.
+Usage: universal.py two | eight | four DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the
+run -> losses of its steps, and how far its weights right after the load are from those saved.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 MICRO_BATCHES = 8
 SPARSE = {"mode": "topk_a", "density": 0.05}
 ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
-"""Sends all residuals in the first step; the losses show whether they and the ages of all sums were restored."""
+"""Sends all residuals in the first step; the losses show whether they and the ages of all sums were
+restored.
+"""
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
 TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
 
 
 def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one of the step's eight micro-batches, the same eight on any number of ranks."""
+    """Inputs and targets of one of the step's eight micro-batches, the same eight on any number of
+    ranks.
+    """
     index = micro * dist.get_world_size() + dist.get_rank()
     generator = torch.Generator().manual_seed(10007 * step + index)
     x = torch.randn(4, 11, generator=generator)
@@ -51,14 +56,25 @@ def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def on(tree: str, scheme: str, **more: Any) -> dict[str, Any]:
     """An unquantized block on one of the machines."""
     nodes, gpus, dies = TREES[tree]
-    return block(scheme, topology={"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}, **more)
+    return block(
+        scheme,
+        topology={"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}},
+        **more,
+    )
 
 
 def job(zero_topo: dict[str, Any] | None, ds: dict[str, Any]) -> Job:
-    """The run, if sync is sparse with AgedAdamW; ranks' numbers differ only in how many micro-batches each takes."""
+    """The run, if sync is sparse with AgedAdamW; ranks' numbers differ only in how many
+    micro-batches each takes.
+    """
     optimizer = AGED if "sync" in (zero_topo or {}) else {}
     ds = {**ds, **optimizer}
-    return Job(zero_topo=zero_topo, micro_batches=MICRO_BATCHES // dist.get_world_size(), ds=ds, batch=batch)
+    return Job(
+        zero_topo=zero_topo,
+        micro_batches=MICRO_BATCHES // dist.get_world_size(),
+        ds=ds,
+        batch=batch,
+    )
 
 
 def resumed(
@@ -68,14 +84,21 @@ def resumed(
     then: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Take a checkpoint up from other random weights, train this number of ranks' steps, and perhaps save it."""
+    """Take a checkpoint up from other random weights, train this number of ranks' steps, and
+    perhaps save it.
+    """
     run, saved = job(zero_topo, ds), torch.load(directory / "weights.pt")
     with loaded(run, directory, **options) as engine:
-        different = {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()}
+        different = {
+            name: float((saved[name] - tensor).abs().max())
+            for name, tensor in weights(engine).items()
+        }
         return {"different": different, "losses": advanced(run, engine, STEPS[sys.argv[1]], then)}
 
 
-def advanced(run: Job, engine: Any, steps: tuple[int, int], then: Path | None, residuals: bool = False) -> list[float]:
+def advanced(
+    run: Job, engine: Any, steps: tuple[int, int], then: Path | None, residuals: bool = False
+) -> list[float]:
     """Losses of these steps, after which the engine may be saved and converted."""
     losses = advance(run, engine, *steps)
     if then:
@@ -83,14 +106,18 @@ def advanced(run: Job, engine: Any, steps: tuple[int, int], then: Path | None, r
     return losses
 
 
-def trained(run: Job, steps: tuple[int, int], then: Path | None = None, residuals: bool = False) -> dict[str, Any]:
+def trained(
+    run: Job, steps: tuple[int, int], then: Path | None = None, residuals: bool = False
+) -> dict[str, Any]:
     """The same of a new engine."""
     with running(run) as engine:
         return {"losses": advanced(run, engine, steps, then, residuals)}
 
 
 def rich(zero_topo: dict[str, Any], **ds: Any) -> Job:
-    """A run with three parameter groups, sub-groups, a frozen parameter, and INT8 weights if the block has them."""
+    """A run with three parameter groups, sub-groups, a frozen parameter, and INT8 weights if the
+    block has them.
+    """
     return replace(job(zero_topo, ds), model=partial(net, 64), groups=unequal, dtype="bf16")
 
 
@@ -103,12 +130,16 @@ def rich_begun(directory: Path, tree: str, steps: str) -> dict[str, Any]:
 
 
 def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[str, Any]:
-    """The universal checkpoint and the plain one, both taken up: losses, and digests of all weights and masters.
+    """The universal checkpoint and the plain one, both taken up: losses, and digests of all weights
+    and masters.
 
     A universal one leaves frozen weights as the script made them.
     """
     zero, found = {"zero_optimization": {"sub_group_size": sub_group_size}}, {}
-    for tag, seed, ds in (("universal", 0, {"checkpoint": {"load_universal": True}}), ("half-way", 99, {})):
+    for tag, seed, ds in (
+        ("universal", 0, {"checkpoint": {"load_universal": True}}),
+        ("half-way", 99, {}),
+    ):
         run = rich(on(tree, scheme, **(CODES if scheme == "topo" else {})), **zero, **ds)
         with loaded(run, directory, seed, tag=tag) as engine:
             before = digest(engine)
@@ -120,17 +151,23 @@ def digest(engine: Any) -> str:
     """Of the bits of all weights and masters."""
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     masters = {str(i): safe_get_full_fp32_param(p) for i, p in enumerate(trained)}
-    whole = torch.cat([t.detach().reshape(-1) for t in (*weights(engine).values(), *masters.values())])
+    whole = torch.cat(
+        [t.detach().reshape(-1) for t in (*weights(engine).values(), *masters.values())]
+    )
     return sha256(whole.numpy().tobytes()).hexdigest()
 
 
 def begun(directory: Path, **more: Any) -> dict[str, Any]:
     """Train on two ranks under ``topo``, save and convert."""
-    return trained(job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS), STEPS["two"], directory, "sync" in more)
+    return trained(
+        job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS), STEPS["two"], directory, "sync" in more
+    )
 
 
 def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
-    """Save, have DeepSpeed make a universal checkpoint of it, and add the residuals of sync if there are any."""
+    """Save, have DeepSpeed make a universal checkpoint of it, and add the residuals of sync if
+    there are any.
+    """
     engine.save_checkpoint(str(directory), tag="half-way")
     whole = weights(engine)
     if dist.get_rank() == 0:
@@ -143,7 +180,9 @@ def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
 
 
 def two(directory: Path) -> dict[str, Any]:
-    """The run that is to be equalled, the one to be taken up, and one whose sync stores residuals."""
+    """The run that is to be equalled, the one to be taken up, and one whose sync stores
+    residuals.
+    """
     unbroken = trained(job(None, SMALL_SUB_GROUPS), (0, STEPS["four"][1]))
     results = {"unbroken": unbroken, "topo": begun(directory / "two/dense")}
     begun(directory / "two/sparse", sync=SPARSE)
@@ -156,7 +195,9 @@ def two(directory: Path) -> dict[str, Any]:
 
 
 def eight(directory: Path) -> dict[str, Any]:
-    """What two ranks left, under several schemes on three levels; two of them go on to four ranks."""
+    """What two ranks left, under several schemes on three levels; two of them go on to four
+    ranks.
+    """
     source, sparse = directory / "two/dense", directory / "two/sparse"
     results = {"topo": resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")}
     results["rich"] = recut(directory / "two/rich", "2x2x2", "topo", 300)

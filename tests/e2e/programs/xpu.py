@@ -19,7 +19,10 @@ import zero_topo  # noqa: F401 (installs the hook)
 
 STEPS, MICRO_BATCHES = 3, 2
 BLOCKS = {
-    "topo": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", "block_size": 64}},
+    "topo": {
+        "scheme": "topo",
+        "quantize": {"weights": "int8", "secondary": "int8", "block_size": 64},
+    },
     "codes": {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}},
 }
 
@@ -37,10 +40,19 @@ def main(path: str, scheme: str) -> None:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": True},
-        "zero_topo": {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}}, **BLOCKS[scheme]},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "overlap_comm": True,
+        },
+        "zero_topo": {
+            "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}},
+            **BLOCKS[scheme],
+        },
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     losses, generator = [], torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(STEPS):
         for _ in range(MICRO_BATCHES):
@@ -59,7 +71,12 @@ def main(path: str, scheme: str) -> None:
     topo = engine.optimizer.topo
     streams = [queue._stream is not None for queue in (topo.queues.gathers, topo.queues.updates)]
     if dist.get_rank() == 0:
-        found = {"losses": losses, "weights": weights, "device": engine.device.type, "streams": streams}
+        found = {
+            "losses": losses,
+            "weights": weights,
+            "device": engine.device.type,
+            "streams": streams,
+        }
         torch.save(found, path)
     engine.destroy()
     dist.barrier()

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How ranks are started on a machine: ``*.json`` here, one file per machine, each setting with reason and source.
+"""How ranks are started on a machine: ``*.json`` here, one file per machine, each setting with
+reason and source.
 
-What a machine *is* stands in its topology preset, and the variables without which it runs badly in the doctor's table;
-a file here adds what only a launch needs and names the preset.
+What a machine *is* stands in its topology preset, and the variables without which it runs badly in
+the doctor's table; a file here adds what only a launch needs and names the preset.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero_topo.strict import Count, did_you_mean, must_be, packaged, parse_json, read, read_text, strict_dataclass
+from zero_topo.strict import (
+    Count,
+    did_you_mean,
+    must_be,
+    packaged,
+    parse_json,
+    read,
+    read_text,
+    strict_dataclass,
+)
 from zero_topo.topology.presets import load_machine
 
 # A shell would run the text after a line break as a command.
@@ -49,7 +59,9 @@ class Setting:
         """
         name, equals, value = self.use.partition("=")
         if not (equals and name.isidentifier()):
-            raise ValueError(f"the variable {self.use!r} has no name or no value; write it as NAME=value")
+            raise ValueError(
+                f"the variable {self.use!r} has no name or no value; write it as NAME=value"
+            )
         return f'{name}="{value}"'
 
     @property
@@ -75,9 +87,12 @@ class LaunchMachine:
         job: options of the job, in the scheduler's form.
         step: options of the command that starts the ranks, its CPU and GPU binding among them.
         variables: environment variables, ``NAME=value``; a shell expands the value.
-        scheduler: "slurm", "flux" or "pbs", whose options those are; None if there are none and any will do.
-        address: ``MASTER_ADDR=value`` on the first node, where the address that its own name resolves to will not do.
-        disk: ``NODE_DISK=folder`` on a disk of each node, for a Python environment that is copied there.
+        scheduler: "slurm", "flux" or "pbs", whose options those are; None if there are none and any
+            will do.
+        address: ``MASTER_ADDR=value`` on the first node, where the address that its own name
+            resolves to will not do.
+        disk: ``NODE_DISK=folder`` on a disk of each node, for a Python environment that is copied
+            there.
         disk_job: options of a job that uses it.
     """
 
@@ -104,15 +119,23 @@ class LaunchMachine:
         """Variables whose absence the doctor complains of on the preset, with what happens then."""
         from zero_topo.doctor.variables import rules_of
 
-        rules = [rule for rule in rules_of(self.preset) if rule.unset and (rule.machines or rule.others)]
+        rules = [
+            rule for rule in rules_of(self.preset) if rule.unset and (rule.machines or rule.others)
+        ]
         own = {setting.name for setting in self.variables}
         once = {rule.variable: rule for rule in rules if rule.variable not in own}.values()
-        return [Setting(f"{rule.variable}={rule.wanted}", rule.reason, rule.source) for rule in once]
+        return [
+            Setting(f"{rule.variable}={rule.wanted}", rule.reason, rule.source) for rule in once
+        ]
 
 
 def machine_names() -> list[str]:
     """Names of the machines known here, sorted."""
-    return sorted(entry.name[:-5] for entry in resources.files(__package__).iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name[:-5]
+        for entry in resources.files(__package__).iterdir()
+        if entry.name.endswith(".json")
+    )
 
 
 def load_launch_machine(setting: str) -> LaunchMachine:
@@ -123,13 +146,20 @@ def load_launch_machine(setting: str) -> LaunchMachine:
     """
     if setting.endswith(".json"):
         try:
-            return read(LaunchMachine, setting, parse_json(read_text(Path(setting), setting), f"--machine {setting}"))
+            return read(
+                LaunchMachine,
+                setting,
+                parse_json(read_text(Path(setting), setting), f"--machine {setting}"),
+            )
         except OSError as error:
-            raise ValueError(f"--machine {setting}: cannot be read ({error.strerror}); give a name or a file") from None
+            raise ValueError(
+                f"--machine {setting}: cannot be read ({error.strerror}); give a name or a file"
+            ) from None
     names = machine_names()
     if setting not in names:
         raise ValueError(
-            f"--machine {setting}: unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; or a path to a "
+            f"--machine {setting}: unknown{did_you_mean(setting, names)} (known: "
+            f"{', '.join(names)}; or a path to a "
             ".json file)"
         )
     return read(LaunchMachine, f"machine {setting!r}", packaged(__package__, f"{setting}.json"))

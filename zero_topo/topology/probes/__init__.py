@@ -1,8 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads the environment variables of launchers: ``slurm.py`` those of Slurm, ``variables.py`` those of all others.
+"""Reads the environment variables of launchers: ``slurm.py`` those of Slurm, ``variables.py`` those
+of all others.
 
-A probe is a pure function of an environment mapping. It returns a :class:`LauncherView`, or None if that launcher did
-not start the process, and raises ValueError for variables that contradict each other.
+A probe is a pure function of an environment mapping. It returns a :class:`LauncherView`, or None if
+that launcher did not start the process, and raises ValueError for variables that contradict each
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class LauncherView:
     Attributes:
         source: the launcher, for example "slurm".
         world_size: ranks (for Slurm: tasks) it started.
-        rank: this process's rank, or None. Used only for checks: a topology must be equal on every rank.
+        rank: this process's rank, or None. Used only for checks: a topology must be equal on every
+            rank.
         local_rank: this process's rank on its node, or None; only for checks.
         node: this process's node number, or None; only for checks.
         ranks_per_node: ranks on each node, or None if the launcher does not report it.
@@ -48,7 +51,9 @@ class LauncherView:
         return None if self.ranks_per_node is None else self.world_size // self.ranks_per_node
 
     def place(self, rank: int) -> tuple[int, int] | None:
-        """Return the node of a rank and its number there, or None if the ranks on each node are unknown."""
+        """Return the node of a rank and its number there, or None if the ranks on each node are
+        unknown.
+        """
         if self.ranks_per_node is None:
             return None
         return divmod(rank if self.order is None else self.order[rank], self.ranks_per_node)
@@ -69,14 +74,19 @@ def read_int(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
         return None
     if not text.isdecimal() or len(text) > MOST_DIGITS or not least <= int(text) <= MOST_RANKS:
         raise ValueError(
-            f"environment variable {name} is {cut(env[name], SHOWN_CHARACTERS)!r}; it must be a whole number from "
+            f"environment variable {name} is {cut(env[name], SHOWN_CHARACTERS)!r}; it must be a "
+            "whole number from "
             f"{least} to {MOST_RANKS:,}. The launcher sets it: unset it if it was set by hand"
         )
     return int(text)
 
 
-def first_int(env: Mapping[str, str], names: tuple[str, ...], least: int = 0) -> tuple[int | None, str]:
-    """Read the number in the first variable of ``names`` that is set; return it with its name ("" if none is)."""
+def first_int(
+    env: Mapping[str, str], names: tuple[str, ...], least: int = 0
+) -> tuple[int | None, str]:
+    """Read the number in the first variable of ``names`` that is set; return it with its name (""
+    if none is).
+    """
     for name in names:
         value = read_int(env, name, least)
         if value is not None:

@@ -1,16 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads the variables of launchers that number ranks node by node: torchrun, deepspeed, Flux and those of MPI.
+"""Reads the variables of launchers that number ranks node by node: torchrun, deepspeed, Flux and
+those of MPI.
 
-torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node part of the
-``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_SIZE and, as
-CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes; ranks follow the hostfile node by node. Its MPICH
-and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, in addition to the variables of MPI.
+torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node
+part of the ``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK,
+LOCAL_RANK, LOCAL_SIZE and, as CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes;
+ranks follow the hostfile node by node. Its MPICH and Intel MPI runners set WORLD_SIZE and
+LOCAL_SIZE only, in addition to the variables of MPI.
 
-Flux sets the number of nodes of the job in place of the tasks on each, and PMI_RANK and PMI_SIZE for MPI (flux-core,
-``flux-environment(7)``). An mpiexec of MPICH inside a Flux task sets MPI_LOCALRANKID: it then started the ranks.
+Flux sets the number of nodes of the job in place of the tasks on each, and PMI_RANK and PMI_SIZE
+for MPI (flux-core, ``flux-environment(7)``). An mpiexec of MPICH inside a Flux task sets
+MPI_LOCALRANKID: it then started the ranks.
 
-None of the MPI launchers reports the node of a rank in a variable, so node-by-node numbering is assumed (their
-default when the number of ranks per node is stated) and every rank checks it against its own local rank.
+None of the MPI launchers reports the node of a rank in a variable, so node-by-node numbering is
+assumed (their default when the number of ranks per node is stated) and every rank checks it against
+its own local rank.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from zero_topo.topology.probes import LauncherView, first_int
 class Variables:
     """Holds the names of a launcher's variables; of several names the first that is set counts.
 
-    ``always`` is a variable that the launcher sets in every process it starts, if there is one. If ``others`` is set
-    too, ``always`` identifies the launcher only together with a node's number: under the deepspeed launcher on CPUs,
-    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1. If only the number of nodes is set, ranks are spread evenly.
+    ``always`` is a variable that the launcher sets in every process it starts, if there is one. If
+    ``others`` is set too, ``always`` identifies the launcher only together with a node's number:
+    under the deepspeed launcher on CPUs, Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1. If
+    only the number of nodes is set, ranks are spread evenly.
     """
 
     source: str
@@ -53,13 +58,17 @@ _KNOWN = read(
     packaged(__package__, "launchers.json"),
 )
 CLOSEST = _KNOWN["closest"]
-"""Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an unknown launcher."""
+"""Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an
+unknown launcher.
+"""
 MPI = _KNOWN["mpi"]
 """OpenMPI, MVAPICH, Flux, and the PMI family (MPICH, Intel MPI, Cray PALS)."""
 
 
 def probe(env: Mapping[str, str], launchers: Sequence[Variables]) -> LauncherView | None:
-    """Return the view of the first launcher that started the process and set a world size, or None."""
+    """Return the view of the first launcher that started the process and set a world size, or
+    None.
+    """
     views = (read_view(env, names) for names in launchers if names.started(env))
     return next((view for view in views if view is not None), None)
 
@@ -71,7 +80,8 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         Its view, or None if it did not set a world size.
 
     Raises:
-        ValueError: if a variable is not a number, or the ranks are not distributed evenly over the nodes.
+        ValueError: if a variable is not a number, or the ranks are not distributed evenly over the
+            nodes.
     """
     name: dict[str, str] = {}
 
@@ -81,28 +91,49 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
 
     if (world_size := number("world_size", least=1)) is None:
         return None
-    per_node, nodes = number("ranks_per_node", least=1), number("nodes", least=1)
+    per_node = number("ranks_per_node", least=1)
+    nodes = number("nodes", least=1)
     if per_node is None and nodes is not None:
         if world_size % nodes:
             raise ValueError(
-                f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes ({name['nodes']}) cannot "
-                "be spread evenly: nodes with unequal numbers of ranks have no regular tree; start equally many "
+                f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes "
+                f"({name['nodes']}) cannot "
+                "be spread evenly: nodes with unequal numbers of ranks have no regular tree; start "
+                "equally many "
                 "ranks on every node"
             )
-        per_node, name["ranks_per_node"] = world_size // nodes, f"{name['world_size']} / {name['nodes']}"
-    rank, local_rank, node = number("rank"), number("local_rank"), number("node")
+        per_node, name["ranks_per_node"] = (
+            world_size // nodes,
+            f"{name['world_size']} / {name['nodes']}",
+        )
+    rank = number("rank")
+    local_rank = number("local_rank")
+    node = number("node")
     alone = None
-    if world_size == 1:  # other processes on this node, and the device of this process, are no property of the job
+    # Other processes on this node, and the device of this process, are no property of the job
+    if world_size == 1:
         if per_node is not None and per_node > 1:
-            alone = f"{name['world_size']} is 1 but {name['ranks_per_node']} {per_node} on this node: a rank of its own"
-        per_node, nodes, name["ranks_per_node"] = 1, None, name["ranks_per_node"] or name["world_size"]
-        node, local_rank = node and 0, local_rank and 0
-    if per_node is not None and (world_size % per_node or (nodes is not None and nodes * per_node != world_size)):
+            alone = (
+                f"{name['world_size']} is 1 but {name['ranks_per_node']} {per_node} on this "
+                "node: a rank of its own"
+            )
+        per_node, nodes, name["ranks_per_node"] = (
+            1,
+            None,
+            name["ranks_per_node"] or name["world_size"],
+        )
+        node = node and 0
+        local_rank = local_rank and 0
+    if per_node is not None and (
+        world_size % per_node or (nodes is not None and nodes * per_node != world_size)
+    ):
         spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
         here = "this node" if node is None else f"this node, number {node} ({name['node']}),"
         raise ValueError(
-            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, {here} has {per_node} "
-            f"({name['ranks_per_node']}): nodes with unequal numbers of ranks have no regular tree; start equally many "
+            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, {here} has "
+            f"{per_node} "
+            f"({name['ranks_per_node']}): nodes with unequal numbers of ranks have no regular "
+            "tree; start equally many "
             "ranks on every node"
         )
     return LauncherView(

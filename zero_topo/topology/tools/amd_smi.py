@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``amd-smi topology --json``: one object per GPU, with a list of links (ROCm 6.3 on) or with tables by peer (before).
+"""``amd-smi topology --json``: one object per GPU, with a list of links (ROCm 6.3 on) or with
+tables by peer (before).
 
-Without ``--json`` it prints a table per property, whose rows and columns are named by PCI addresses.
+Without ``--json`` it prints a table per property, whose rows and columns are named by PCI
+addresses.
 
 Formats: CHANGELOG of ROCm/amdsmi, "Updated `amd-smi topology --json` to align with host/guest".
 """
@@ -43,7 +45,11 @@ def parse(text: str) -> DeviceTree:
         return _parse_tables(text)
     try:
         data = parse_json(text, "output")
-        entries = next(value for value in data.values() if isinstance(value, list)) if isinstance(data, dict) else data
+        entries = (
+            next(value for value in data.values() if isinstance(value, list))
+            if isinstance(data, dict)
+            else data
+        )
         numbers = [int(entry["gpu"]) for entry in entries]
         cells: Cells = {}
         for entry in entries:
@@ -52,9 +58,13 @@ def parse(text: str) -> DeviceTree:
         bus_ids = tuple(normal_bus_id(entry["bdf"]) for entry in entries if "bdf" in entry)
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{NAME}: its topology is not as expected ({what}); capture `{' '.join(COMMAND)}`") from None
+        raise ValueError(
+            f"{NAME}: its topology is not as expected ({what}); capture `{' '.join(COMMAND)}`"
+        ) from None
     if not numbers:
-        raise ValueError(f"{NAME}: its topology names no GPU; capture it where the GPUs are visible")
+        raise ValueError(
+            f"{NAME}: its topology names no GPU; capture it where the GPUs are visible"
+        )
     place = {number: index for index, number in enumerate(numbers)}
     bandwidths, types = (_column(cells, place, key) for key in ("bandwidth", "link_type"))
     known = bus_ids if len(bus_ids) == len(numbers) else None
@@ -72,11 +82,15 @@ def _parse_tables(text: str) -> DeviceTree:
         addresses = columns.split()
         cells = [row.split()[1:] for row in rows[: len(addresses)]]
         if not addresses or [len(row) for row in cells] != [len(addresses)] * len(addresses):
-            raise ValueError(f"{NAME}: its {title[1]} table is not one row for each column; capture it again")
+            raise ValueError(
+                f"{NAME}: its {title[1]} table is not one row for each column; capture it again"
+            )
         pairs = combinations(range(len(addresses)), 2)
         tables[title[1]] = {(a, b): cells[a][b] for a, b in pairs}
     bus_ids = tuple(map(normal_bus_id, addresses))
-    return amd_tree(NAME, len(bus_ids), tables.get("NUMA BW", {}), tables.get("LINK TYPE", {}), bus_ids=bus_ids)
+    return amd_tree(
+        NAME, len(bus_ids), tables.get("NUMA BW", {}), tables.get("LINK TYPE", {}), bus_ids=bus_ids
+    )
 
 
 def _new_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -85,7 +99,8 @@ def _new_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 def _old_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Peers of the old form, whose tables are keyed ``gpu_N``, in the words of the new one."""
-    types, rates = entry["link_type"], entry.get("numa_bandwidth", {})
+    types = entry["link_type"]
+    rates = entry.get("numa_bandwidth", {})
     return {
         int(key.removeprefix("gpu_")): {"link_type": kind, "bandwidth": rates.get(key, "N/A")}
         for key, kind in types.items()

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""NVML by way of the ``pynvml`` module of the nvidia-ml-py package, if it is installed: NVLink with its generation.
+"""NVML by way of the ``pynvml`` module of the nvidia-ml-py package, if it is installed: NVLink with
+its generation.
 
-NVML reports for each link what is at its other end: a GPU, or a switch, which connects all GPUs with as many links.
+NVML reports for each link what is at its other end: a GPU, or a switch, which connects all GPUs
+with as many links.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from zero_topo.units import GB
 
 NAME = "nvml"
 RATES: Mapping[int, int] = {1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB}
-"""NVLink generation -> bytes/s of one link in each direction (NVIDIA's P100 to B200 whitepapers)."""
+"""NVLink generation -> bytes/s of one link in each direction (NVIDIA's P100 to B200
+whitepapers).
+"""
 
 LEVELS: Mapping[int, str] = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """``nvmlGpuTopologyLevel_t`` -> kind; 0 is two GPUs on one board."""
@@ -40,8 +44,12 @@ def read(nvml: Any) -> DeviceTree | None:
     except nvml.NVMLError as error:
         raise ValueError(f"NVML cannot be used ({error})") from None
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        bus_ids = tuple(normal_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)) for handle in handles)
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
+        bus_ids = tuple(
+            normal_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)) for handle in handles
+        )
         return _tree(nvml, handles, bus_ids) if handles else None
     except nvml.NVMLError as error:
         raise ValueError(f"NVML failed ({error})") from None
@@ -93,7 +101,9 @@ def _nvlinks(nvml: Any, handle: Any) -> Counter[str]:
         remote = _try(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         kind = _try(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         switch = getattr(nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
-        ends["switch" if kind == switch or remote is None else normal_bus_id(_text(remote.busId))] += 1
+        ends[
+            "switch" if kind == switch or remote is None else normal_bus_id(_text(remote.busId))
+        ] += 1
     return ends
 
 
@@ -108,7 +118,9 @@ def _level(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _try(nvml: Any, function: str, *arguments: Any) -> Any:
-    """Return the result of an NVML function; None if this device, driver or module does not support it."""
+    """Return the result of an NVML function; None if this device, driver or module does not support
+    it.
+    """
     try:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError):

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``rocm-smi``: link types, NUMA nodes and bus ids as text or JSON, and the bandwidth matrix, which only text has.
+"""``rocm-smi``: link types, NUMA nodes and bus ids as text or JSON, and the bandwidth matrix, which
+only text has.
 
-The formats are those of ``python_smi_tools/rocm_smi.py`` in ROCm/rocm_smi_lib (``--shownodesbw --json`` prints no
-bandwidth there); samples in ROCm's release notes.
+The formats are those of ``python_smi_tools/rocm_smi.py`` in ROCm/rocm_smi_lib
+(``--shownodesbw --json`` prints no bandwidth there); samples in ROCm's release notes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def matches(text: str) -> bool:
 
 
 def parse(text: str) -> DeviceTree:
-    """The devices in the output of rocm-smi with any of ``--showtopo``, ``--shownodesbw``, ``--showbus``.
+    """The devices in the output of rocm-smi with any of ``--showtopo``, ``--shownodesbw``,
+    ``--showbus``.
 
     Raises:
         ValueError: if it is broken or names no device.
@@ -63,7 +65,8 @@ Matrix = tuple[tuple[str, ...], ...]
 
 
 def _matrices(text: str) -> list[Matrix]:
-    """The rows of each table of the text, label first; the labels of the columns are those of the rows.
+    """The rows of each table of the text, label first; the labels of the columns are those of the
+    rows.
 
     Raises:
         ValueError: if a row has another number of cells than there are columns, naming it.
@@ -77,13 +80,16 @@ def _matrices(text: str) -> list[Matrix]:
         elif columns and words and words[0] in columns:
             if len(words) != len(columns) + 1:
                 raise ValueError(
-                    f"{NAME}: row {words[0]} of a table has {len(words) - 1} cells for {len(columns)} devices; "
+                    f"{NAME}: row {words[0]} of a table has {len(words) - 1} cells for "
+                    f"{len(columns)} devices; "
                     "capture its output again"
                 )
             found[-1].append(words)
             columns = () if len(found[-1]) == len(columns) else columns
     if columns:
-        raise ValueError(f"{NAME}: {len(found[-1])} rows for {len(columns)} columns in a table; capture it again")
+        raise ValueError(
+            f"{NAME}: {len(found[-1])} rows for {len(columns)} columns in a table; capture it again"
+        )
     return [tuple(rows) for rows in found]
 
 
@@ -91,7 +97,9 @@ def _cells(matrices: list[Matrix], kind: re.Pattern[str]) -> dict[Pair, str]:
     """Cells above the diagonal of the first table with such cells."""
     for rows in matrices:
         if any(kind.fullmatch(cell) for row in rows for cell in row):
-            return {(a, b): rows[a][b + 1] for a in range(len(rows)) for b in range(a + 1, len(rows))}
+            return {
+                (a, b): rows[a][b + 1] for a in range(len(rows)) for b in range(a + 1, len(rows))
+            }
     return {}
 
 
@@ -113,11 +121,16 @@ def _parse_json(text: str) -> DeviceTree:
     paired = {number for table in tables.values() for pair in table for number in pair}
     numbers = sorted(paired.union(*facts.values()))
     place = {number: index for index, number in enumerate(numbers)}
-    return _tree(numbers, {}, {(place[a], place[b]): value for (a, b), value in types.items()}, facts)
+    return _tree(
+        numbers, {}, {(place[a], place[b]): value for (a, b), value in types.items()}, facts
+    )
 
 
 def _tree(
-    numbers: list[int], bandwidths: dict[Pair, str], types: dict[Pair, str], facts: Mapping[str, Mapping[int, str]]
+    numbers: list[int],
+    bandwidths: dict[Pair, str],
+    types: dict[Pair, str],
+    facts: Mapping[str, Mapping[int, str]],
 ) -> DeviceTree:
     if not numbers:
         raise ValueError(f"{NAME}: its output names no GPU; capture `{' '.join(COMMAND)}`")
@@ -126,5 +139,11 @@ def _tree(
     return amd_tree(NAME, len(numbers), bandwidths, types, numa, bus_ids)
 
 
-def _column(values: Mapping[int, str], numbers: list[int], read: Callable[[str], Any]) -> tuple[Any, ...] | None:
-    return tuple(read(values[number]) for number in numbers) if all(number in values for number in numbers) else None
+def _column(
+    values: Mapping[int, str], numbers: list[int], read: Callable[[str], Any]
+) -> tuple[Any, ...] | None:
+    return (
+        tuple(read(values[number]) for number in numbers)
+        if all(number in values for number in numbers)
+        else None
+    )

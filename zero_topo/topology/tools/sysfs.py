@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It has neither packages nor links.
+"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It has neither packages nor
+links.
 
-A display card may be among them: they only complete the devices of a tool, which are found by their addresses.
+A display card may be among them: they only complete the devices of a tool, which are found by their
+addresses.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.tools import Runner, Tool
 
 GPU_CLASSES = ("0300", "0302", "0380", "1200")
-"""PCI classes of VGA and 3D controllers, other displays, and processing accelerators (AMD Instinct)."""
+"""PCI classes of VGA and 3D controllers, other displays, and processing accelerators (AMD
+Instinct).
+"""
 
 GPU_VENDORS = ("1002", "10de")
 
@@ -44,7 +48,9 @@ TOOL = Tool("sysfs", ask_sys)
 def _read_gpu(place: Path) -> tuple[str, int] | None:
     """PCI address and NUMA node (-1: unknown) of a device that is a GPU."""
     try:
-        kind, vendor = ((place / name).read_text().strip().removeprefix("0x") for name in ("class", "vendor"))
+        kind, vendor = (
+            (place / name).read_text().strip().removeprefix("0x") for name in ("class", "vendor")
+        )
         found = normal_bus_id(place.name), int((place / "numa_node").read_text())
     except (OSError, ValueError):
         return None

@@ -1,13 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Derives links and packages from the output of AMD's tools.
 
-For each directly linked pair of devices, the driver reports ``min-max`` MB/s: of one link, and of all of them
-(``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X share 4 links, and no devices of
-different packages do (OLCF Frontier User Guide). ``groups`` is 1 over XGMI whether direct or not, and
-``weight`` counts these, not links, so neither is read.
+For each directly linked pair of devices, the driver reports ``min-max`` MB/s: of one link, and of
+all of them (``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X
+share 4 links, and no devices of different packages do (OLCF Frontier User Guide). ``groups`` is 1
+over XGMI whether direct or not, and ``weight`` counts these, not links, so neither is read.
 
-An MI300 in a partition mode (DPX, TPX, QPX, CPX) is 2 to 8 devices of one package. The driver gives them one PCI
-address and numbers them in its function: ``0000:05:00.0`` to ``.7`` (ROCm/rocm_smi_lib#208, ROCm/rocm-systems#5805).
+An MI300 in a partition mode (DPX, TPX, QPX, CPX) is 2 to 8 devices of one package. The driver gives
+them one PCI address and numbers them in its function: ``0000:05:00.0`` to ``.7``
+(ROCm/rocm_smi_lib#208, ROCm/rocm-systems#5805).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from zero_topo.units import MB
 
 LINKS_INSIDE_A_PACKAGE = 4
 MOST_PACKAGES = 8
-"""AMD GPUs in a node at most; of more devices without a PCI address, some may be partitions of one GPU."""
+"""AMD GPUs in a node at most; of more devices without a PCI address, some may be partitions of one
+GPU.
+"""
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 Pair = tuple[int, int]
@@ -39,11 +42,16 @@ def amd_tree(
     Args:
         tool: name of the tool that printed the tables.
         count: number of devices.
-        bandwidths: ``(i, j)`` with ``i < j`` -> ``"min-max"`` in MB/s, or anything else where it is not known.
+        bandwidths: ``(i, j)`` with ``i < j`` -> ``"min-max"`` in MB/s, or anything else where it is
+            not known.
         types: ``(i, j)`` -> "XGMI", "PCIE" or anything else where it is not known.
         numa, bus_ids: as in :class:`DeviceTree`.
     """
-    ranges = {pair: (int(match[1]), int(match[2])) for pair, cell in bandwidths.items() if (match := _match(cell))}
+    ranges = {
+        pair: (int(match[1]), int(match[2]))
+        for pair, cell in bandwidths.items()
+        if (match := _match(cell))
+    }
     # All zeros is what drivers without bandwidths report, not a node without links.
     measured = any(most for _, most in ranges.values())
     links = {}
@@ -61,7 +69,11 @@ def amd_tree(
     on_pcie = bool(types) and all(cell.upper() in ("PCIE", "PCI") for cell in types.values())
     known = measured or on_pcie or count == 1
     packages = _packages(count, links) if known else None
-    alone = "no two share 4 XGMI links" if any(link.kind == "XGMI" for link in links.values()) else "no XGMI joins two"
+    alone = (
+        "no two share 4 XGMI links"
+        if any(link.kind == "XGMI" for link in links.values())
+        else "no XGMI joins two"
+    )
     paired = packages is not None and len(set(packages)) < count
     why = "pairs with 4 XGMI links" if paired else f"every device is a GPU, as {alone}"
     if partitioned(bus_ids):
@@ -74,8 +86,14 @@ def amd_tree(
 
 
 def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
-    """Return each device's package. Devices joined by 4 links share one, unless a device has two such partners."""
-    pairs = [pair for pair, link in links.items() if link.kind == "XGMI" and link.count == LINKS_INSIDE_A_PACKAGE]
+    """Return each device's package. Devices joined by 4 links share one, unless a device has two
+    such partners.
+    """
+    pairs = [
+        pair
+        for pair, link in links.items()
+        if link.kind == "XGMI" and link.count == LINKS_INSIDE_A_PACKAGE
+    ]
     joined = [device for pair in pairs for device in pair]
     first = {b: a for a, b in pairs} if len(joined) == len(set(joined)) else {}
     return _numbered([first.get(device, device) for device in range(count)])

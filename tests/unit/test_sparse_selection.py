@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Picks: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many as they should."""
+"""Picks: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many
+as they should.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from zero_topo.quant import ops, reference
 from zero_topo.sync import selection
 from zero_topo.sync.selection import (
     TINY,
-    Selected,
     Records,
+    Selected,
     above,
     added,
     added_rows,
@@ -53,7 +55,9 @@ def non_zero(x: Tensor) -> Selected:
 
 @given(VECTORS, DTYPES)
 def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None:
-    """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without padding."""
+    """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without
+    padding.
+    """
     selected, records = non_zero(x), Records(dtype, x.numel())
     message = records.encode(selected, PEERS)
     assert message.nbytes == len(selected) * records.nbytes == len(selected) * (4 + dtype.itemsize)
@@ -63,7 +67,9 @@ def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None
 
 @given(NUMELS, DTYPES)
 def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
-    """Above 2**31 an index of 32 bits has no sign, above 2**32 it has 64 bits: the last elements arrive as they are."""
+    """Above 2**31 an index of 32 bits has no sign, above 2**32 it has 64 bits: the last elements
+    arrive as they are.
+    """
     records = Records(dtype, numel)
     indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, numel - 1])
     indices = indices[indices < numel]
@@ -83,13 +89,17 @@ def test_every_pick_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
 
 @given(st.lists(VECTORS, min_size=1, max_size=40))
 def test_sums_have_the_bits_of_a_loop_over_the_peers(vectors: list[Tensor]) -> None:
-    """On a CPU, and by the sort and the segments that a GPU takes; of any number of peers that pick one element."""
+    """On a CPU, and by the sort and the segments that a GPU takes; of any number of peers that pick
+    one element.
+    """
     numel = max(x.numel() for x in vectors)
     parts = [non_zero(x) for x in vectors]
     expected = torch.zeros(numel)
     for part in parts:
         expected[part.indices] += part.values
-    came = Selected(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+    came = Selected(
+        torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+    )
     runs = in_runs(came)
     assert torch.equal(added(came, partial(torch.zeros, numel)), expected) or expected.isnan().any()
     assert len(runs) == len(came) and (runs.indices.diff() >= 0).all()
@@ -99,13 +109,22 @@ def test_sums_have_the_bits_of_a_loop_over_the_peers(vectors: list[Tensor]) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_added_up_in_their_order(dtype: torch.dtype) -> None:
     """33 peers whose values differ by many magnitudes; on a CPU, and as a GPU adds them."""
-    scales = 10.0 ** torch.arange(-8, 25).float()[torch.randperm(33, generator=torch.Generator().manual_seed(1))]
-    rows = (torch.randn(33, 257, generator=torch.Generator().manual_seed(2)) * scales[:, None]).to(dtype)
+    scales = (
+        10.0
+        ** torch.arange(-8, 25).float()[
+            torch.randperm(33, generator=torch.Generator().manual_seed(1))
+        ]
+    )
+    rows = (torch.randn(33, 257, generator=torch.Generator().manual_seed(2)) * scales[:, None]).to(
+        dtype
+    )
     expected = torch.zeros(257)
     for row in rows:
         expected += row.float()
     assert torch.equal(added_rows(rows), expected)
-    segments = torch.segment_reduce(rows.float(), "sum", lengths=torch.full((1,), 33), unsafe=True)[0]
+    segments = torch.segment_reduce(rows.float(), "sum", lengths=torch.full((1,), 33), unsafe=True)[
+        0
+    ]
     assert torch.equal(segments, expected)
 
 
@@ -119,19 +138,25 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     best = largest(x, k)
     with patch.object(selection, "_on_cpu", lambda _: False):
         assert count == int(count_reaching(x, bound)) and bound == kth_largest(x, k)
-        assert torch.equal(best.values.abs().sort().values, largest(x, k).values.abs().sort().values)
+        assert torch.equal(
+            best.values.abs().sort().values, largest(x, k).values.abs().sort().values
+        )
     passed = above(x, float(bound), count)
     assert len(passed) >= min(k, int((x.abs() >= TINY).sum()))
     assert bound == TINY or int((x.abs() > bound).sum()) < k
     assert best.indices.diff().gt(0).all() and torch.equal(best.values, x[best.indices])
-    assert set(best.non_zero(int(best.values.count_nonzero())).indices.tolist()) <= set(passed.indices.tolist())
+    assert set(best.non_zero(int(best.values.count_nonzero())).indices.tolist()) <= set(
+        passed.indices.tolist()
+    )
     assert torch.equal(passed.values, x[passed.indices])
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
-    """NaN is above every threshold, and makes the one that the largest give infinite; then one of them is enough."""
+    """NaN is above every threshold, and makes the one that the largest give infinite; then one of
+    them is enough.
+    """
     x = NORMAL.clone()
     x[[7, 50, 9_000]] = bad
     with patch.object(selection, "_on_cpu", lambda _: on_cpu):
@@ -159,15 +184,21 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
-    """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
+def test_a_vector_longer_than_torch_selects_from_is_cut(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is
+    pretended to be 200.
+    """
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
     whole, bound = largest(x, 120), kth_largest(x, 120)
     monkeypatch.setattr(selection, "LONGEST", 200)
     lengths.clear()
     few = largest(x, 20)
-    assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
+    assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(
+        whole.indices.tolist()
+    )
     cut = largest(x, 120)
     assert torch.equal(cut.indices, whole.indices) and torch.equal(cut.values, whole.values)
     assert torch.equal(kth_largest(x, 120), bound)
@@ -179,11 +210,15 @@ def test_positions_are_those_of_a_mask(x: Tensor) -> None:
     assert torch.equal(positions(x > 0, int((x > 0).sum())), (x > 0).nonzero()[:, 0])
 
 
-@pytest.mark.parametrize(("processors", "dtype"), [(132, torch.bool), (256, torch.bool), (304, torch.int16)])
+@pytest.mark.parametrize(
+    ("processors", "dtype"), [(132, torch.bool), (256, torch.bool), (304, torch.int16)]
+)
 def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
     processors: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's scan of a mask of bytes leaves out offsets on more than 256; no mode calls it another way."""
+    """torch's scan of a mask of bytes leaves out offsets on more than 256; no mode calls it another
+    way.
+    """
     properties = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     on_a_gpu = reference._scans_half.__wrapped__(torch.device("cuda", 0))
@@ -195,7 +230,9 @@ def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
         largest = torch.empty(1, 2, dtype=torch.int64)
         reference.row_largest(x, largest)
         packets, _ = ops.ternary_encode(x, 1, largest, 1, torch.float32)
-        reference.ternary_decode(packets, torch.zeros(1, 1, dtype=torch.int64), [4, 2, 1, 0], *_room(2))
+        reference.ternary_decode(
+            packets, torch.zeros(1, 1, dtype=torch.int64), [4, 2, 1, 0], *_room(2)
+        )
     assert [call.args[0].dtype for call in scan.call_args_list] == [dtype] * 3
     assert largest.tolist() == [[2, 3]]
 
@@ -205,7 +242,9 @@ def _room(numel: int) -> tuple[Tensor, Tensor]:
     return torch.empty(numel, dtype=torch.int64), torch.empty(numel)
 
 
-@pytest.mark.parametrize(("density", "numel", "k"), [(0.001, 1, 1), (0.5, 3, 2), (1, 7, 7), (0.01, 1000, 10)])
+@pytest.mark.parametrize(
+    ("density", "numel", "k"), [(0.001, 1, 1), (0.5, 3, 2), (1, 7, 7), (0.01, 1000, 10)]
+)
 def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -> None:
     """However small: a rank always says something."""
     assert share(density, numel) == k
@@ -217,7 +256,9 @@ def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -
     ids=["normal", "shifted", "far", "heavy", "alike"],
 )
 def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
-    """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half above 4/3 k."""
+    """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half
+    above 4/3 k.
+    """
     mode: Any = SimpleNamespace(density=0.01)
     k = share(0.01, len(x))
     bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
@@ -228,25 +269,36 @@ def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
 
 
 @given(VECTORS, st.integers(1, 5), st.data())
-def test_the_largest_of_a_row_are_those_of_a_sort(x: Tensor, rows: int, data: st.DataObject) -> None:
+def test_the_largest_of_a_row_are_those_of_a_sort(
+    x: Tensor, rows: int, data: st.DataObject
+) -> None:
     """Of equal magnitudes the first; NaN before all."""
     table = torch.stack([x.roll(row).round() for row in range(rows)])
     table[0, 0] = torch.nan
     k = data.draw(st.integers(1, len(x)))
     sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
-    wanted = [sorted(sorted(range(len(x)), key=lambda i, row=row: (-row[i], i))[:k]) for row in sizes.tolist()]  # type: ignore[misc]
+    wanted = []
+    for row in sizes.tolist():
+        order = sorted(range(len(x)), key=lambda i: (-row[i], i))
+        wanted.append(sorted(order[:k]))
     assert ops.row_largest(table, k).tolist() == wanted
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=4), st.data())
-def test_the_largest_of_each_part_are_those_of_a_sort(vectors: list[Tensor], data: st.DataObject) -> None:
+def test_the_largest_of_each_part_are_those_of_a_sort(
+    vectors: list[Tensor], data: st.DataObject
+) -> None:
     """Part by part; of equal magnitudes the first."""
     counts = [data.draw(st.integers(0, len(x))) for x in vectors]
     x = torch.cat(vectors).round()
     mask = largest_of_each(x, torch.tensor([len(part) for part in vectors]), torch.tensor(counts))
-    for part, stored, count in zip(vectors, mask.split([len(part) for part in vectors]), counts, strict=True):
+    for part, stored, count in zip(
+        vectors, mask.split([len(part) for part in vectors]), counts, strict=True
+    ):
         sizes = part.round().abs().tolist()
-        assert stored.nonzero()[:, 0].tolist() == sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count])
+        assert stored.nonzero()[:, 0].tolist() == sorted(
+            sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count]
+        )
 
 
 def test_rows_are_of_a_table() -> None:
@@ -271,22 +323,29 @@ def test_sketches_are_of_vectors() -> None:
 def test_on_rocm_only_likely_elements_are_sorted(
     kind: str, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    """A threshold leaves few of a long vector, and the same are selected; where it tells nothing, all are sorted."""
+    """A threshold leaves few of a long vector, and the same are selected; where it tells nothing,
+    all are sorted.
+    """
     monkeypatch.setattr(torch.version, "hip", "6.2")
     x = torch.randn(1 << 22, generator=torch.Generator().manual_seed(3))
     if kind != "normal":
-        x[torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < 0.999] = {"equal": 9.0, "zeros": 0.0}.get(
-            kind, torch.nan
-        )
+        x[torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < 0.999] = {
+            "equal": 9.0,
+            "zeros": 0.0,
+        }.get(kind, torch.nan)
     k = 40_000
     found = largest(x, k)
-    assert len(found.indices.unique()) == k and (lengths[-1] < x.numel() // 50) == (kind == "normal")
+    assert len(found.indices.unique()) == k and (lengths[-1] < x.numel() // 50) == (
+        kind == "normal"
+    )
     expected = x.abs().sort(descending=True).values[:k].flip(0)
     assert torch.equal(x[found.indices].abs().sort().values, expected) or kind == "nan"
 
 
 def test_a_mask_without_elements_of_a_part_is_refused() -> None:
-    """A rank marks values that are not finite in the first masked element, which each part must have."""
+    """A rank marks values that are not finite in the first masked element, which each part must
+    have.
+    """
     bits = ops.pack(torch.arange(8) < 2)[None]
     assert masked_of_rows(bits, [(0, 4), (4, 4)]) == (2, 0)
     with pytest.raises(ValueError, match="selected of other parts"):
