@@ -160,7 +160,7 @@ def test_the_feed_forward_is_counted_as_gpt_neox_builds_it(name: str, tmp_path: 
 
 def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
     text = """{
-      "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # gate and up, and half more
+      "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # gate, up, and half more
       "num_attention_heads": 32, "seq_length": 4096, "pos_emb": "rotary",
       "no_weight_tying": true, "norm": "rmsnorm",
       "use_bias_in_attn_linear": false, "use_bias_in_mlp": false,

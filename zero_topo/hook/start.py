@@ -41,8 +41,8 @@ LOCAL: Mapping[str, str] = MappingProxyType(
         "disable_python_gc": "garbage collection of one process",
         "steps_per_print|dump_state|log_level": "logs of one process",
         "zero_optimization.log_trace_cache_warnings": "logs of one process",
-        "wall_clock_breakdown|memory_breakdown|timers|flops_profiler": "measurements of one process",
-        "comms_logger": "measurements of one process",
+        "wall_clock_breakdown|memory_breakdown|timers": "measurements of one process",
+        "flops_profiler|comms_logger": "measurements of one process",
         "tensorboard|wandb|csv_monitor|comet": "rank 0 alone writes to monitors",
     }
 )
