@@ -156,7 +156,7 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
                 end = time.monotonic() + CUT_S
                 next((look for look in looks if time.monotonic() > end), None)
         if fault.kind == "stopped":
-            next((look for look in looks if len(launch.told) == SPEC.world_size - 1), None)
+            next((look for look in looks if len(launch.reported) == SPEC.world_size - 1), None)
             os.kill(int((folder / "faulty").read_text()), signal.SIGCONT)
         for _ in looks:
             pass
@@ -169,7 +169,7 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
     restarted = fault.kind in ("nan", *ENDED)
     found = whole(nodes, folder) if restarted else steps(folder)
     return {
-        "told_s": launch.told,
+        "told_s": launch.reported,
         "ended_s": ended_s,
         "restarted": restarted,
         "equal": found == undisturbed,
@@ -243,7 +243,7 @@ class Launch:
 
     Attributes:
         happened: when the fault happened, in seconds since the epoch; 0 before.
-        told: rank -> seconds after that until it said so.
+        reported: rank -> seconds after that until it said so.
     """
 
     def __init__(self, nodes: Cluster, folder: Path, fault: Fault) -> None:
@@ -252,7 +252,7 @@ class Launch:
         self._fault = fault
         self._logs = folder / f"logs {len(list(folder.glob('logs*')))}"
         self.happened = 0.0
-        self.told: dict[int, float] = {}
+        self.reported: dict[int, float] = {}
         words = [str(folder), fault.kind, fault.phase, str(fault.step), str(fault.rank), "both"]
         for node in range(SPEC.nodes):
             nodes.start(node, self._logs / str(node), words)
@@ -287,17 +287,21 @@ class Launch:
         """
         kind = self._fault.kind
         ranks = range(SPEC.world_size)
-        silent = {rank for rank in ranks if kind not in ("none", "nan") and rank not in self.told}
+        silent = {
+            rank for rank in ranks if kind not in ("none", "nan") and rank not in self.reported
+        }
         node = self._fault.rank // SPEC.ranks_per_node
         excused = {rank for rank in ranks if kind in ENDED and rank // SPEC.ranks_per_node == node}
         excused |= {self._fault.rank} if kind == "stopped" else set()
         if self.statuses() != [str(status)] * SPEC.nodes or silent > excused:
-            told = (
+            reported = (
                 f"{self._fault}: launchers ended with {self.statuses()}, ranks {silent} said "
                 "nothing"
             )
             raise RuntimeError(
-                "\n".join([told, *(f"rank {rank}:\n{self.said(rank)[-2000:]}" for rank in ranks)])
+                "\n".join(
+                    [reported, *(f"rank {rank}:\n{self.said(rank)[-2000:]}" for rank in ranks)]
+                )
             )
 
     def _look(self) -> None:
@@ -305,6 +309,6 @@ class Launch:
         if self._fault.kind in ("none", "nan") or not faulty.exists():
             return
         self.happened = faulty.stat().st_mtime
-        for rank in set(range(SPEC.world_size)) - set(self.told):
+        for rank in set(range(SPEC.world_size)) - set(self.reported):
             if OF_KIND.get(self._fault.kind, SAID).search(self.said(rank)):
-                self.told[rank] = time.time() - self.happened
+                self.reported[rank] = time.time() - self.happened

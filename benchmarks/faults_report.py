@@ -34,7 +34,7 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     made = []
     for kind in sorted({row["kind"] for row in results}):
         same = [row for row in results if row["kind"] == kind]
-        told = [seconds for row in same for seconds in row["told_s"].values()]
+        reported = [seconds for row in same for seconds in row["told_s"].values()]
         ended = [row["ended_s"] for row in same if row["ended_s"] is not None]
         counts = {len(row["told_s"]) for row in same}
         tellers = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts)}"
@@ -44,9 +44,9 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             [
                 kind,
                 str(len(same)),
-                f"{tellers} ranks" if told else "-",
-                _span(told),
-                _span(ended),
+                f"{tellers} ranks" if reported else "-",
+                _interval(reported),
+                _interval(ended),
                 then,
                 equal,
             ]
@@ -54,7 +54,7 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return made
 
 
-def _span(seconds: Sequence[float]) -> str:
+def _interval(seconds: Sequence[float]) -> str:
     return f"{min(seconds):.1f} to {max(seconds):.1f} s" if seconds else "-"
 
 

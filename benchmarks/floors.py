@@ -54,7 +54,7 @@ def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
     """Loads of one optimizer step of one of our schemes, see Note [Loads]."""
     found = []
     for (phase, domain), nbytes in step_bytes(config, work).items():
-        lo, hi = _hop(config, phase, domain)
+        lo, hi = _pair(config, phase, domain)
         out = {
             level: nbytes * _outside(config.plan, (lo, hi), spec.ranks_below(level))
             for level in LEVELS
@@ -117,7 +117,7 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
     return {phase: {**row, "level_bytes": dict(row["level_bytes"])} for phase, row in table.items()}
 
 
-def _hop(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
+def _pair(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
     """The process group of a phase that spans the domain."""
     fitting = [
         group

@@ -5,7 +5,7 @@ Note [What is counted where]
     Every scheme runs in this process, as rank 0 of a world that is pretended, on small parameters:
         what a step launches
     depends on how many there are, hardly on their sizes. Its seconds are those of this host, with
-    the work of the CPU's kernels in them, and without any network. Beside it stands what is counted
+    the work of the CPU's kernels in them, and without any network. Next to it stands what is counted
     in the same way inside DeepSpeed's engine
     on a few real ranks, stock ZeRO-3 among them: there it includes what DeepSpeed does for a step
         beyond moving bytes

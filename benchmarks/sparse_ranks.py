@@ -219,8 +219,8 @@ class Mode:
 
     def flat(self, table: Tensor) -> Tensor:
         """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
-        spans = self.engine.layout.shard_ranges(range(len(self._shapes)))
-        shards = zip(spans, self._shapes, strict=True)
+        shard_ranges = self.engine.layout.shard_ranges(range(len(self._shapes)))
+        shards = zip(shard_ranges, self._shapes, strict=True)
         return torch.cat(
             [table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards]
         )

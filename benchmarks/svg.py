@@ -270,14 +270,14 @@ def _style() -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return three to seven round numbers from ``low`` to ``high``."""
-    span = high - low
+    distance = high - low
     scale = 10.0
-    while scale > span:
+    while scale > distance:
         scale /= 10
-    while scale * 10 <= span:
+    while scale * 10 <= distance:
         scale *= 10
     steps = (scale / 10, scale / 5, scale / 2, scale, 2 * scale, 5 * scale)
-    step = next(step for step in steps if span / step <= 6)
+    step = next(step for step in steps if distance / step <= 6)
     first = -(-low // step)
     found = [
         round((first + index) * step, 9)

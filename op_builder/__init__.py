@@ -17,7 +17,7 @@ __all__ = ["source_dir"]
 def source_dir() -> Path:
     """The directory of zero_topo's native sources, absolute.
 
-    `csrc` stands beside `op_builder` wherever the two are: at the top of a checkout (also when
+    `csrc` stands next to `op_builder` wherever the two are: at the top of a checkout (also when
     imported through an editable install) and inside the installed package.
 
     Raises:

@@ -9,7 +9,7 @@ Note [One compile, no hang]
     All others look whether it is there, now and then: each rank the less often the more ranks there
         are, at random
     moments, so that a shared file system sees about a thousand looks a second from a cluster of any
-    size. The kernel takes the lock back when its holder dies; every rank tries it now and then, so
+    size. The kernel takes the lock back when its holder ends; every rank tries it now and then, so
     another one goes on. A compile that
     fails leaves its reason for those that wait. After `patience_s` a rank goes on without the
         module: other backends
@@ -22,7 +22,7 @@ Note [Whose library]
         SIGBUS. It is loaded
     through the descriptor by which it was checked, because others may exchange the folders above it
     in between. A
-    folder of another user is left alone: this user's module then lies beside it, in a folder whose
+    folder of another user is left alone: this user's module then lies next to it, in a folder whose
         name ends in the
     user's number. No link is followed in place of a module's folder or of a file in it.
 """
@@ -230,7 +230,7 @@ def _compile(recipe: Recipe, library: Path, lock: IO[str]) -> None:
 
 
 def _remove_builds(folder: Path, node: str) -> None:
-    """Remove what killed compilers left: on this node any, because its lock is held; of others,
+    """Remove what killed compilers left: on this node any, because its lock is taken; of others,
     what is old.
     """
     for left in folder.glob("build-*"):

@@ -45,7 +45,7 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "topo": {"scheme": "topo", "quantize": FULL, "debug_checks": True},
     "default": {},
 }
-"""By name: unmodified DeepSpeed; the same shards; nested shards in full precision; the defaults
+"""By name: unmodified DeepSpeed; the same shards; nested shards in FP32; the defaults
 with their INT8 and INT4.
 """
 REFUSED = re.compile(
@@ -59,7 +59,7 @@ CHANCE = "TestDynamicOffloadStates"
 
 
 def tree_of(ranks: int) -> dict[str, int]:
-    """Two nodes, of one GPU with two dies if there are four ranks; one or three ranks are one
+    """Two nodes, of one GPU with two GCDs if there are four ranks; one or three ranks are one
     node.
     """
     nodes = 2 if ranks % 2 == 0 else 1

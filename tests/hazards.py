@@ -105,7 +105,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def words(test: str) -> list[str]:
-    """What pytest is told."""
+    """What pytest gets."""
     kind, _, selection = test.partition(": ")
     if not selection:
         return [kind]

@@ -8,7 +8,7 @@ which is five CPU seconds each.
 
 A launch is several processes on this machine, talking gloo over the loopback interface. Whatever
 happens inside, the launch ends: a rank that fails takes the others with it (the launcher does
-that), and at the time limit every rank prints where it is into its log and dies.
+that), and at the time limit every rank prints where it is into its log and ends.
 """
 
 from __future__ import annotations

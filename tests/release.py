@@ -146,19 +146,21 @@ class Fresh:
     def _use(self) -> Iterator[str]:
         demo = self.folder / "demo.json"
         demo.write_text((self.checkout / "configs/demo.json").read_text().replace(EIGHT, TWO))
-        told = self.run(
+        reported = self.run(
             *DEMO, "zero_topo.examples.train_gpt", "--deepspeed_config", str(demo), "--steps", "2"
         )
-        assert "Sent by each rank" in told, told
+        assert "Sent by each rank" in reported, reported
         yield "the demo trains on two ranks"
         files = [f"tests/unit/test_{name}.py" for name in QUICK]
-        told = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=self.checkout)
-        yield f"quick tests: {told.splitlines()[-1]}"
+        reported = self.run(
+            "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=self.checkout
+        )
+        yield f"quick tests: {reported.splitlines()[-1]}"
         self.run("-m", "zero_topo.cli", "enable")
 
 
 def build(what: str, dist: Path, source: Path) -> None:
-    """Make an sdist or a wheel; what setuptools says is told if it fails."""
+    """Make an sdist or a wheel; what setuptools says is shown if it fails."""
     command = [sys.executable, "-c", BUILD, f"build_{what}", str(dist)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -4,7 +4,7 @@ folder.
 
 Each node is a set of namespaces of its own: a host name, an /etc/hosts, and process numbers, so
 that whatever a job leaves behind ends with the node. Nodes claim whatever cores and GPUs they are
-told to (`config_overrides`).
+asked to (`config_overrides`).
 """
 
 from __future__ import annotations
@@ -252,16 +252,16 @@ class Cluster:
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + 60
         while True:
-            told = subprocess.run(
+            reported = subprocess.run(
                 ["sinfo", "-h", "-o", "%T %D"],
                 env=self.env,
                 capture_output=True,
                 text=True,
                 check=False,
             ).stdout.split()
-            if told == ["idle", str(self.nodes)]:
+            if reported == ["idle", str(self.nodes)]:
                 return
-            assert time.monotonic() < deadline, f"nodes are {told}{self.logs()}"
+            assert time.monotonic() < deadline, f"nodes are {reported}{self.logs()}"
             time.sleep(0.2)
 
 

@@ -569,7 +569,7 @@ def _as_on_a_gpu(device: Device) -> list[Any]:
 
 @contextmanager
 def symbolic_device() -> Iterator[Device]:
-    """Lanes, events, kernels and collectives of the engine on symbolic streams."""
+    """Queues, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
     groups = type("Symbolic", (_Symbolic,), {"device": device})
     patches: list[Any] = [

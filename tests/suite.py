@@ -17,7 +17,7 @@ CELLS_VARIABLE = "ZERO_TOPO_CELLS"
 JSON.
 """
 LONG_VARIABLE = "ZERO_TOPO_LONG"
-"""Steps that the tests of weights held as codes take, for a proof on idle cores."""
+"""Steps that the tests of weights stored as INT8 take, for a proof on idle cores."""
 TEST_TIMEOUT_S = 900.0 if os.environ.get(LONG_VARIABLE) else 240.0
 """Seconds one launcher test may take; then every rank prints its stacks and the launch ends."""
 

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Tables of ``docs/when-it-helps.md`` and ``docs/simulator.md``: predicted gains, and published
-steps beside them.
+steps next to them.
 """
 
 from __future__ import annotations

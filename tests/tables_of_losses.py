@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Losses in README and docs are those of the records, and each is told against stock ZeRO-3."""
+"""Losses in README and docs are those of the records, and each is compared with stock ZeRO-3."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scatter_rows() -> list[str]:
 
 
 def resident_rows() -> list[str]:
-    """The table of weights held as codes, from the record committed: first 100 steps, last tenth,
+    """The table of weights stored as INT8, from the record committed: first 100 steps, last tenth,
     evaluation.
     """
     content = record("resident")

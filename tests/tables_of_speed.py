@@ -213,7 +213,7 @@ def gpu_time_rows() -> list[str]:
 
 
 def cluster_sentences() -> list[str]:
-    """What the text beside the table of the emulated cluster says, from the records."""
+    """What the text next to the table of the emulated cluster says, from the records."""
     few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
     stock = {
         result["scheme"]: result["step_s"]["median"]
@@ -241,7 +241,7 @@ def cluster_sentences() -> list[str]:
 
 
 def stock_sentences() -> list[str]:
-    """What the README says of unmodified DeepSpeed beside its table."""
+    """What the README says of unmodified DeepSpeed next to its table."""
     stock = {
         result["scheme"]: result["step_s"]["median"]
         for result in record("cluster-t8-stock")["results"]

@@ -2,7 +2,7 @@
 """Which names of torch zero_topo uses that the installed torch does not have, by zero_topo's own
 sources.
 
-The pinned release of torch is tested wholly; the other supported ones are held to this list.
+The pinned release of torch is tested wholly; the other supported ones are compared with this list.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _value(name: str) -> Any:
 
 
 def _takes(function: Any, keyword: str) -> bool:
-    """Whether a function takes a keyword, as far as it can be told."""
+    """Whether a function takes a keyword, as far as it can be found."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

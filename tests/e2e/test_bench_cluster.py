@@ -51,7 +51,7 @@ print(time.perf_counter() - began)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[EmulatedNetwork]:
-    """Two nodes of two GPUs of two dies."""
+    """Two nodes of two GPUs of two GCDs."""
     with EmulatedNetwork(SPEC) as built:
         yield built
 
@@ -95,7 +95,7 @@ def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, l
     assert traffic.drops == 0
 
 
-# Two nodes of one GPU of two dies. Links are fast, so that the test is.
+# Two nodes of one GPU of two GCDs. Links are fast, so that the test is.
 TRAINING = Spec("pairs", 2, 1, 2, LinkRates(800, 800, 400))
 WORDS = ["--micro-batches", "2", "--steps", "2", "--params", "265e3", "--layers", "1"]
 
@@ -125,7 +125,9 @@ def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
         uplink = row["uplink_bytes_per_step_per_node"]
         assert row["uplink_formula"] < uplink < 1.05 * row["uplink_formula"] + PROTOCOL
         metered = {
-            phase: told["metered"] for phase, told in row["phases"].items() if "metered" in told
+            phase: reported["metered"]
+            for phase, reported in row["phases"].items()
+            if "metered" in reported
         }
         assert bool(metered) == (row["scheme"] != "stock-ring")
     assert content["message_bytes"] == 2 * 264_960 and content["spec"] == TRAINING.to_json()

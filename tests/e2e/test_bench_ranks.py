@@ -56,7 +56,7 @@ def test_the_signal_that_ended_a_rank_is_named() -> None:
 
 
 def test_deepspeeds_own_launches_are_counted() -> None:
-    """Stock ZeRO-3 gathers each parameter twice and scatters all at once; ours, beside it, calls
+    """Stock ZeRO-3 gathers each parameter twice and scatters all at once; ours, next to it, calls
     kernels too.
     """
     topology = {"nodes": 1, "gpus_per_node": 1, "ranks_per_gpu": 2}

@@ -80,7 +80,7 @@ def test_enabling_hooks_any_program_and_disabling_leaves_no_trace(environment: E
 
 
 def test_a_checkout_on_the_path_has_its_kernels(environment: Environment) -> None:
-    """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands beside the
+    """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands next to the
     package.
     """
     said = environment.run("-c", "from zero_topo.op_builder import jit; print(jit.__file__)")
@@ -106,8 +106,8 @@ def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(
 def test_deepspeeds_launcher_passes_our_variables_to_other_nodes(
     tmp_path: Path, value: str
 ) -> None:
-    """With the hook in the launcher's process, pdsh is told to export them; quotes, which get lost,
-    are refused.
+    """With the hook in the launcher's process, pdsh is asked to export them; quotes, which get
+    lost, are refused.
     """
     for name, body in (("pdsh", 'for word; do echo "word: $word"; done'), ("ssh", "echo host")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

@@ -89,9 +89,11 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     assert report["steps"] == 6 and report["last_loss"] < report["first_loss"] - 0.1
     names = {path.name for path in (folder / "topo").iterdir()}
     assert names == {"metrics.jsonl", "report.json", "report.html", "loss.png", "bytes.png"}
-    (spans,) = (line["timeline"] for line in read_metrics(folder / "topo") if "timeline" in line)
-    assert {span[0] for span in spans} >= {"gather_forward", "scatter"} and all(
-        a <= b for _, a, b in spans
+    (intervals,) = (
+        line["timeline"] for line in read_metrics(folder / "topo") if "timeline" in line
+    )
+    assert {interval[0] for interval in intervals} >= {"gather_forward", "scatter"} and all(
+        a <= b for _, a, b in intervals
     )
     log = topo.log(0)
     assert (

@@ -21,7 +21,7 @@ from tests.marks import late
 PROGRAM = ROOT / "benchmarks/faulty_training.py"
 TIMEOUT_S = 240.0
 WATCH_S = 3.0
-TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
+TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between GCDs
 
 
 def run(
@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
     assert "rank 1 of host" in line and "rank 0: " in line and "of step 3" in line
 
 
-def test_a_slow_rank_is_told_from_a_dead_one(slow: Slow) -> None:
+def test_a_slow_rank_is_distinguished_from_a_dead_one(slow: Slow) -> None:
     """Both say where it is, and the run goes on to its end."""
     done, _ = slow("sync")
     for rank in (0, 1):

@@ -79,7 +79,7 @@ def pack(package: Distribution, folder: Path) -> None:
 
 @pytest.mark.long
 def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) -> None:
-    """Whose packages are torch, what that needs, and pip; beside a ``.venv`` that an earlier call
+    """Whose packages are torch, what that needs, and pip; next to a ``.venv`` that an earlier call
     left half made.
     """
     outer, wheels, checkout = tmp_path / "outer", tmp_path / "wheels", tmp_path / "checkout"
@@ -124,7 +124,7 @@ def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
 
 
 def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
-    """What zero_topo does on the host for a module, beside what DeepSpeed does in its place."""
+    """What zero_topo does on the host for a module, next to what DeepSpeed does in its place."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
     output(
         [sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)], cwd=ROOT, env=env

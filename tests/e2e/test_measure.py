@@ -30,7 +30,7 @@ TOLERANCE = 0.15
 
 def measured(spec: Spec, places: Sequence[int]) -> Topology:
     """What the ranks find when rank ``r`` runs at ``places[r]`` of the cluster's tree; they are
-    told nothing of it.
+    given nothing of it.
     """
     size = spec.world_size
     with EmulatedNetwork(spec) as built:

@@ -86,7 +86,7 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
 
 
 def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
-    """Where the line before it has left the wheel; what it needs beside is there already."""
+    """Where the line before it has left the wheel; what it needs next to it is there already."""
     command = [sys.executable, "-m", *shlex.split(INSTALL), *OFFLINE, "--target", str(tmp_path)]
     output(command, cwd=wheel.parent.parent)
     assert (tmp_path / "zero_topo" / "csrc" / "zt_wire.h").exists()

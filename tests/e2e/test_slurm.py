@@ -57,23 +57,23 @@ def test_every_rank_knows_its_place(
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)
     ]
     positions = slurm.placement(2, PER_NODE, plane)
-    for rank, (told, position) in enumerate(zip(seen, positions, strict=True)):
+    for rank, (reported, position) in enumerate(zip(seen, positions, strict=True)):
         node, local = divmod(position, PER_NODE)
-        env = told["env"]
+        env = reported["env"]
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (
             str(rank),
             "16",
             str(PER_NODE),
         )
-        assert env["LOCAL_RANK"] == str(local) and told["host"] == cluster.hosts[node]
-        assert told["place"] == [node, local // 2, local % 2]
+        assert env["LOCAL_RANK"] == str(local) and reported["host"] == cluster.hosts[node]
+        assert reported["place"] == [node, local // 2, local % 2]
         assert (
             env["MASTER_ADDR"]
             and env["FI_MR_CACHE_MONITOR"] == "kdreg2"
             and env["OMP_NUM_THREADS"] == "7"
         )
         assert env["SLURM_CPU_BIND_LIST"].split(",")[0] == "fe000000000000"
-    trees = [told["topology"] for told in seen]
+    trees = [reported["topology"] for reported in seen]
     assert trees == [trees[0]] * 16
     assert trees[0]["name"] == "frontier" and trees[0]["hosts"] == cluster.hosts
     assert "load rccl-net-plugin" in (cluster.folder / "modules").read_text()

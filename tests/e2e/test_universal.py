@@ -77,7 +77,7 @@ def test_residuals_arrive_on_other_ranks_as_on_their_own(found: dict[str, Result
     """
     mine, theirs = found["eight"]["sends all"]["losses"], found["two"]["sends all"]["losses"]
     assert mine == pytest.approx(theirs, abs=1e-5)
-    # else equal losses would say nothing: a run that owes nothing learns otherwise
+    # else equal losses would say nothing: a run without residual learns otherwise
     assert abs(mine[1] - found["two"]["unbroken"]["losses"][3]) > 1e-3
 
 

@@ -69,7 +69,7 @@ STAGES = {
         "schemes and sync modes train as unmodified ZeRO-3 over real NCCL",
     ),
     4: Stage(
-        "kernels beside a copy and other people's",
+        "kernels next to a copy and other people's",
         90,
         "kernels run at 0.8 of a copy and ahead of DeepSpeed's",
     ),
@@ -81,7 +81,7 @@ STAGES = {
     6: Stage(
         "a billion parameters",
         180,
-        "loss, tokens per second and peak memory are beside unmodified ZeRO-3's",
+        "loss, tokens per second and peak memory are next to unmodified ZeRO-3's",
     ),
     7: Stage(
         "the rest",
@@ -213,15 +213,15 @@ def run(number: int, gpu: bool, folder: Path) -> list[dict[str, Any]]:
                 status = subprocess.run(
                     command.words, cwd=ROOT, env=env, check=False, timeout=limit
                 ).returncode
-        told = " ".join(
+        reported = " ".join(
             [*(f"{name}={value}" for name, value in command.env.items()), *command.words[1:]]
         )
         found.append(
-            {"command": told, "status": status, "seconds": round(time.monotonic() - began, 1)}
+            {"command": reported, "status": status, "seconds": round(time.monotonic() - began, 1)}
         )
         print(
             f"-- {'ok' if status == 0 else f'FAILED ({status})'} in {found[-1]['seconds']} s: "
-            f"{told}",
+            f"{reported}",
             flush=True,
         )
     proved = gpu and not any(entry["status"] for entry in found)
@@ -250,9 +250,7 @@ def main(words: list[str]) -> int:
         stages[str(stage)] = {"title": STAGES[stage].title, "commands": entries}
         # After each stage: a lease of the GPU may end before the last one.
         records.write(path, records.record("gpu-check", {"device": device}, {"stages": stages}))
-    print(
-        f"{path}: {len(failed)} commands failed{''.join(f'{chr(10)}  {told}' for told in failed)}"
-    )
+    print("\n  ".join([f"{path}: {len(failed)} commands failed", *failed]))
     return int(bool(failed))
 
 

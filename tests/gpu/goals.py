@@ -4,7 +4,7 @@ GPU meets the goals.
 
 0.8 of a copy of as many bytes, and ahead of every other quantizer in the record, for each of our
 best backend's kernels; DeepSpeed's must be in the record. The stand-in's record is read and shown,
-but held to nothing.
+but compared with nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(words: list[str]) -> int:
     compared = any("deepspeed" in ratios for ratios in formats.values())
     missed = int(not compared)
     print(
-        "beside DeepSpeed's"
+        "next to DeepSpeed's"
         if compared
-        else f"NOT beside DeepSpeed's: {content['skipped'].get('deepspeed')}"
+        else f"NOT compared with DeepSpeed's: {content['skipped'].get('deepspeed')}"
     )
     for kernel, ratios in formats.items():
         own = max((ratios[name] for name in OURS if name in ratios), default=0.0)

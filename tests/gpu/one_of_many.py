@@ -323,7 +323,7 @@ def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
 
 def under(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Of a trace's kernels: how many, microseconds of ours, and for how many of these the model's
-    run beside them.
+    run next to them.
     """
     kernels = [one for one in events if one.get("cat") == "kernel"]
     streams: dict[int, list[tuple[float, float]]] = defaultdict(list)

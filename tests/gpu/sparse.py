@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
 
 
 def measured(w: World) -> dict[str, Any]:
-    """Seconds of each sync, and the most memory that both ranks held."""
+    """Seconds of each sync, and the most memory of both ranks."""
 
     def rank_main(rank: int) -> list[float]:
         engine = w.engine(torch.bfloat16)

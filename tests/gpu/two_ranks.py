@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.two_ranks parity|large FOLDER`: two ranks on one GPU, over NCCL, beside
+"""`python -m tests.gpu.two_ranks parity|large FOLDER`: two ranks on one GPU, over NCCL, next to
 unmodified ZeRO-3.
 
 NCCL refuses two ranks of one machine on the same GPU, so each rank names a machine of its own
@@ -7,7 +7,7 @@ NCCL refuses two ranks of one machine on the same GPU, so each rank names a mach
 
 ``parity`` trains a small model under each case and compares its losses with unmodified DeepSpeed's.
 ``large`` trains the example's GPT with a billion parameters: loss, tokens per second, peak memory,
-beside unmodified ZeRO-3.
+compared with unmodified ZeRO-3.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def same_sums(
     how: tuple[float, bool],
     what: Any = "",
 ) -> None:
-    """The backend makes of messages, and of what copies of the pieces held, the reference's sums.
+    """The backend makes of messages, and of what copies of the pieces stored, the reference's sums.
 
     The backend works where the messages lie; a tensor of them is ``[sources, bytes]`` or
     ``[sources, members, bytes]``.
@@ -395,7 +395,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     Args:
         backend: to check.
         numel: of the tensor, in BF16: a multiple of 8192.
-        device: where; a GPU holds up to five times the tensor.
+        device: where; a GPU uses up to five times the tensor.
     """
     spec, few = BlockSpec("int4", 2048), 8192
     part = calm(few, torch.bfloat16)
@@ -413,7 +413,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
 
 
 def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """Masks, sketches, and picks of these dtypes."""
+    """Masks, sketches, and selections of these dtypes."""
     check_masks(backend, device)
     check_rows(backend, device)
     check_ternary(backend, device)
@@ -474,7 +474,7 @@ def check_masks(backend: Any, device: str = "cpu") -> None:
 
 
 def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Counts and picks above a threshold: equal ones are in, NaN is, a full buffer is not
+    """Counts and selections above a threshold: equal ones are in, NaN is, a full buffer is not
     overrun.
     """
     for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
@@ -497,7 +497,7 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
     """The largest of each row: NaN and infinity before all, of equal magnitudes the first, all of a
     row.
 
-    Also of long rows, of which the CPU's kernel looks at a sample of 2048 first: that it misleads,
+    Also of long rows, of which the CPU's kernel reads a sample of 2048 first: that it misleads,
     both ways. And of short ones of unequal size, for which it begins with the threshold of the row
     before.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What every backend of codes passes: the reference's bits in all that is held and in every byte of
-a message.
+"""What every backend of codes passes: the reference's bits in all that is stored and in every byte
+of a message.
 
 A backend is a module or object with the functions of `zero_topo.quant.reference`.
 """
@@ -48,7 +48,7 @@ class Layout:
 
     Attributes:
         block: values of a block.
-        columns: of each slot, its first column in the table of masters and how many it has,
+        columns: of each parameter, its first column in the table of masters and how many it has,
             ascending.
         begin, end: block columns of the messages.
         rows: of one member.
@@ -71,8 +71,8 @@ class Layout:
 
 
 def ragged(block: int) -> Layout:
-    """Several slots of any widths with gaps between them, of two by three members; not all block
-    columns.
+    """Several parameters of any widths with gaps between them, of two by three members; not all
+    block columns.
     """
     widths = [3 * block + 5, block, 2 * block + 1, 1, 4 * block - 1, block]
     firsts = [7 + sum(widths[:i]) + 3 * i for i in range(len(widths))]
@@ -80,7 +80,7 @@ def ragged(block: int) -> Layout:
 
 
 def single(blocks: int, block: int = 64) -> Layout:
-    """So many blocks of one slot and one row."""
+    """So many blocks of one parameter and one row."""
     return Layout(block, ((1, blocks * block),), 0, blocks)
 
 
@@ -97,14 +97,14 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
     for number, wanted in enumerate(members):
         masters, own = case.masters(number), case.copy()
         check_assessed(backend, masters, own, case, wanted.change)
-        assert_same(own.stored, case.codes.stored, "what is held and must not change yet")
+        assert_same(own.stored, case.codes.stored, "what is stored and must not change yet")
         emitted = torch.full_like(wanted.emitted, FILLING)
         backend.codes_emit(masters, own, case.part, wanted.change, emitted)
         assert_same(emitted, wanted.emitted, "the message")
-        assert_same(own.stored, wanted.stored, "what is held after a message was made")
+        assert_same(own.stored, wanted.stored, "what is stored after a message was made")
     own = case.copy()
     backend.codes_apply(messages, own, case.part)
-    assert_same(own.stored, stored, "what is held after messages came")
+    assert_same(own.stored, stored, "what is stored after messages came")
 
 
 class Made(NamedTuple):
@@ -260,7 +260,7 @@ def message_bytes(codes: Codes, change: Change) -> int:
 
 
 def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
-    """Slots, rows of masters and messages over 2^32 bytes apart become what near ones do.
+    """Parameters, rows of masters and messages over 2^32 bytes apart become what near ones do.
 
     Args:
         backend: to check, on a CPU.
@@ -297,11 +297,11 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         reference.codes_emit(masters, near, part, change, wanted)
         backend.codes_emit(own, codes, part, change, made)
         assert_same(made, wanted, "the message")
-        assert_same(codes.stored[apart:], near.stored, "what is held after a message was made")
+        assert_same(codes.stored[apart:], near.stored, "what is stored after a message was made")
     codes.stored[apart:], near = case.codes.stored, case.copy()
     reference.codes_apply(Messages(table), near, part)
     backend.codes_apply(Messages(table), codes, part)
-    assert_same(codes.stored[apart:], near.stored, "what is held after messages came")
+    assert_same(codes.stored[apart:], near.stored, "what is stored after messages came")
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
@@ -309,7 +309,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
 
     Args:
         backend: to check.
-        numel: of the codes, about; a GPU holds up to a dozen bytes for each.
+        numel: of the codes, about; a GPU uses up to a dozen bytes for each.
         device: where.
     """
     few, times = 40, numel // (40 * 64)
@@ -346,7 +346,7 @@ def check_apply(backend: Any, case: Case, messages: Messages) -> None:
     codes, own = case.copy(), case.copy()
     reference.codes_apply(messages, codes, case.part)
     backend.codes_apply(messages, own, case.part)
-    assert_same(own.stored, codes.stored, "what is held after messages came")
+    assert_same(own.stored, codes.stored, "what is stored after messages came")
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -394,8 +394,8 @@ class Case:
         return self._masters(self._now, member)
 
     def _masters(self, values: Tensor, member: int) -> Masters:
-        """Only the columns of the part's slots, rows apart, at an odd address; NaN where no block
-        lies.
+        """Only the columns of the part's parameters, rows apart, at an odd address; NaN where no
+        block lies.
         """
         layout, param_indices = self.layout, self.codes.param_indices.tolist()
         param_index_of = self.codes.param_index_of.tolist()

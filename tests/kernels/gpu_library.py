@@ -38,7 +38,7 @@ class Settings:
     """How the emulated GPU behaves.
 
     Attributes:
-        wave: lanes of a wavefront, 32 or 64.
+        wave: threads of a wavefront, 32 or 64.
         descending: run the highest thread of a block first.
         most_blocks: thread blocks of a launch at most.
         first_block: leave out the thread blocks below this one.

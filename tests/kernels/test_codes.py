@@ -69,7 +69,7 @@ class Ranks:
 
 
 def stored(codes: Codes, param_index: int) -> tuple[Tensor, Tensor]:
-    """Codes ``[rows, blocks, block]`` and scales ``[rows, blocks]`` of a slot."""
+    """Codes ``[rows, blocks, block]`` and scales ``[rows, blocks]`` of a parameter."""
     at, scales_at, blocks, *_ = codes.param_indices[param_index].tolist()
     values = (
         codes.stored[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)

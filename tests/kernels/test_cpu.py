@@ -32,7 +32,7 @@ def test_requantize(whole: Operators, spec: BlockSpec) -> None:
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS, ids=str)
 def test_casts(module: ModuleType, level: int, fmt: golden.Format) -> None:
-    """Values that travel as floats, from and to every dtype, alone and summed."""
+    """Values that are sent as floats, from and to every dtype, alone and summed."""
     with limited(module, level) as whole:
         golden.check_operations(whole, fmt, sources=(1, 2, 5))
     with limited(module, level, values=64, threads=4) as split:
@@ -62,8 +62,8 @@ def test_more_than_a_few(split: Operators) -> None:
 
 
 def test_sparse(module: ModuleType, level: int) -> None:
-    """Masks to bits and back, picks above a threshold, count sketches and their inverse; by one
-    thread and several.
+    """Masks to bits and back, selections above a threshold, count sketches and their inverse; by
+    one thread and several.
     """
     for work in ({}, {"values": 64, "threads": 4}):
         with limited(module, level, **work) as kernels:

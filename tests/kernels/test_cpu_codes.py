@@ -105,7 +105,7 @@ def put(index: int, value: int) -> Callable[[list[int]], list[int]]:
 
 
 def wrong(name: str) -> Iterator[Damage]:
-    """What is wrong whatever stands in the tables of slots."""
+    """What is wrong whatever stands in the tables of parameters."""
     yield from ((2, lambda stored: stored[:1000]), (4, lambda param_index_of: param_index_of[:12]))
     yield from ((place, lambda x: x[:0].clone()) for place in (2, 3, 4))
     yield from ((5, put(index, value)) for index, values in enumerate(PART) for value in values)
@@ -121,7 +121,7 @@ def wrong(name: str) -> Iterator[Damage]:
 
 
 def wrong_by_the_tables(name: str) -> Iterator[Damage]:
-    """What is wrong only because of where the slots lie."""
+    """What is wrong only because of where the parameters lie."""
     yield from ((3, lambda param_indices: param_indices[:3]), (5, put(4, 7)))
     if name == "codes_apply":
         yield 0, lambda table: table[..., :300]
@@ -142,7 +142,7 @@ def test_one_wrong_argument_is_refused(whole: Operators, name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str) -> None:
-    """No slot may end beyond what is held or, where masters are read, their columns; nor may
+    """No parameter may end beyond what is stored or, where masters are read, their columns; nor may
     changes.
     """
     damages: list[tuple[str, Any, list[int]]] = [("slot_of", 4, [-1, 6, 2**31 - 1])]

@@ -175,7 +175,7 @@ def check_one_wrong_argument(
 
 LIMIT = 2**56
 HUGE = ((2**62, 4, 4, 4), (2**40, 2**20, 2**20, 2**20), (2, 8, 8, 2**62), (1, LIMIT + 1, 0, 0))
-"""Rows x columns overflow, more values than any machine holds, strides overflow, one value too
+"""Rows x columns overflow, more values than fit any machine, strides overflow, one value too
 many.
 """
 

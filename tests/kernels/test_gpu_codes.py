@@ -37,7 +37,7 @@ from zero_topo.quant.spec import ChangeSpec
 @pytest.mark.parametrize("chosen", BOTH)
 @pytest.mark.parametrize("fate", FATES)
 def test_codes_have_the_references_bits(emulated: Emulated, chosen: Settings, fate: str) -> None:
-    """Scales, messages and what is held, whichever blocks are sent whole."""
+    """Scales, messages and what is stored, whichever blocks are sent whole."""
     for layout in (*RAGGED, *SINGLE):
         golden_codes.check_codes(emulated(chosen), layout, fate)
 
@@ -48,7 +48,7 @@ def test_all_bytes_that_changes_may_come_in(emulated: Emulated) -> None:
 
 
 def test_places_beyond_32_bits(emulated: Emulated) -> None:
-    """Slots, rows of masters and messages over 2^32 bytes apart are found, read and written."""
+    """Parameters, rows of masters and messages over 2^32 bytes apart are found, read and written."""
     golden_codes.check_far(emulated(), untouched)
 
 
@@ -57,8 +57,8 @@ ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, 
 
 @given(seed=st.integers(0, 2**40), ends=ENDS)
 def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int]) -> None:
-    """Whatever bytes came: nothing behind a message is read, and of what is held only the members'
-    part is written.
+    """Whatever bytes came: nothing behind a message is read, and of what is stored only the
+    members' part is written.
     """
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
     n, spec = case.part.blocks, ChangeSpec(64)
@@ -88,13 +88,13 @@ def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
     room = ChangeSpec(64).changes_offset(40, count) + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
     backend.codes_emit(masters, stored, case.part, change, message)
-    assert_same(stored.stored, case.codes.stored, "what is held")
+    assert_same(stored.stored, case.codes.stored, "what is stored")
     assert bool((message == FILLING).all())
 
 
 @pytest.mark.parametrize("cut", [(0, 70), (0, 640), (33, 640)], ids=str)
 def test_masters_that_are_not_there_are_zero(emulated: Emulated, cut: tuple[int, int]) -> None:
-    """Slots are known on the device: columns that a table lacks, on either side, are not read."""
+    """Parameters are known on the device: columns that a table lacks, on either side, are not read."""
     case, backend, (first, past) = Case(single(10), "mixed", "cpu"), emulated(), cut
     whole = case.masters(0)
     there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The GPU kernels, run thread by thread on a CPU, give the reference's bits, on wavefronts of 32
-and of 64 lanes.
+and of 64 threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_requantize(emulated: Emulated, chosen: Settings, spec: golden.Spec) -> 
 
 @pytest.mark.parametrize("chosen", BOTH)
 def test_sparse(emulated: Emulated, chosen: Settings) -> None:
-    """Masks, picks and sketches are the reference's."""
+    """Masks, selections and sketches are the reference's."""
     golden.check_sparse(emulated(chosen))
 
 

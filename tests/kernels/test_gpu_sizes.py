@@ -49,7 +49,7 @@ def test_many_messages(emulated: Emulated, sources: int, hole: int) -> None:
 
 @pytest.mark.parametrize("count", [64, 65, 5000])
 def test_many_pieces(emulated: Emulated, count: int) -> None:
-    """Pieces that travel with a launch, and those of which a table lies in device memory."""
+    """Views that are sent with a launch, and those of which a table lies in device memory."""
     golden_members.check_many_pieces(emulated(OTHER), count)
 
 

@@ -101,7 +101,7 @@ def test_threads_share_the_work_without_changing_a_bit(
 
 @pytest.mark.usefixtures("threads")
 def test_the_sparse_operations_give_the_references_values(native: Operators) -> None:
-    """Masks, picks and sketches."""
+    """Masks, selections and sketches."""
     golden.check_sparse(native, DEVICE.type)
     x = golden.values(300_001, torch.float32, 2).to(DEVICE)
     indices, selected = (

@@ -2,7 +2,7 @@
 """The Triton backend gives the reference's bits: on a GPU where there is one, and anywhere in
 Triton's interpreter.
 
-Triton looks at TRITON_INTERPRET when it is imported, so one process runs these tests again with the
+Triton reads TRITON_INTERPRET when it is imported, so one process runs these tests again with the
 variable set (``TRITON_INTERPRET=1 pytest tests/kernels/test_triton.py`` shows them one by one). The
 interpreter takes a millisecond for what a GPU does in a nanosecond: it sees every dtype and bit
 width, but only some of their combinations, and fewer numbers of sources; a GPU sees them all.
@@ -118,14 +118,14 @@ class TestBackend:
         golden.check_requantize(backend, spec, DEVICE, SOURCES)
 
     def test_sparse(self, backend: Any) -> None:
-        """Masks packed and back; counts and picks above a threshold; sketches and their inverse,
-        some left over.
+        """Masks packed and back; counts and selections above a threshold; sketches and their
+        inverse, some left over.
         """
         golden.check_sparse(backend, DEVICE)
 
     @pytest.mark.parametrize("block", BLOCK_SIZES if GPU else (64, 256))
     def test_codes_give_the_references_bits(self, backend: Any, block: int) -> None:
-        """Scales, messages and what is held, whichever blocks are sent whole; every byte that
+        """Scales, messages and what is stored, whichever blocks are sent whole; every byte that
         changes may come in.
         """
         for fate in golden_codes.FATES if GPU else ("mixed", "all"):
@@ -207,7 +207,7 @@ class TestFar:
         golden_members.check_far(backend, *case)
 
     def test_codes_far_apart(self, backend: Any) -> None:
-        """Slots of codes, their masters' rows and messages."""
+        """Parameters in INT8, their masters' rows and messages."""
         golden_codes.check_far(backend, golden.untouched)
 
     @pytest.mark.parametrize(
@@ -242,11 +242,11 @@ class TestFar:
             backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece])
             golden.assert_same(last.flat, values[0].flat, f"{spec} back")
 
-    def test_masks_and_picks_beyond_2_32(
+    def test_masks_and_selections_beyond_2_32(
         self, backend: Any, last_program: None, monkeypatch: Any
     ) -> None:
-        """Packed, unpacked and picked at the end; and nothing is written where room ended 2^31
-        picks before.
+        """Packed, unpacked and selected at the end; and nothing is written where room ended 2^31
+        selections before.
         """
         mask, bits, again = (golden.untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
         mask[-9::4] = 1

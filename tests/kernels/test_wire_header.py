@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The wire formats are written twice, in Python and in C headers: the two agree on every size, and
-on codes' scales.
+on INT8 scales.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Checkpointed(Net):
 
 
 class Branching(nn.Module):
-    """Runs `left`, `right` or both, as told: a parameter of the other branch gets no gradient."""
+    """Runs `left`, `right` or both, as asked: a parameter of the other branch gets no gradient."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def adapted(width: int = 64) -> Net:
 
 
 def tied_and_adapted() -> Tied:
-    """The embedding, which is the head too, is frozen; beside what lies between are adapters."""
+    """The embedding, which is the head too, is frozen; next to what lies between are adapters."""
     net = Tied(64)
     net.requires_grad_(False)
     net.mix = Adapter(net.mix)  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def tied_and_adapted() -> Tied:
 
 
 class Scalar(Tiny):
-    """A parameter of no dimension beside the others."""
+    """A parameter of no dimension next to the others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -332,7 +332,7 @@ class Run:
         self.forget()
 
     def edit(self) -> None:
-        """Of a parameter, on rank 0 alone, and of its master: DeepSpeed stores one beside the
+        """Of a parameter, on rank 0 alone, and of its master: DeepSpeed stores one next to the
         weight or not.
         """
         if not self.settled:

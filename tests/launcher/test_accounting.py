@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Bytes sent and bytes held equal the formulas of ``zero_topo.cost``, to the byte."""
+"""Bytes sent and bytes stored equal the formulas of ``zero_topo.cost``, to the byte."""
 
 from __future__ import annotations
 
@@ -77,14 +77,16 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
 @pytest.mark.eight_ranks
 @pytest.mark.parametrize("scheme", ["topo", late("topo-zero2")])
 def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
-    """What publish sends hangs on how many blocks escape, which the engine tells the formula."""
+    """What publish sends depends on how many blocks are sent whole, which the engine tells the
+    formula.
+    """
     stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={"block_size": 64})
     assert stats.work.published is not None and len(stats.work.published) == 1
     assert_bytes_equal(stats)
     assert_memory_equals(stats)
 
 
-def test_fp32_memory_is_counted_as_it_is_held() -> None:
+def test_fp32_memory_is_counted_as_it_is_stored() -> None:
     """Stock may let FP32 weights be their own masters; the statistics say whether it did."""
     stats = measured("topo", "fp32")
     assert (

@@ -91,7 +91,7 @@ def test_it_trains_as_under_stock(name: str, dtype: str, kept: int, norms: bool)
 
 
 def test_residuals_know_the_scale_of_fp16() -> None:
-    """DeepSpeed's own loss scale is 1 beside the scaler of FP16, and gradients are 65536 times too
+    """DeepSpeed's own loss scale is 1 next to the scaler of FP16, and gradients are 65536 times too
     large.
     """
     sync = {"mode": "quantized", "bits": 8, "error_feedback": True}

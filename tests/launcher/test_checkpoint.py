@@ -80,8 +80,9 @@ RESUMED: dict[str, Job] = {
         job(block("topo", optimizer="node", sync={"mode": "topk_a", "density": 0.1})), steps=6
     ),
 }
-"""DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published
-differences, what each kind of sync owes in the middle of its interval; files in either precision.
+"""DeepSpeed's masters and ours, next to the weights and offloaded; a captured secondary, published
+differences, what each kind of sync has not sent in the middle of its interval; files in either
+precision.
 """
 OFTEN = ("codes", "zero++", "quantized", "aged")
 RESUMED["scape"].ds.update(ADAMS)
@@ -182,7 +183,7 @@ def test_a_partial_load_does_what_stock_does(
     """Weights without optimizer states: masters are refilled from the weights, on every rank that
     holds a copy.
 
-    With ``load_module_only`` stock has to be told, else it loads none.
+    With ``load_module_only`` stock has to be asked, else it loads none.
     """
     saved = saved_by_stock(dtype)
     theirs = resume(job(None, dtype), saved.path, **{**options, "load_optimizer_states": False})

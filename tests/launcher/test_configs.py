@@ -27,7 +27,7 @@ from zero_topo.topology import resolve_topology
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """The config on 2 nodes x 2 GPUs x 2 dies, with an Adam that needs no compiler, and less to
+    """The config on 2 nodes x 2 GPUs x 2 GCDs, with an Adam that needs no compiler, and less to
     print.
     """
     config = load_deepspeed_config(path)

@@ -53,8 +53,8 @@ def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
     [("topo", "bf16"), late("zero++", "fp32"), late("topo", "fp32"), late("zero++", "bf16")],
 )
 def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
-    """What memory held beyond the end of a parameter that `zero.Init` partitioned is not quantized
-    together with it.
+    """What memory stored beyond the end of a parameter that `zero.Init` partitioned is not
+    quantized together with it.
     """
     block = {"topology": EMULATED, "scheme": scheme, "debug_checks": True}
     clean = Job(zero_topo=block, steps=5, dtype=dtype, micro_batches=2, zero_init=True)

@@ -40,7 +40,7 @@ class Break(torch.autograd.Function):
 
 
 class Breaking(Net):
-    """Fails half-way through its backward pass where it is told to."""
+    """Fails half-way through its backward pass where it is asked to."""
 
     breaks = False
 

@@ -265,7 +265,9 @@ def test_a_loss_of_several_forward_passes(mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["quantized", late("topo"), late("replicated optimizer")])
 def test_gradients_may_be_read_in_each_step(name: str) -> None:
-    """They cross nodes once, and training with lossy sync is that without a look, to the bit."""
+    """They cross nodes once, and training with lossy sync is the same without it, to the
+    bit.
+    """
 
     def run(reads: bool) -> tuple[dict[str, int], dict[str, Tensor]]:
         job = Job(Net, BLOCKS[name], steps=3)

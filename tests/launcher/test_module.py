@@ -173,7 +173,7 @@ NO_PREFETCH = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
 @pytest.mark.parametrize("model", often(("adapters",), MODELS))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 @pytest.mark.parametrize("destroyed", ["before training", late("after training"), "last"])
-def test_an_engine_beside_the_training_engine_of_a_module(
+def test_an_engine_next_to_the_training_engine_of_a_module(
     name: str, destroyed: str, model: str
 ) -> None:
     """It may be destroyed at any time: losses and bytes are those of the training engine alone, as

@@ -154,9 +154,9 @@ def test_the_comms_logger_counts_every_exchange(sync: dict[str, Any], comms_logg
         losses = advance(logged, engine, 0, STEPS - 1)
         comms_logger.reset_data()
         losses += advance(logged, engine, STEPS - 1, STEPS)
-        told = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
+        reported = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
         assert heard(comms_logger) == zero_topo.stats(engine).step_bytes
-    assert set(told["straggler_analysis"]) == set(told["summary"])
+    assert set(reported["straggler_analysis"]) == set(reported["summary"])
     assert losses == silent
 
 

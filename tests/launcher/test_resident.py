@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights held as codes, under DeepSpeed: they follow the masters exactly in every step, whatever
+"""Weights stored as INT8, under DeepSpeed: they follow the masters exactly in every step, whatever
 the run does.
 """
 
@@ -104,8 +104,8 @@ CASES: dict[str, Job] = {
     "frozen": replace(job(), model=partial(net, frozen=True)),
     "tied": replace(job(), model=partial(Tied, WIDE)),
     "offloaded": job(micro_batches=2, ds=OFFLOAD),
-    "kept whole": job(ds=zero(stage3_param_persistence_threshold=800)),
-    "every rank holds all": job().under(block("topo", **WHOLE)),
+    "persistent": job(ds=zero(stage3_param_persistence_threshold=800)),
+    "every rank stores all": job().under(block("topo", **WHOLE)),
     "replicated optimizer": job().under(block("topo", optimizer="node", **WHOLE)),
     "clipped": job(ds={"gradient_clipping": 0.05}),
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),

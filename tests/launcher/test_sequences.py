@@ -29,7 +29,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "zero3": block("zero3"),
     "zero++": block("zero++"),
     "topo": block("topo"),
-    "topo, one hop": block("topo", two_hop=False),
+    "topo, one group": block("topo", two_hop=False),
 }
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Types of parameters, of what travels and of what is summed: each mix trains, or is refused in a
+"""Types of parameters, of what is sent and of what is summed: each mix trains, or is refused in a
 line.
 """
 
@@ -57,7 +57,7 @@ def plain(row: int) -> list[float]:
 
 @pytest.mark.parametrize(("row", "column"), MIXES)
 def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each type of the model with each in which gradients travel and are summed, and weights are
+    """Each type of the model with each in which gradients are sent and are summed, and weights are
     published.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)

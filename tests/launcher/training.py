@@ -45,7 +45,7 @@ AGED: dict[str, Any] = {
 
 
 def block(scheme: str, **more: Any) -> dict[str, Any]:
-    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies, or half of it; unquantized unless
+    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 GCDs, or half of it; unquantized unless
     ``quantize`` says else.
     """
     return {"topology": EMULATED, "scheme": scheme, "quantize": PLAIN, "debug_checks": True, **more}

@@ -36,8 +36,8 @@ from zero_topo.topology.placements import Placement
 CPU = torch.device("cpu")
 
 
-def told_alike(size: int, say: Any) -> str:
-    """What all ranks are told when each agrees to `say(rank)` in vain."""
+def same_on_all(size: int, say: Any) -> str:
+    """What all ranks read when each agrees to `say(rank)` in vain."""
 
     def rank_main(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
@@ -49,7 +49,7 @@ def told_alike(size: int, say: Any) -> str:
 
 
 def test_ranks_that_say_the_same_gather_digests_alone() -> None:
-    """48 bytes a rank, however long the text, and no object travels."""
+    """48 bytes a rank, however long the text, and no object is sent."""
     gathered: list[int] = []
     gather = dist.all_gather_into_tensor
 
@@ -78,7 +78,7 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
 
 
 def test_one_rank_of_each_kind_tells_what_it_has() -> None:
-    """Two texts travel for two kinds among six ranks; most ranks are right, whichever rank 0
+    """Two texts are sent for two kinds among six ranks; most ranks are right, whichever rank 0
     belongs to.
     """
     leaders: list[int] = []
@@ -89,7 +89,7 @@ def test_one_rank_of_each_kind_tells_what_it_has() -> None:
         broadcast(box, src=src)
 
     with patch.object(dist, "broadcast_object_list", counted):
-        said = told_alike(6, lambda rank: {"zero": {"bucket": 5 if rank < 2 else 7, "stage": 3}})
+        said = same_on_all(6, lambda rank: {"zero": {"bucket": 5 if rank < 2 else 7, "stage": 3}})
     assert leaders.count(2) == leaders.count(0) == 6 and len(leaders) == 12
     assert said.startswith(
         "ranks do not agree with rank 2 of host n1 and 3 more: rank 0 of host n0 and 1 more has "
@@ -99,14 +99,14 @@ def test_one_rank_of_each_kind_tells_what_it_has() -> None:
 
 def test_what_only_one_kind_has_is_named() -> None:
     """A parameter that the others do not have, and no more of a long list than helps."""
-    said = told_alike(3, lambda rank: {"model": {f"w{i}": [2] for i in range(3 if rank else 9)}})
+    said = same_on_all(3, lambda rank: {"model": {f"w{i}": [2] for i in range(3 if rank else 9)}})
     assert "rank 0 of host n0 has model.w3 [2] in place of absent, " in said
     assert "w6" in said and "w7" not in said
 
 
 def test_a_rank_that_refuses_is_heard_everywhere() -> None:
     """What only one rank can see ends all, with its words."""
-    said = told_alike(4, lambda rank: {"refused": "no memory"} if rank == 3 else {"zero_topo": ""})
+    said = same_on_all(4, lambda rank: {"refused": "no memory"} if rank == 3 else {"zero_topo": ""})
     assert said.startswith("rank 3 of host n1 refuses: no memory; ")
 
 
@@ -244,7 +244,7 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
     """The number of micro-batches that DeepSpeed derives, whatever key says it; and which parameter
     comes first.
     """
-    said = told_alike(3, lambda rank: seen_by(TRAINING, steps=2 if rank == 1 else 1))
+    said = same_on_all(3, lambda rank: seen_by(TRAINING, steps=2 if rank == 1 else 1))
     assert "rank 1 of host n0 has gradient_accumulation_steps 2 in place of 1; " in said
 
     def reordered(rank: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def test_accumulation_and_the_models_order_are_agreed_on() -> None:
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
         return found | start._settings(engine) | start._model(layer)
 
-    assert 'has model_order.0 "b" in place of "a", ' in told_alike(3, reordered)
+    assert 'has model_order.0 "b" in place of "a", ' in same_on_all(3, reordered)
 
 
 def trained(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def test_settings_and_members_of_groups_are_agreed_on(change: dict[str, Any], li
             return trained(model, [{"params": bias}, {"params": weight}])
         return trained(model, [{"params": weight}, {"params": bias, **change}])
 
-    assert f"rank 1 of host n0 has {line}; " in told_alike(3, say)
+    assert f"rank 1 of host n0 has {line}; " in same_on_all(3, say)
 
 
 def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
@@ -343,7 +343,7 @@ def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
 def meet(
     blocks: list[bool | None], store: dist.Store | None = None, variable: str | None = None
 ) -> list[str]:
-    """What ranks with and without a block are told; None does not come."""
+    """What ranks with and without a block read; None does not come."""
     store = store or dist.HashStore()
 
     def rank_main(rank: int, has_block: bool) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.device import default_dtype
 from tests.harness import run_threads
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import BLOCKS, SLOTS, World, world
+from tests.ranks.worlds import BLOCKS, PARAM_INDICES, World, world
 from zero_topo.topology.presets import emulated
 
 STEPS = 3
@@ -32,7 +32,7 @@ def trained(w: World, rank: int) -> list[Tensor]:
         trainer.engine.weights.publish_world()
         trainer.engine.end_step(skipped=False)
         found.append(rows)
-    gathered = trainer.engine.weights.gather(SLOTS, "gather_forward").wait()
+    gathered = trainer.engine.weights.gather(PARAM_INDICES, "gather_forward").wait()
     state = trainer.engine.gradients.mode.state_dict()
     return [
         tensor.detach().clone() for tensor in (*found, *trainer.masters, *gathered, *state.values())

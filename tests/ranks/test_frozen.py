@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Parameters that no optimizer updates are held and gathered as the plan says, and their exact
+"""Parameters that no optimizer updates are stored and gathered as the plan says, and their exact
 values are not lost.
 """
 
@@ -39,8 +39,8 @@ BLOCK = 64
 NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100)
 DIMS = (2, 1, 2, 2, 2)
 KEPT = (False, True, False, False, False)
-SLOTS = tuple(range(len(NUMELS)))
-MOVING = tuple(param_index for param_index in SLOTS if not KEPT[param_index])
+PARAM_INDICES = tuple(range(len(NUMELS)))
+MOVING = tuple(param_index for param_index in PARAM_INDICES if not KEPT[param_index])
 MICRO_BATCHES = 2
 
 
@@ -74,7 +74,7 @@ def engine_of(w: World) -> Stage3:
     """
     config = w.config if w.numels else w.config.without_training()
     engine = bare_engine(config, matrices(w.numels), torch.bfloat16, frozen=FROZEN)
-    for param_index in SLOTS:
+    for param_index in PARAM_INDICES:
         own_shard(engine, param_index).copy_(
             shards(w.config.plan, values(param_index))[engine.layout.rank]
         )
@@ -106,7 +106,7 @@ def micro_batch(engine: Stage3) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 @either_placement
-def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None:
+def test_bytes_stored_and_sent_are_the_plans(name: str, machine: Topology) -> None:
     """Of every plan, to the byte: as the formulas say, and over the world only if the plan's
     weights are.
     """
@@ -117,7 +117,9 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
         for _ in range(MICRO_BATCHES):
             micro_batch(engine)
         gathered(
-            engine, [param_index for param_index in SLOTS if KEPT[param_index]], "gather_exact"
+            engine,
+            [param_index for param_index in PARAM_INDICES if KEPT[param_index]],
+            "gather_exact",
         )
         engine.end_step(skipped=True)
         work = engine.workload(MICRO_BATCHES)
@@ -140,7 +142,7 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
 
     def rank_main(rank: int) -> None:
         policy, reference = bare_engine(w.config, FROZEN, torch.bfloat16), engine_of(w)
-        for param_index in SLOTS:
+        for param_index in PARAM_INDICES:
             own = policy.layout.parameter(policy.weights.own_row[None], param_index)[0]
             own.copy_(shards(w.config.plan, values(param_index))[rank])
         policy.restart()
@@ -170,7 +172,9 @@ def test_gathers_bring_the_parameters(name: str) -> None:
     def rank_main(rank: int) -> int:
         engine = engine_of(w)
         for phase in ("gather_forward", "gather_backward", "gather_exact"):
-            for param_index, found in zip(SLOTS, gathered(engine, SLOTS, phase), strict=True):
+            for param_index, found in zip(
+                PARAM_INDICES, gathered(engine, PARAM_INDICES, phase), strict=True
+            ):
                 wanted = values(param_index)
                 if exact or phase == "gather_exact":
                     assert torch.equal(found, wanted)
@@ -288,7 +292,7 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
 
 @pytest.mark.parametrize("name", ["plain zero3", "zero++"])
 def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
-    """DeepSpeed waits in the order of a set: second hops of both kinds are sent in one order all
+    """DeepSpeed waits in the order of a set: second groups of both kinds are sent in one order all
     the same.
     """
     w = world(BLOCKS[name], numels=TRAINED)

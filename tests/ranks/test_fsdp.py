@@ -582,7 +582,7 @@ def test_schemes_are_what_fsdp2_has_of_them() -> None:
 
 
 def refused(rank: int, which: str) -> str:
-    """What a rank is told."""
+    """What a rank reads."""
     block = on_machine(EXACT)
     model: Any = small()
     with pytest.raises((ValueError, RuntimeError)) as error:

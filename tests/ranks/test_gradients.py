@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.harness import run_threads
 from tests.ranks.worlds import (
     BLOCKS,
+    PARAM_INDICES,
     PLAIN,
     SCHEMES,
-    SLOTS,
     World,
     either_placement,
     mean,
@@ -73,7 +73,7 @@ def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
 
     def rank_main(rank: int) -> float:
         engine = w.engine(chunk=chunk)
-        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 0, [PARAM_INDICES])
         backward(engine, w, rank, 1, [(4, 1), (0,), (2, 3)])
         return error(engine, w, wanted)
 
@@ -98,7 +98,7 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
             engine = w.engine(torch.bfloat16)
             seen = set[tuple[str, str]]()
             engine.meter.listener = lambda group, op, nbytes, even: seen.add((op, group.domain))
-            engine.gradients.scatter(SLOTS, w.grads(rank, 0, torch.bfloat16), True)
+            engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 0, torch.bfloat16), True)
             worst = error(engine, w, wanted)
             engine.meter.end_step()
             ops.append(seen)
@@ -129,7 +129,7 @@ def test_quantized_scatter_stays_within_its_steps(
 
     def rank_main(rank: int) -> float:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 0, [PARAM_INDICES])
         return error(engine, w, wanted)
 
     step = 4.5 / (127 if bits == "int8" else 7)
@@ -153,8 +153,8 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
     block_size: int,
     gradients: str,
 ) -> None:
-    """A bucket gives each parameter the bits that it gets in a bucket of its own, by one hop and by
-    two.
+    """A bucket gives each parameter the bits that it gets in a bucket of its own, by one group and
+    by two.
 
     In INT4 and NF4 an element is lost only if it is below 1/14 of the largest of its own
     parameter's block.
@@ -196,7 +196,7 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
         engine = w.engine(torch.bfloat16)
         value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
         grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
-        engine.gradients.scatter(SLOTS, grads, last=False)
+        engine.gradients.scatter(PARAM_INDICES, grads, last=False)
         return engine.gradients.buffer[0, -1].clone()
 
     exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()
@@ -213,12 +213,12 @@ def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(
 
     def rank_main(rank: int) -> tuple[float, float]:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS], last)
+        backward(engine, w, rank, 0, [PARAM_INDICES], last)
         plan = w.config.plan
         own = plan.row(rank, plan.optimizer)
         seen = float((engine.gradients.peek() - expected_rows(w, rank, first)[own]).abs().max())
         engine.gradients.peek()
-        backward(engine, w, rank, 1, [SLOTS], last)
+        backward(engine, w, rank, 1, [PARAM_INDICES], last)
         return seen, error(engine, w, both)
 
     for seen, final in run_threads(w.size, rank_main):
@@ -233,7 +233,7 @@ def test_replicas_of_an_optimizer_shard_get_the_same_bits_of_a_rounded_sum() -> 
 
     def rank_main(rank: int) -> torch.Tensor:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 0, [PARAM_INDICES])
         engine.gradients.sync()
         return engine.gradients.optimizer_rows().clone()
 
@@ -249,7 +249,7 @@ def test_zeroed_gradients_leave_nothing_behind() -> None:
 
     def rank_main(rank: int) -> float:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 0, [PARAM_INDICES])
         engine.gradients.sync()
         engine.end_step(skipped=False)
         backward(engine, w, rank, 1, [(3,)])
@@ -276,7 +276,7 @@ def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(
 
     def rank_main(rank: int) -> float:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS], last=True)
+        backward(engine, w, rank, 0, [PARAM_INDICES], last=True)
         engine.destroy()
         return float(
             (engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max()

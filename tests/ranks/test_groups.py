@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Several trees of ranks in one world: meshes of data-parallel groups, and an engine of experts
-beside another.
+next to another.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def rows_of(stage: Stage3, params: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["topo", "zero3", "hsdp", "q4", "quantized", "codes"])
-def test_an_engine_of_experts_works_beside_that_of_all_ranks(name: str) -> None:
+def test_an_engine_of_experts_works_next_to_that_of_all_ranks(name: str) -> None:
     """Weights of both arrive before and after an update; gradients are means over all ranks, as
     AutoEP's are.
     """

@@ -70,7 +70,7 @@ def test_a_renamed_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", seam.SINCE)
 def test_a_release_unlike_the_table_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of differences is held against the installed release: a wrong entry would call it
+    """The table of differences is compared with the installed release: a wrong entry would call it
     wrongly, silently.
     """
     wrong, found = ("9.9", "there") if seam.has(name) else ("0.1", "gone")
@@ -106,15 +106,15 @@ def test_a_bucket_is_emptied_without_what_came_late() -> None:
     assert (bucket.buffer, bucket.params, bucket.elements) == (buffer, [], 0)
 
 
-@pytest.mark.parametrize(("version", "told"), [("0.19.4", False), ("0.19.5", lambda: False)])
+@pytest.mark.parametrize(("version", "reported"), [("0.19.4", False), ("0.19.5", lambda: False)])
 def test_the_boundary_is_read_as_each_release_has_it(
-    version: str, told: Any, monkeypatch: pytest.MonkeyPatch
+    version: str, reported: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method that is not called is always true: gradients would be synced after each
     micro-batch.
     """
     monkeypatch.setattr(deepspeed, "__version__", version)
-    assert seam.at_boundary(SimpleNamespace(is_gradient_accumulation_boundary=told)) is False
+    assert seam.at_boundary(SimpleNamespace(is_gradient_accumulation_boundary=reported)) is False
 
 
 def test_closures_that_hold_themselves_or_nothing_are_read_once(

@@ -241,7 +241,7 @@ def test_the_host_reads_gradients_that_have_arrived() -> None:
 
 
 def save(deepspeed: DeepSpeed, optimizer: Any) -> None:
-    """``save_checkpoint``: masters, and what is saved beside them."""
+    """``save_checkpoint``: masters, and what is saved next to them."""
     optimizer.checkpoint_event_prologue()
     deepspeed.engine.state_dict()
     get(deepspeed, optimizer)

@@ -18,7 +18,7 @@ from tests.marks import late
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import numels
 from tests.ranks.test_memory_peak import LAYER, MODEL, peak, predicted
-from tests.ranks.test_nccl import lanes_of_a_gpu
+from tests.ranks.test_nccl import queues_of_a_gpu
 from tests.ranks.worlds import World, drawn, shards, shuffled, world
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
@@ -42,8 +42,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 NUMELS = (512, 7, 640, 501)
 FROZEN = (256, 9, 1280)
-TRAINED_SLOTS = range(len(NUMELS))
-FROZEN_SLOTS = range(len(NUMELS), len(NUMELS) + len(FROZEN))
+TRAINED_INDICES = range(len(NUMELS))
+FROZEN_INDICES = range(len(NUMELS), len(NUMELS) + len(FROZEN))
 MODULES = ((0, 1), (2,), (3,))
 
 
@@ -85,7 +85,7 @@ class Passes:
                 handles.append(self._weights.gather(following, phase))
             self.found += [whole.clone() for whole in handles.pop(0).wait()]
 
-    def forward(self, modules: Sequence[Sequence[int]] = (*MODULES, FROZEN_SLOTS)) -> None:
+    def forward(self, modules: Sequence[Sequence[int]] = (*MODULES, FROZEN_INDICES)) -> None:
         """A forward pass."""
         self.run("gather_forward", modules)
 
@@ -93,7 +93,7 @@ class Passes:
         """A backward pass, in which each module is also recomputed."""
         self.run(
             "gather_backward",
-            [module for module in (FROZEN_SLOTS, *reversed(MODULES)) for _ in range(2)],
+            [module for module in (FROZEN_INDICES, *reversed(MODULES)) for _ in range(2)],
         )
 
 
@@ -136,7 +136,7 @@ def evaluated(engine: Stage3, passes: Passes) -> None:
 def edited(engine: Stage3, passes: Passes) -> None:
     """Edits of trained and frozen parameters between the passes, after them, and loads."""
     weights = engine.weights
-    for param_index in (2, FROZEN_SLOTS[2]):
+    for param_index in (2, FROZEN_INDICES[2]):
         passes.forward()
         weights.write_back(
             param_index,
@@ -216,7 +216,7 @@ def test_what_is_sent_and_stored_is_the_formulas(name: str) -> None:
             passes = Passes(engine)
             for _ in range(2):
                 passes.forward()
-                passes.run("gather_backward", (FROZEN_SLOTS, *reversed(MODULES)))
+                passes.run("gather_backward", (FROZEN_INDICES, *reversed(MODULES)))
             engine.end_step(skipped=True)
             work = engine.workload(2)
             formula = step_bytes(w.config, work)
@@ -279,7 +279,7 @@ def test_frozen_weights_cross_nodes_once_in_a_run() -> None:
         engine.restart_frozen()
         for _ in range(3):
             for phase in ("gather_forward", "gather_backward"):
-                engine.weights.gather(FROZEN_SLOTS, phase).wait()
+                engine.weights.gather(FROZEN_INDICES, phase).wait()
             engine.end_step(skipped=True)
             assert {domain for _, domain in engine.meter.last_step} == {"node"}
 
@@ -321,5 +321,5 @@ def test_the_peak_on_the_device_is_that_of_zero3(name: str) -> None:
     zero3 = resolve(machine, **{**BLOCKS[name], "secondary": None}, overlap=False)
     there = memory_bytes(host, Workload.uniform(MODEL.numels()), 2)["host"]
     assert peak(host, 2 * LAYER) == pytest.approx(predicted(host, 2 * LAYER), rel=0.01)
-    with lanes_of_a_gpu():
+    with queues_of_a_gpu():
         assert peak(host, 2 * LAYER) - there == pytest.approx(peak(zero3, 2 * LAYER), rel=0.02)

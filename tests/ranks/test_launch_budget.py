@@ -92,12 +92,12 @@ OFTEN = [name for name in CASES if name.partition("+")[0] in ("zero3", "zero++",
 
 
 def on(block: dict[str, Any], nodes: int) -> ResolvedConfig:
-    """A block on so many nodes of 4 GPUs x 2 dies."""
+    """A block on so many nodes of 4 GPUs x 2 GCDs."""
     return resolve(emulated(nodes, 4, 2), **block, overlap=False)
 
 
 def numels(ranks: int, width: int = 8) -> list[int]:
-    """Parameters of which each rank holds ``width`` elements or one more, some with padding at the
+    """Parameters of which each rank stores ``width`` elements or one more, some with padding at the
     end.
     """
     return [width * ranks, width * ranks - 5, (width + 1) * ranks, (width + 1) * ranks - 1] * (

@@ -15,7 +15,7 @@ from benchmarks.counting import Allocations
 from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
-from tests.ranks.test_nccl import lanes_of_a_gpu
+from tests.ranks.test_nccl import queues_of_a_gpu
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.step import Job
@@ -67,7 +67,7 @@ def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
 
 
 def peak(config: ResolvedConfig, bucket: int) -> int:
-    """Bytes that a rank holds at once in two steps."""
+    """Bytes that a rank stores at once in two steps."""
     allocations = Allocations()
     with fake_world(config.plan.world_size), allocations:
         engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
@@ -104,7 +104,7 @@ STAGED: dict[str, dict[str, Any]] = {
 def test_runs_in_flight_need_no_more_than_predicted(name: str) -> None:
     """On a GPU's queue up to three runs of sync and publish have buffers at a time."""
     config = resolve(emulated(2, 4, 2), **STAGED[name])
-    with lanes_of_a_gpu():
+    with queues_of_a_gpu():
         found = peak(config, LAYER)
     assert 0.9 * predicted(config, LAYER) < found <= 1.01 * predicted(config, LAYER)
 

@@ -55,7 +55,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
     assert all(seen[rank] == sorted(plan.group(rank, 1, 2)) for rank in range(8))
 
 
-def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
+def test_a_group_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
         Mesh(Plan(4, 2, None, 4, 4), machine, Meter(), [(1, 2)]).group(2, 4)
@@ -65,7 +65,7 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one"
 )
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
-def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
+def test_all_groups_of_a_group_are_one_split_of_the_world() -> None:
     """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at
     Frontier's size.
     """
@@ -138,7 +138,7 @@ def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.Monke
     assert given == [wanted] * calls and calls > 1
 
 
-def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:
+def test_what_communicators_hold_is_read_from_nccls_own_setting() -> None:
     """Two neighbours of a ring, one in a pair; 4 MiB each by default."""
     machine = emulated(2, 2, 2)
     with fake_world(8):

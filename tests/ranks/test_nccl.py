@@ -26,8 +26,8 @@ PARTS = (slice(0, 2), slice(2, 5))
 
 
 @contextmanager
-def lanes_of_a_gpu() -> Iterator[None]:
-    """Lanes queue what follows at once; nothing here has to be ordered among streams
+def queues_of_a_gpu() -> Iterator[None]:
+    """Queues start what follows at once; nothing here has to be ordered among streams
     (tests/ranks/test_streams.py).
     """
     streams = MagicMock()
@@ -96,10 +96,10 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", often(BLOCKS.keys() - set(COMBINED), BLOCKS))
 def test_a_step_keeps_the_rules(name: str) -> None:
-    """On lanes of a CPU and of a GPU, with the weights that a step has without the rules."""
+    """On queues of a CPU and of a GPU, with the weights that a step has without the rules."""
     w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), NUMELS)
     plain = trained(w, mixed=False)
-    for lanes in (nullcontext, lanes_of_a_gpu):
-        with lanes(), nccl_rules():
+    for queues in (nullcontext, queues_of_a_gpu):
+        with queues(), nccl_rules():
             found = trained(w, mixed=True)
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))

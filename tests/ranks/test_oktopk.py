@@ -30,8 +30,8 @@ DENSITY, REUSE = 0.02, 10
 
 
 class Seen(NamedTuple):
-    """Of one step of one rank: picks and sums chosen, of k; how often thresholds were exact; bytes;
-    and |result|^2.
+    """Of one step of one rank: selections and sums chosen, of k; how often thresholds were exact;
+    bytes; and |result|^2.
     """
 
     selected: float
@@ -80,8 +80,8 @@ def world_of(mode: str, **sync: Any) -> World:
     return sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=DENSITY, **sync)
 
 
-def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
-    """What a rank picks and what all choose is 0.8 to 1.25 k in every step, though thresholds are
+def test_selections_stay_about_k_and_words_carry_more_than_top_ks() -> None:
+    """What a rank selects and what all choose is 0.8 to 1.25 k in every step, though thresholds are
     found now and then.
 
     So the words stay under 5 k (P - 1) / P where thresholds are reused, and each brings more of the
@@ -96,7 +96,7 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
         )
     reused = [step for step in range(REUSE, steps) if step % REUSE]
     words = [sum(ranks[step].sent for ranks in found) / 4 / 4 for step in reused]
-    assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags beside the picks"
+    assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags next to the selections"
     assert sum(ranks[step].exact for ranks in found for step in reused) <= len(reused) / 4, (
         "they are reused"
     )
@@ -109,8 +109,9 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
 
 @pytest.mark.parametrize("peers", [2, 3, 8])
 def test_an_owner_adds_up_all_of_its_own_row(peers: int) -> None:
-    """Where sums stay with their owners, a rank picks of the others' rows, and of its own needs to
-    pick nothing: an element is chosen by what its owner has of it, large or not, and what came.
+    """Where sums stay with their owners, a rank selects of the others' rows, and of its own needs
+    to select nothing: an element is chosen by what its owner has of it, large or not, and what
+    came.
     """
     columns, density = 4000, 0.02
     numel = peers * columns
@@ -142,7 +143,7 @@ def test_an_owner_adds_up_all_of_its_own_row(peers: int) -> None:
 
 def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds
-    all as picks.
+    all as selections.
     """
     taken: list[int] = []
 
@@ -160,7 +161,7 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_in_an_owners_row_is_said_too(bad: float) -> None:
-    """It is not among what that rank picks, and all ranks are to know: each clips by the norm of
+    """It is not among what that rank selects, and all ranks are to know: each clips by the norm of
     all rows.
     """
     columns = 100
@@ -204,7 +205,7 @@ def test_what_is_not_finite_is_said_before_sums_are_cut(bad: float) -> None:
     assert all(bool(found[5].rows.isnan().all()) for found in run(w, 6, grads))
 
 
-def test_regions_fit_the_picks_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_fit_the_selections_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """If all large elements are in one rank's quarter, all four reduce a part of them and send as
     much each.
 
@@ -219,9 +220,9 @@ def test_regions_fit_the_picks_from_the_first_step_on(monkeypatch: pytest.Monkey
         assert spread / 1.1 < max(sent) / min(sent) < 1.1 * spread
 
 
-def test_sums_that_crowd_on_one_rank_are_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_crowd_on_one_rank_are_sent_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions are of an earlier step: where one rank has far more sums than its share, others tell
-    equal parts of them, and the result has the same bits as if that rank told all.
+    equal parts of them, and the result has the same bits as if that rank sent all.
     """
     parts: list[tuple[list[int], list[int]]] = []
     spread = oktopk.OkTopk._spread

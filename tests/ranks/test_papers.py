@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Each sparse paper's algorithm, written line by line from the paper in FP64, and the engine beside
-it for 30 steps.
+"""Each sparse paper's algorithm, written line by line from the paper in FP64, and the engine next
+to it for 30 steps.
 
 The references have all workers in one process and no communication. `docs/papers.md` names this
 file.

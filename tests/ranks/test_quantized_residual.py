@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.test_quantized_sync import block, residual, residuals, summed_residuals, train
 from tests.ranks.test_sparse_modes import HIERARCHY
-from tests.ranks.worlds import SLOTS, assert_changes_nothing, owned, synced, world
+from tests.ranks.worlds import PARAM_INDICES, assert_changes_nothing, owned, synced, world
 
 SCALED = {"accumulation_dtype": "fp32"}
 """FP16 models with an exact gradient shard."""
@@ -55,7 +55,7 @@ def test_dropped_gradients_drop_their_residual_and_one_line_says_so(
         engine.end_step(skipped=True)
         clean = [not engine.gradients.buffer.any()]
         for _ in range(2):
-            engine.gradients.scatter(SLOTS, w.grads(rank, 3), last=True)
+            engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 3), last=True)
             engine.gradients.zero()
             clean.append(not engine.gradients.buffer.any())
         synced(engine, w.grads(rank, 3))
@@ -113,7 +113,7 @@ def test_a_save_between_backward_and_step_leaves_out_the_residual(
 
     def rank_main(rank: int, dtype: torch.dtype) -> dict[str, Any]:
         engine, _ = train(w, rank, 2, dtype=dtype)
-        engine.gradients.scatter(SLOTS, w.grads(rank, 5, dtype), last=False)
+        engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 5, dtype), last=False)
         return engine.state_dict()
 
     assert not any(run_threads(w.size, rank_main, torch.float32))
@@ -137,7 +137,7 @@ OTHER_PLANS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
     ),
     "gradients over the world": ("topo", {"gradients": "world"}, torch.float32, 1),
 }
-"""A plan to go on with; and rows of what a rank owes that have no place there."""
+"""A plan to go on with; and rows of a rank's residual that have no place there."""
 
 
 @pytest.mark.parametrize("other", OTHER_PLANS)

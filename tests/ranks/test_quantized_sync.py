@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import (
+    PARAM_INDICES,
     PLAIN,
-    SLOTS,
     World,
     assert_changes_nothing,
     either_placement,
@@ -64,7 +64,7 @@ def train(
     engine = w.engine(dtype)
     arrived = torch.zeros(engine.layout.columns)
     for step in range(steps):
-        engine.gradients.scatter(SLOTS, w.grads(rank, step, dtype), last=True)
+        engine.gradients.scatter(PARAM_INDICES, w.grads(rank, step, dtype), last=True)
         if each is not None:
             each(engine, step)
         engine.gradients.sync()
@@ -116,7 +116,7 @@ amount to.
 def test_what_has_not_arrived_is_in_the_residual(
     setting: str, machine: Topology, precision: str, how: str, steps: int
 ) -> None:
-    """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe.
+    """Over any number of steps: the gradients' sum = what arrived + the residuals of all ranks.
 
     Up to the roundings of 16 bits, which are far less than the residual. Also where a step syncs
     twice: for a gradient that comes after its run was synced, or peeks before the step.
@@ -170,7 +170,7 @@ def test_overlap_changes_no_bit(setting: str) -> None:
 
 
 def test_no_block_holds_values_of_two_parameters() -> None:
-    """A norm's gradients beside a matrix's a thousand times larger keep their own scale."""
+    """A norm's gradients next to a matrix's a thousand times larger keep their own scale."""
     w = world(block(block_size=256, error_feedback=False), numels=(8 * 100, 8 * 100))
 
     def rank_main(rank: int) -> float:

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights that are held as codes: every copy has the masters' codes, after every publish, edit,
-load and save.
+"""Weights that are stored as INT8: every copy has the masters' INT8 values, after every publish,
+edit, load and save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_topo.topology.model import Topology
 BLOCK = 64
 NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100, 8 * BLOCK)
 """Six parameters on eight ranks, of which the second and fifth stay plain."""
-SLOTS = tuple(range(len(NUMELS)))
+PARAM_INDICES = tuple(range(len(NUMELS)))
 CODED = (True, False, True, True, False, True)
 
 
@@ -87,7 +87,7 @@ def test_every_copy_has_the_masters_codes(name: str, machine: Topology) -> None:
         engine = begun(w, chunk=1000)
         walked(w, engine, range(1, 4))
         for phase in ("gather_forward", "gather_backward"):
-            found = engine.weights.gather(SLOTS, phase).wait()
+            found = engine.weights.gather(PARAM_INDICES, phase).wait()
             assert_near(found, masters_of(w, rank, 1, 3, 1e-3), engine)
         return int(checksum(engine.weights.copies()[0]))
 
@@ -108,7 +108,7 @@ def gathered(w: World, chunk: int) -> list[list[Tensor]]:
             publish_step(engine, masters[:, cut:], range(3, 6))
             for param_indices in [(0, 1), (4, 2), (3,)]:
                 seen += engine.weights.gather(param_indices, "gather_forward").wait()
-            seen += engine.weights.gather(SLOTS, "gather_backward").wait()
+            seen += engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
             seen += engine.weights.gather((5, 4), "gather_exact").wait()
         return seen
 
@@ -149,7 +149,7 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
         engine.weights.finish()
         before = engine.weights.copies()[0]
         for param_index, whole in zip(
-            SLOTS, engine.weights.gather(SLOTS, "gather_exact").wait(), strict=True
+            PARAM_INDICES, engine.weights.gather(PARAM_INDICES, "gather_exact").wait(), strict=True
         ):
             engine.weights.write_back(param_index, whole)
         assert torch.equal(engine.weights.copies()[0], before)
@@ -162,7 +162,7 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
         assert not torch.equal(engine.weights.copies()[0], before)
         walked(w, engine, range(3, 4))
         assert_near(
-            engine.weights.gather(SLOTS, "gather_forward").wait(),
+            engine.weights.gather(PARAM_INDICES, "gather_forward").wait(),
             masters_of(w, rank, 1, 3, 1e-3),
             engine,
         )

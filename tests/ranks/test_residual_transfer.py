@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """A run that goes on with another number of nodes loses nothing of what its sparse sync still
-owed.
+not sent.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def sparse(place: str, machine: Topology, mode: str, **sync: object) -> World:
     )
 
 
-def owed_after(
+def residuals_after(
     w: World, folder: Path | None, steps: int, save: Path | None = None
 ) -> dict[str, Tensor]:
-    """What all ranks owe together, by parameter, after some steps; each rank's state saved as
-    DeepSpeed would.
+    """The residuals of all ranks, summed, by parameter, after some steps; each rank's state saved
+    as DeepSpeed would.
     """
 
     def rank_main(rank: int) -> list[tuple[int, Tensor]]:
@@ -104,12 +104,12 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
     """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at
     random.
     """
-    before = owed_after(
+    before = residuals_after(
         sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path
     )
     sums, _ = carry(tmp_path, tmp_path)
     assert any(value.any() for value in sums.values())
-    afters = [owed_after(sparse(to, machine, mode), tmp_path, 0) for to, machine in OTHERS]
+    afters = [residuals_after(sparse(to, machine, mode), tmp_path, 0) for to, machine in OTHERS]
     for name, value in before.items():
         torch.testing.assert_close(
             sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6
@@ -122,7 +122,7 @@ def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: 
     """On other ranks, where no mask of the old run fits: what waited off it arrives with the first
     step's gradients.
     """
-    before = owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
+    before = residuals_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     assert any(unsent.any() for unsent in before.values())
     carry(tmp_path, tmp_path)
     w = sparse("data parallel", emulated(3, 1, 1), "radius")
@@ -145,7 +145,7 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
     """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is
     said.
     """
-    owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
+    residuals_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     w = sparse("gradients in a GPU", emulated(2, 2, 2), "radius")
 
     def rank_main(rank: int) -> str | None:
@@ -206,7 +206,7 @@ def test_state_of_other_settings_is_not_misread(
 def test_a_warm_up_goes_on_under_another_plan(tmp_path: Path) -> None:
     """Of a mode that remembers residuals and steps alone, on as many ranks: nothing begins anew."""
     gentle = {"start": 1, "warmup": 8}
-    owed_after(sparse("topo", emulated(2, 2, 2), "topk_a", **gentle), None, 4, tmp_path)
+    residuals_after(sparse("topo", emulated(2, 2, 2), "topk_a", **gentle), None, 4, tmp_path)
     w = sparse("replicated optimizer", emulated(2, 2, 2), "topk_a", **gentle)
 
     def rank_main(rank: int) -> tuple[str | None, int]:
@@ -235,7 +235,9 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 def saved(
     folder: Path, rank: int, ranks: int, alongside: Mapping[str, Any] = NOTHING, **more: Any
 ) -> Path:
-    """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects beside it."""
+    """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects next to
+    it.
+    """
     unsent = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
     state = {"sync": {"residual": torch.ones(3)}, "residual_owners": unsent, **alongside}
     own = {
@@ -305,7 +307,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
 
 def test_a_missing_ranks_file_is_noticed(tmp_path: Path) -> None:
     """The sums would be wrong and nothing would show it: not the first's, the last's, nor with a
-    stranger beside.
+    stranger next to them.
     """
     saved(tmp_path, 0, 3)
     saved(tmp_path, 1, 3)

@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "algorithm 2": ({**DATA_PARALLEL, "optimizer": "world"}, (4, 1, 1)),
     "optimizer over the world": ({"scheme": "topo", "gradients": "gpu"}, (2, 2, 2)),
     "gradients in a gpu": ({"scheme": "topo", "gradients": "gpu", "optimizer": "node"}, (2, 2, 2)),
-    "a hop in the node first": (
+    "a group in the node first": (
         {"scheme": "mics", "weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
         (2, 2, 2),
     ),
@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "data parallel over nodes": (DATA_PARALLEL, (2, 2, 1)),
 }
 
-FEW = ("hierarchy", "algorithm 2", "a hop in the node first")
+FEW = ("hierarchy", "algorithm 2", "a group in the node first")
 """All others are in the tests of every step and of the bytes."""
 
 
@@ -206,7 +206,7 @@ def test_every_step_is_the_papers(setting: str, clip: float) -> None:
 @pytest.mark.parametrize("select", ["parameter", "run"])
 @pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select: str) -> None:
-    """However small its momentum is beside the others'; two runs are synced one by one."""
+    """However small its momentum is next to the others'; two runs are synced one by one."""
     w = replace(scape_world(setting, density=0.1, select=select), chunk=1024)
     check_against_reference(w, train(w, 6), 0.0)
 

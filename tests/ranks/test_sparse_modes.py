@@ -33,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 HIERARCHY: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
-    # A dense hop inside the node comes first
+    # A dense group inside the node comes first
     "gradients in a GPU": {"scheme": "mics", "weights": "gpu"},
     "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
 }
@@ -42,7 +42,7 @@ PLACES = {**HIERARCHY, "data parallel": DATA_PARALLEL}
 
 
 class Step(NamedTuple):
-    """What one rank sees of one step: its own row and all its optimizer rows, synced; what it owes
+    """What one rank sees of one step: its own row and all its optimizer rows, synced; its residual
     then; the report.
     """
 
@@ -127,15 +127,15 @@ def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
 
 @pytest.mark.parametrize("numels", [NUMELS, (5000,)], ids=["several", "one"])
 def test_nothing_is_lost_where_sums_stay_with_their_owners(numels: tuple[int, ...]) -> None:
-    """Sharded Ok-Topk: a rank does not learn which of its picks were chosen, the owner keeps the
-    sums that were not.
+    """Sharded Ok-Topk: a rank does not learn which of its selections were chosen, the owner keeps
+    the sums that were not.
     """
     w = sparse_world(HIERARCHY["topo"], None, "oktopk", numels, density=0.05, sharded=True)
     check_nothing_is_lost(w, run(w, 6))
 
 
 def test_sums_stay_only_with_owners_of_one_row() -> None:
-    """Where several ranks hold the same optimizer shard, all of them need the sums."""
+    """Where several ranks store the same optimizer shard, all of them need the sums."""
     with pytest.raises(ValueError, match=r'sync\.sharded = true: .*"optimizer": "world"'):
         sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, sharded=True)
 
@@ -186,7 +186,7 @@ def test_nothing_is_lost(
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "ternary"])
 @pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(mode: str, setting: str) -> None:
-    """All elements picked: the mean gradient, and no residual."""
+    """All elements selected: the mean gradient, and no residual."""
     w = sparse_world(
         PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0
     )
@@ -246,7 +246,7 @@ def test_what_does_not_take_part_costs_nothing() -> None:
     assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
 
 
-# -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ----
+# -- bytes: the meter counts what formulas say of the actual selections, and the papers' bounds hold
 
 NUMEL = 19_200
 WORD = 4
@@ -277,7 +277,7 @@ def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
     word = k * (peers - 1) / peers * WORD
     for step, found in enumerate(zip(*run(w, steps, moving), strict=True)):
         sent = [one.sent - 4 * counts(peers) for one in found]
-        # The first step also gathers P - 1 bounds of regions, which are small beside k in a model.
+        # The first step also gathers P - 1 bounds of regions, which are small next to k in a model.
         assert not step or max(sent) <= (6 if step >= 4 and step % 4 else 9) * word
     naive = run(sparse_world(DATA_PARALLEL, peers, "topk_a", (NUMEL,), density=density), 1)
     assert naive[0][0].sent >= 2 * k * (peers - 1) * WORD
@@ -288,7 +288,7 @@ def test_sharded_oktopk_sends_a_third() -> None:
     thresholds.
 
     Where they are found, magnitudes alongside: four times its share of k from each owner, not all
-    it has. What is said of picks is what was asked for, of the others' rows.
+    it has. What is said of selected elements is what was asked for, of the others' rows.
     """
     settings: dict[str, Any] = {"density": 0.01, "tau_prime": 2}
     w = sparse_world(HIERARCHY["topo"], None, "oktopk", (NUMEL,), sharded=True, **settings)
@@ -307,7 +307,7 @@ def test_sharded_oktopk_sends_a_third() -> None:
 
 @pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
 def test_the_cost_formula_is_what_is_sent_but_for_counts(mode: str) -> None:
-    """Averaged over ranks, on picks that do not coincide; an upper bound for gtopk, whose root
+    """Averaged over ranks, on selections that do not coincide; an upper bound for gtopk, whose root
     sends most.
     """
     w = sparse_world(

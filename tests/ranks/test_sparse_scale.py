@@ -96,7 +96,7 @@ def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool)
         assert sum(step.syncs <= 3 for step in many) >= 3
 
 
-HELD: list[tuple[str, dict[str, Any]]] = [
+STORED: list[tuple[str, dict[str, Any]]] = [
     ("topk_a", {"density": 0.01}),
     ("topk_a", {"density": 0.1}),  # adding up takes more than selecting
     ("gaussian_k", {"density": 0.005}),
@@ -130,8 +130,8 @@ IN_RUNS: list[tuple[str, dict[str, Any]]] = [
     ("name", "sync", "sharded", "peers", "runs"),
     [
         ("sharded oktopk", {"density": 0.01}, True, 8, 1),
-        *((*case, own, 8, 1) for case in HELD for own in (False, True)),
-        *(late(*case, own, 2, 1) for case in HELD for own in (False, True)),
+        *((*case, own, 8, 1) for case in STORED for own in (False, True)),
+        *(late(*case, own, 2, 1) for case in STORED for own in (False, True)),
         *((*case, True, 8, RUNS) for case in IN_RUNS),
     ],
     ids=str,
@@ -139,8 +139,8 @@ IN_RUNS: list[tuple[str, dict[str, Any]]] = [
 def test_a_step_holds_what_the_formula_says(
     name: str, sync: dict[str, Any], sharded: bool, peers: int, runs: int
 ) -> None:
-    """The peak beside the residual and the masks; less where many sums are of elements that all
-    peers pick.
+    """The peak next to the residual and the masks; less where many sums are of elements that all
+    peers select.
 
     In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a
     row.
@@ -201,7 +201,7 @@ def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
     assert per_element(2**34 + 8) == pytest.approx(least * 1.5, rel=1e-3)
 
 
-def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_selections_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the engine is built, on every rank, with what to set instead; 2**31 - 1 is pretended to
     be 100.
     """

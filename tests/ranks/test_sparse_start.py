@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Sparse modes begin gently if they are told to: first everything, then ever fewer elements."""
+"""Sparse modes begin gently if they are asked to: first everything, then ever fewer elements."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_residual_of_another_run_comes_with_the_first_dense_step() -> None:
 @pytest.mark.parametrize("mode", ALL)
 def test_the_density_goes_down_geometrically(mode: str) -> None:
     """Equal factors apart from DGC's quarter, counted from the end of the dense steps; what is
-    picked follows.
+    selected follows.
     """
     warmup, steps = 4, START + 6
     last = {"theta": 0.99} if mode == "tagc" else {"density": 0.01}

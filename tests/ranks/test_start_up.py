@@ -27,11 +27,11 @@ from zero_topo.versions import torch_has
 
 WORLD = 75_264
 GROUPS = 65_864
-"""Of the two-level hops of ``topo`` at that size; the most of any scheme."""
+"""Of the two-level groups of ``topo`` at that size; the most of any scheme."""
 
 
 def machine(size: int) -> Topology:
-    """Frontier, without a look at the hosts, which are one here."""
+    """Frontier, without reading the hosts, which are one here."""
     return replace(load_preset("frontier", size), emulated=True)
 
 

@@ -92,8 +92,8 @@ class DeepSpeed:
             if copies.host is not None:
                 device.host(copies.host)
         engine.weights.publish_world()
-        spans = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
-        self.columns = [(span[0][0], span[-1][1]) for span in spans]
+        intervals = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
+        self.columns = [(interval[0][0], interval[-1][1]) for interval in intervals]
         self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
 
     def fetch(self, param_indices: Sequence[int], phase: str) -> list[Tensor]:
@@ -239,7 +239,7 @@ def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
 
 
 def test_an_offloaded_masters_copy_outlives_its_publication() -> None:
-    """The lane reads it after the caller has let it go."""
+    """The queue reads it after the caller has let it go."""
     trained(BLOCKS["q4"], overlap_comm=True, offload=True)
 
 
@@ -308,7 +308,7 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
     assert clock.get(second, 0) < number
 
 
-def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
+def test_both_groups_of_a_gather_are_queued_when_it_is_started() -> None:
     """A prefetch is under way as a whole, and in the order of the starts, whoever needs which
     first.
     """
@@ -375,7 +375,7 @@ def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
             clock = deepspeed.device.clocks[MAIN]
             waited.append(sum(number <= clock.get(stream, 0) for stream, number in ends))
             assert waited[-1] < len(ends)
-    run_of_vectors = 2  # exchanges: one for each hop
+    run_of_vectors = 2  # exchanges: one for each group
     assert waited[1] <= waited[0] + run_of_vectors
 
 
@@ -483,10 +483,10 @@ def test_a_load_does_not_wait_for_the_gather_before_it() -> None:
         weights = deepspeed.engine.weights
         first = weights.gather([0], "gather_backward")
         gathers = {stream for stream, name, _ in deepspeed.device.log[-3:] if name == "exchange"}
-        lane = weights.secondary._copying
-        assert lane is not None and lane._stream is not None
+        queue = weights.secondary._copying
+        assert queue is not None and queue._stream is not None
         second = weights.gather([2], "gather_backward")
-        clock = dict(deepspeed.device.clocks[lane._stream.name])  # type: ignore[attr-defined]
+        clock = dict(deepspeed.device.clocks[queue._stream.name])  # type: ignore[attr-defined]
         (exchange,) = gathers
         number = deepspeed.device.clocks[exchange][exchange]
         first.wait()

@@ -97,7 +97,7 @@ def test_nothing_is_lost(
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) -> None:
-    """However small its elements are beside the others', some of them come; by default the largest
+    """However small its elements are next to the others', some of them come; by default the largest
     of all do.
     """
     w = tagc(
@@ -113,7 +113,7 @@ def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) ->
 
 @pytest.mark.parametrize("numel", [3000, 2 * ROW])
 def test_theta_zero_is_dense(numel: int) -> None:
-    """Everything is picked: the mean gradient, and a residual of zero; no sketch can hold it."""
+    """Everything is selected: the mean gradient, and a residual of zero; no sketch can hold it."""
     w = tagc((numel,), 2, SHARDED, theta=0.0)
     for rank, found in enumerate(run(w, 1)):
         torch.testing.assert_close(found[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
@@ -123,7 +123,7 @@ def test_theta_zero_is_dense(numel: int) -> None:
 @pytest.mark.parametrize("theta", [None, 0.6], ids=["sketch", "plain"])
 @pytest.mark.parametrize("setting", [DATA_PARALLEL, SHARDED], ids=["everywhere", "sharded"])
 def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | None) -> None:
-    """Three ranks pick the same elements, with and without neighbours: added up, their bits would
+    """Three ranks select the same elements, with and without neighbours: added up, their bits would
     carry.
     """
     w = tagc((3 * ROW,), 3, setting, theta=theta)
@@ -143,11 +143,11 @@ def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | Non
 
 
 @pytest.mark.parametrize("values", [tagc_mode.PROBE, 3])
-def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
+def test_elements_that_peeling_does_not_reach_travel_next_to_the_sketch(
     values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet
-    nothing is lost.
+    """Few columns store all selections, far too many for those: the union is safe on average, and
+    yet nothing is lost.
 
     Also if an estimate is right by chance: of two values it often is, and other probes follow.
     """
@@ -234,7 +234,7 @@ def test_the_ratio_is_the_largest_safe_one(
 
 def counts(peers: int, sketch: bool) -> int:
     """Bytes that say how dense unions are, or that not all is finite, and how many elements go
-    beside a sketch.
+    next to a sketch.
     """
     return (peers - 1) * (8 + 8 * sketch)
 
@@ -244,7 +244,7 @@ def counts(peers: int, sketch: bool) -> int:
 def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(
     peers: int, ratio: int
 ) -> None:
-    """To the byte, but for counts and what goes beside the sketch: an index to all peers, and the
+    """To the byte, but for counts and what goes next to the sketch: an index to all peers, and the
     values back.
     """
     w = tagc((peers * ROW,), peers, SHARDED, ratio=ratio)
@@ -279,8 +279,8 @@ def test_the_config_refuses(block: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
-    """The printed shares are kept where the union of all picks fits in any case, and raised
+def test_a_rank_selects_as_the_paper_says_or_less(ratio: Any) -> None:
+    """The printed shares are kept where the union of all selections fits in any case, and raised
     elsewhere.
     """
     paper = {2: 0.80, 4: 0.90, 10: 0.9875}[ratio]

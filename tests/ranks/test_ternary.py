@@ -64,16 +64,16 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(
     for rank, (found,) in enumerate(results):
         everywhere = plan == "everywhere"
         assert not everywhere or torch.equal(found.rows, results[0][0].rows)
-        for told, row in zip(
+        for reported, row in zip(
             found.rows if everywhere else [found.own],
             sums if everywhere else [sums[rank]],
             strict=True,
         ):
             # what two peers send alone may be equal: which of those goes is open
             torch.testing.assert_close(
-                told.abs().sort().values, ternary(row, selections).abs().sort().values
+                reported.abs().sort().values, ternary(row, selections).abs().sort().values
             )
-            assert not (told * row < 0).any() and not told[row == 0].any()
+            assert not (reported * row < 0).any() and not reported[row == 0].any()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How far a weight or a gradient travels through the code: files and Python calls below the hook,
+"""How far a weight or a gradient goes through the code: files and Python calls below the hook,
 with limits.
 
 Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 GCDs, when an operation runs for the

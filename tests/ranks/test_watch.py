@@ -278,7 +278,7 @@ def test_a_rank_that_answered_and_is_gone_now_is_named_later() -> None:
         assert "rank 1 of host n1 did not answer" in said[0][1]
 
 
-def test_a_store_that_is_stopped_is_told() -> None:
+def test_a_store_that_is_stopped_is_reported() -> None:
     """It does not fail and does not answer: the thread that asked it hangs, and another one says
     so.
     """
@@ -294,7 +294,7 @@ def test_a_store_that_is_stopped_is_told() -> None:
 
 
 @pytest.mark.parametrize("ends", ["alone", "with all", "by an error"])
-def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_store_is_reported(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on rank 0, which may be the first to go where all end; its thread must not die with a
     traceback instead.
     """
@@ -313,10 +313,10 @@ def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch
         watch.ended(RuntimeError("connection closed by peer"))
     watch.close()
     assert time.monotonic() - began < 9
-    told = [
+    reported = [
         "rank 0, which holds the store in which the ranks met, does not answer: it ended or died"
     ]
-    assert said == ([] if ends == "with all" else told)
+    assert said == ([] if ends == "with all" else reported)
 
 
 def test_a_place_names_phase_and_the_users_line() -> None:

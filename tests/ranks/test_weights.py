@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.harness import run_threads
 from tests.ranks.worlds import (
     BLOCKS,
+    PARAM_INDICES,
     PLAIN,
     SCHEMES,
-    SLOTS,
     World,
     assert_weights_alike,
     loaded,
@@ -68,7 +68,7 @@ def test_unquantized_gathers_return_every_parameter_exactly(
         engine, params = loaded(w, dtype)
         same = []
         for phase in ("gather_forward", "gather_backward", "gather_exact"):
-            found = engine.weights.gather(SLOTS, phase).wait()
+            found = engine.weights.gather(PARAM_INDICES, phase).wait()
             same += [torch.equal(a, b) for a, b in zip(found, params, strict=True)]
         return all(same)
 
@@ -115,7 +115,7 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
         source = params if plan.secondary % plan.weights == 0 else forward
         backward = quantized_model(w, source, plan.secondary, w.config.secondary_spec)
         ok = []
-        for buckets in ([SLOTS], [(0, 3), (1,), (4, 2)]):
+        for buckets in ([PARAM_INDICES], [(0, 3), (1,), (4, 2)]):
             for (phase, wanted), param_indices in product(
                 [("gather_forward", forward), ("gather_backward", backward)], buckets
             ):
@@ -142,7 +142,7 @@ def test_publish_brings_every_optimizer_update_to_every_replica(
         engine, params = loaded(w, chunk=100)
         engine.weights.own.copy_((engine.weights.own + 1.0).to(engine.publish_dtype))
         engine.weights.publish()
-        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
         expected = [(param + 1.0).to(engine.publish_dtype).float() for param in params]
         same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         return same, int(checksum(primary(engine)))
@@ -160,11 +160,11 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
 
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w)
-        engine.weights.gather(SLOTS, "gather_forward").wait()
+        engine.weights.gather(PARAM_INDICES, "gather_forward").wait()
         engine.weights.own.mul_(2.0)
         engine.weights.publish()
         engine.weights.gather((1, 4), "gather_forward").wait()
-        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
         return all(torch.equal(a, b * 2.0) for a, b in zip(found, params, strict=True))
 
     assert all(run_threads(w.size, rank_main))
@@ -200,7 +200,7 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read(
         engine, _ = loaded(w)
         forget(engine.weights)
         with pytest.raises(RuntimeError, match=said) as caught:
-            engine.weights.gather(SLOTS, phase).wait()
+            engine.weights.gather(PARAM_INDICES, phase).wait()
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1
@@ -256,13 +256,13 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(
 
     def rank_main(rank: int) -> None:
         engine, _ = loaded(w)
-        engine.weights.gather(SLOTS, "gather_forward")
+        engine.weights.gather(PARAM_INDICES, "gather_forward")
         log.append("publish")
         engine.weights.publish()
-        engine.weights.gather(SLOTS, "gather_backward")
+        engine.weights.gather(PARAM_INDICES, "gather_backward")
         log.append("edit")
         engine.weights.write_back(0, torch.ones(1))
-        engine.weights.gather(SLOTS, "gather_exact")
+        engine.weights.gather(PARAM_INDICES, "gather_exact")
 
     run_threads(1, rank_main)
     # The first of each line waits for what was before, also where it then changes the weights
@@ -282,7 +282,7 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(
 def test_exactly_the_padding_is_zeroed(
     data: st.DataObject, numels: list[int], mixed_up: bool
 ) -> None:
-    """And nothing else: on every rank, in the whole world shard or from some slot on, in any
+    """And nothing else: on every rank, in the whole world shard or from some parameter on, in any
     placement.
     """
     order = tuple(data.draw(st.permutations(range(8)))) if mixed_up else None

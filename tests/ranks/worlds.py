@@ -26,7 +26,7 @@ from zero_topo.topology.presets import emulated
 NUMELS = (1, 7, 64, 501, 1280)
 """Parameter sizes: one element, smaller than the world, odd, and larger than a block."""
 
-SLOTS = tuple(range(len(NUMELS)))
+PARAM_INDICES = tuple(range(len(NUMELS)))
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 """The block ``quantize`` that quantizes nothing."""
 
@@ -114,8 +114,8 @@ class World:
         order: tuple[int, ...] = (),
         whole: Sequence[int] = (),
     ) -> Stage3:
-        """This rank's engine, weights still zero; some slots are persistent, some are updated as
-        whole matrices.
+        """This rank's engine, weights still zero; some parameters are persistent, some are updated
+        as whole matrices.
         """
         parameters = [
             replace(
@@ -182,7 +182,7 @@ def mean(numels: tuple[int, ...], ranks: int, step: int) -> list[Tensor]:
 def world(
     block: dict[str, object], machine: Topology | None = None, numels: tuple[int, ...] = NUMELS
 ) -> World:
-    """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 dies."""
+    """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 GCDs."""
     return World(resolve_config(ZeroTopoConfig.parse(block), machine or emulated(2, 2, 2)), numels)
 
 
@@ -222,7 +222,7 @@ def loaded(
 
 
 def whole_weights(engine: Stage3) -> Weights:
-    """Of an engine that holds weights as they are, not as codes."""
+    """Of an engine that holds weights as they are, not as INT8."""
     assert engine.weights._store is None
     return engine.weights
 
@@ -233,13 +233,13 @@ def primary(engine: Stage3) -> Tensor:
 
 
 def assert_weights_alike(w: World, sums: Sequence[int]) -> None:
-    """By rank: checksums of weight shards are the same wherever a shard is held."""
+    """By rank: checksums of weight shards are the same wherever a shard is stored."""
     for group in w.config.plan.groups(w.config.plan.weights, w.size):
         assert len({sums[rank] for rank in group}) == 1
 
 
 def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tensor:
-    """One last micro-batch, perhaps a look at the synced gradient, and sync; what the optimizer
+    """One last micro-batch, perhaps a read of the synced gradient, and sync; what the optimizer
     gets, ``[R, F]``.
     """
     engine.gradients.scatter(range(len(grads)), grads, last=True)
@@ -280,7 +280,7 @@ def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> b
 
 
 def assert_changes_nothing(w: World, rank_main: Callable[[int, bool], Tensor]) -> list[Tensor]:
-    """Ranks that are told to change something give the same bits as those that are not; returns
+    """Ranks that are asked to change something give the same bits as those that are not; returns
     those of each rank.
     """
     plain = run_threads(w.size, rank_main, False)

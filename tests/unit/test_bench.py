@@ -37,7 +37,7 @@ def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
+def test_a_record_has_every_backend_and_peer_next_to_a_copy() -> None:
     """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones
     say why.
     """
@@ -70,7 +70,7 @@ def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
 def test_the_command_writes_record_and_picture_and_prints_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`--json` prints the record itself; the picture lies beside it."""
+    """`--json` prints the record itself; the picture lies next to it."""
     file = tmp_path / "record.json"
     words = (
         "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"

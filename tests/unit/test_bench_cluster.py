@@ -71,8 +71,8 @@ def test_stock_moves_all_but_one_shard_over_every_link() -> None:
     assert uplink_bytes(all_reduce_loads([800], SPECS["t8"], 4)) == 2 * 7 * 100 * 4
 
 
-def test_floors_add_hops_or_overlap_them() -> None:
-    """Serial: each hop's slowest link in turn. Overlapped: the link that has most to do."""
+def test_floors_add_groups_or_overlap_them() -> None:
+    """Serial: each group's slowest link in turn. Overlapped: the link that has most to do."""
     mbit = 1_000_000 / 8
     groups = [
         Load("gather_forward", "gpu", {"gcd": 160 * mbit, "gpu": 0, "node": 0}),

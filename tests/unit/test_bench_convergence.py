@@ -162,7 +162,7 @@ def made(curves: dict[str, dict[int, dict[str, Any]]], when: str = "now") -> dic
 
 def test_seeds_are_added_to_a_record() -> None:
     """As if all had been trained at once; a scheme with fewer seeds keeps them; each part's machine
-    is told.
+    is reported.
     """
     runs = {
         "stock": {seed: curve(1.0 + seed) for seed in range(3)},

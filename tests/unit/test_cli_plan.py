@@ -51,7 +51,7 @@ def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None
     )
     (adapters,) = printed(run, "plan", "--params", "4.2M", *words[4:])["schemes"]
     assert {**row["memory"], "frozen": None} == {**adapters["memory"], "frozen": None}
-    codes = 1 + 4 / 256  # of 7B on two dies, and the exact ones over the world
+    codes = 1 + 4 / 256  # of 7B on two GCDs, and the exact ones over the world
     assert row["memory"]["frozen"] == pytest.approx((7e9 - 4.2e6) * (codes / 2 + 2 / 384), rel=1e-3)
     assert row["sent_by_domain"]["world"] == adapters["sent_by_domain"]["world"]
     assert row["sent_by_domain"]["gpu"] == pytest.approx(whole["sent_by_domain"]["gpu"], rel=1e-3)
@@ -126,7 +126,7 @@ def test_the_ten_best_plans_are_drawn(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_wide_terminal_shows_bars(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the seconds, in their ratio; neither in a narrow terminal nor in a file."""
+    """Next to the seconds, in their ratio; neither in a narrow terminal nor in a file."""
     words = [
         "simulate",
         "--machine",

@@ -78,7 +78,7 @@ def test_a_presets_rings_are_fitted_to_the_logs(
     ("ranks", "megabytes", "ms"),
     [(8, 67, 0.72), (8, 268, 2.59), (64, 268, 3.72), (128, 1074, 14.7), (512, 67, 16.1)],
 )
-def test_hops_on_frontier_take_what_was_measured(ranks: int, megabytes: int, ms: float) -> None:
+def test_groups_on_frontier_take_what_was_measured(ranks: int, megabytes: int, ms: float) -> None:
     """A gather of all ranks in one ring, as published, to within a third."""
     nbytes = 2 ** round(math.log2(megabytes * 1e6))
     assert runs()["frontier all_gather, eager off"][str(ranks)][str(nbytes)] == pytest.approx(
@@ -89,7 +89,7 @@ def test_hops_on_frontier_take_what_was_measured(ranks: int, megabytes: int, ms:
     assert network.stage_time(1, ranks, sent, "ring").seconds == pytest.approx(ms / 1e3, rel=0.33)
 
 
-def test_rings_beside_each_other_share_what_one_ring_has() -> None:
+def test_rings_next_to_each_other_share_what_one_ring_has() -> None:
     """Eight rings across nodes, one for each GCD, get an eighth of the bandwidth each, and pay a
     step for each node.
     """

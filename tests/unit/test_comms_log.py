@@ -48,7 +48,7 @@ def logger() -> Any:
 def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
     op: str, members: int, part: int, even: bool, milliseconds: float
 ) -> None:
-    """DeepSpeed's own function, told that the group is the world.
+    """DeepSpeed's own function, which assumes that the group is the world.
 
     Where messages differ between ranks, the size is one for all: DeepSpeed compares stragglers size
     by size in collectives, and other sizes on each rank would end in a hang.
@@ -100,9 +100,11 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
         )
     logger.verbose = True
     group("scatter", meter)._begin(*SCATTER, lambda: Handle(None, (), MagicMock()))
-    told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")
-    assert list(told) == [100] and told[100]["count"] == 3 == len(waited)
-    assert told[100]["tput_avg_gbps"] == pytest.approx(told[100]["busbw_avg_gbps"] * 4 / 3)
+    reported = logger.get_operation_summary(
+        "all_gather_into_tensor | zero_topo gather_forward | node"
+    )
+    assert list(reported) == [100] and reported[100]["count"] == 3 == len(waited)
+    assert reported[100]["tput_avg_gbps"] == pytest.approx(reported[100]["busbw_avg_gbps"] * 4 / 3)
     assert logger.get_total_operations() == 4
     assert len(lines) == 1 and lines[0].startswith(
         "comm op: all_to_all_single | zero_topo scatter | node | time (ms): "

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed config around the block: how it is read, and what is refused beside zero_topo."""
+"""The DeepSpeed config around the block: how it is read, and what is refused next to zero_topo."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ TRIED = {"on": True, "set": {}, "above one": 2, "not one": 0.5}
 def test_each_refused_key_is_one_line_with_its_value_reason_and_way_out(
     row: dict[str, Any],
 ) -> None:
-    kinds = {row["key"]: row["refused"], **row.get("beside", {})}
+    kinds = {row["key"]: row["refused"], **row.get("others", {})}
     values = {key: TRIED.get(kind, kind) for key, kind in kinds.items()}
     (line,) = deepspeed_problems(
         changed(**{key.replace(".", "__"): value for key, value in values.items()})
@@ -102,7 +102,7 @@ def test_each_refused_key_is_one_line_with_its_value_reason_and_way_out(
 @pytest.mark.parametrize(
     ("config", "what", "instead"), REFUSED, ids=[what for _, what, _ in REFUSED]
 )
-def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
+def test_a_setting_zero_topo_cannot_work_next_to_is_refused_in_one_line(
     config: dict[str, Any], what: str, instead: str
 ) -> None:
     (line,) = deepspeed_problems(config)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From block to plan: the scheme tables, what overrides what, and what the user is told."""
+"""From block to plan: the scheme tables, what overrides what, and what the user reads."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
     )
 
 
-def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> (
+def test_weights_stored_whole_by_every_rank_need_no_secondary_and_the_user_reads_how_to_shard() -> (
     None
 ):
-    """And not where they are sharded, or held by everyone on purpose."""
+    """And not where they are sharded, or stored by everyone on purpose."""
     config = resolve(FLAT, scheme="topo")
-    told = (
+    reported = (
         'gpu domain has one rank on this machine: every rank stores all weights; set "weights": '
         '"node" to shard them'
     )
     assert degrees(config) == (1, None, 4, 8) and config.secondary_spec is None
-    assert told in config.notes and any(
+    assert reported in config.notes and any(
         note.startswith("no secondary copy of the weights") for note in config.notes
     )
     on_purpose = resolve(scheme="topo", weights="rank", secondary=None)
@@ -134,7 +134,7 @@ def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(
         resolve(**block)
 
 
-def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
+def test_notes_tell_of_sync_publish_and_groups_exactly_when_they_happen() -> None:
     def has(config: ResolvedConfig, word: str) -> bool:
         return any(note.startswith(word) for note in config.notes)
 
@@ -198,8 +198,8 @@ OBSTACLES: list[tuple[dict[str, Any], str]] = [
 
 
 def test_resident_codes_are_what_both_passes_gather() -> None:
-    """No secondary copy beside them, also where the user asked for one over the same ranks; and the
-    run says so.
+    """No secondary copy next to them, also where the user asked for one over the same ranks; and
+    the run says so.
     """
     same: dict[str, Any] = {"secondary": "gpu", "quantize": {**RESIDENT, "secondary": "int8"}}
     for secondary in ({}, same):
@@ -219,7 +219,7 @@ def test_resident_codes_are_what_both_passes_gather() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), OBSTACLES)
-def test_codes_that_the_user_asked_for_are_refused_beside_what_they_cannot_do(
+def test_codes_that_the_user_asked_for_are_refused_next_to_what_they_cannot_do(
     change: dict[str, Any], message: str
 ) -> None:
     """With the value, the reason and the way out, never without codes in silence."""
@@ -241,8 +241,8 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
     assert resolve(scheme="topo").resident_spec == BlockSpec("int8")
     config = resolve(scheme="topo", **change)
     assert config.resident_spec is None
-    told = message.partition(":")[0]
-    assert [told in note for note in config.notes].count(True) == 1
+    reported = message.partition(":")[0]
+    assert [reported in note for note in config.notes].count(True) == 1
 
 
 def test_nf4_has_blocks_of_its_own() -> None:

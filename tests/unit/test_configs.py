@@ -101,7 +101,7 @@ def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
 @by_stem(CONFIGS)
 def test_configs_resolve_on_their_machine(path: Path) -> None:
     """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not
-    refused beside it.
+    refused next to it.
 
     All are for 16-bit training with clipping, and overlap what they can; the demo must not build
     DeepSpeed's own Adam.
@@ -175,7 +175,7 @@ def test_the_papers_run_differs_in_layout_precision_and_attention(name: str, mod
 
 @by_stem(TWINS)
 def test_neox_would_train_the_twins(path: Path) -> None:
-    """`python -m zero_topo.neox check` is content, beside a model where the file names none.
+    """`python -m zero_topo.neox check` is content, next to a model where the file names none.
 
     YAML 1.1 takes `1e-8` for a text and `yes` for true, and refuses tabs and repeated keys: YAML
     and JSON read alike.

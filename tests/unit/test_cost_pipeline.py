@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tensor and pipeline parallelism with ZeRO-1: by hand on small machines, and beside what was
+"""Tensor and pipeline parallelism with ZeRO-1: by hand on small machines, and next to what was
 measured on Aurora.
 """
 
@@ -33,7 +33,7 @@ MESSAGE = 32 * 64 * 2  # bytes of a layer's output
 
 
 def test_two_stages_wait_once_and_send_each_micro_batch_both_ways() -> None:
-    """Six micro-batches of the replica take seven slots."""
+    """Six micro-batches of the replica take seven places."""
     found = pipeline_step(Pipeline(PAIR, 2, 1), JOB, RATES)
     param_index = 3 * sum(MODEL.module_flops(32)) / 2 / 1e9 + 2 * (0.25 + MESSAGE / 1e6)
     assert found.seconds == pytest.approx(7 * param_index, rel=1e-6)

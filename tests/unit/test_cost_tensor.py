@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Prices of tensor parallelism with plans: by hand, beside DeepSpeed's own layers, and as commands
+"""Prices of tensor parallelism with plans: by hand, next to DeepSpeed's own layers, and as commands
 print them.
 """
 

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Times of hops: by hand on small machines, never slower on faster links, refused where nothing is
-known.
+"""Times of groups: by hand on small machines, never slower on faster links, refused where nothing
+is known.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -
 # ranks leaves a node once; of its steps 6 stay in a GPU, 3 go between GPUs and 3 between nodes, and
 # a message makes eleven of them.
 ROUND = (6 * 0.5 + 3 * 1.0 + 3 * 2.0) * 11 / 12
-HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
-    "two dies take the latency and one message": ((1, 2, 3000, "ring"), {"gpu": 3}, 0.5),
+STAGES: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
+    "two GCDs take the latency and one message": ((1, 2, 3000, "ring"), {"gpu": 3}, 0.5),
     "and no other time for a direct one": ((1, 2, 3000, "direct"), {"gpu": 3}, 0.5),
     "1 of 3 direct messages goes to the other die": (
         (1, 4, 300, "direct"),
@@ -46,7 +46,7 @@ HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
         ROUND,
     ),
     "a ring's latencies add up": ((1, 12, 0, "ring"), {"gpu": 0, "node": 0, "world": 0}, ROUND),
-    "rings beside each other share the uplink": (
+    "rings next to each other share the uplink": (
         (4, 12, 200, "ring"),
         {"world": 200 / 10},
         2 * 2.0,
@@ -54,8 +54,8 @@ HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
 }
 
 
-@pytest.mark.parametrize(("group", "busy", "latency"), HOPS.values(), ids=HOPS)
-def test_hops_take_the_links_of_their_domains(
+@pytest.mark.parametrize(("group", "busy", "latency"), STAGES.values(), ids=STAGES)
+def test_groups_take_the_links_of_their_domains(
     group: tuple[int, int, float, str], busy: dict[str, float], latency: float
 ) -> None:
     found = Network(TREE, RATES).stage_time(*group)

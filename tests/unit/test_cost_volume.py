@@ -62,7 +62,7 @@ class Walk:
 
     def groups(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """(lo, hi), or its part inside a node (or GPU) and that across, if going through it makes
-        two hops of it.
+        two groups of it.
         """
         node, gpu = map(self.config.topology.degree, ("node", "gpu"))
         # What begins at rank level inside a node, but sync
@@ -86,8 +86,8 @@ class Walk:
             self.exchange(phase, low, high, hi // high * message)
 
     def coded(self, index: int) -> bool:
-        """Whether a parameter is held as codes: a matrix that whole blocks in each world shard grow
-        by an eighth.
+        """Whether a parameter is stored as INT8: a matrix that whole blocks in each world shard
+        grow by an eighth.
         """
         spec, work = self.config.resident_spec, self.work
         if spec is None or work.dims[index] < 2 or work.persistent[index] or not work.numels[index]:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a block without a scheme does, that fewer bits are chosen only if asked for, and that a
+"""What a block without a scheme does, that quantization is chosen only if asked for, and that a
 named plan must fit.
 """
 
@@ -67,8 +67,8 @@ def test_the_default_is_topo_where_a_gpu_has_several_ranks_and_chosen_where_it_i
 
 
 def test_the_default_holds_70_billion_on_four_dgx_where_topo_holds_more_than_there_is() -> None:
-    """In one line: what, why, which other is near, and what fewer bits would gain in seconds and as
-    a factor.
+    """In one line: what, why, which other is near, and what quantization would gain in seconds and
+    as a factor.
     """
     wanted = on(DGX, 70)
     chosen = planned(parse(), wanted)
@@ -151,7 +151,7 @@ def test_frozen_weights_take_memory_and_no_gradients() -> None:
 
 
 def fewer_are_faster(config: ResolvedConfig, job: Any) -> float:
-    """A made-up clock: twice as fast with fewer bits."""
+    """A made-up clock: twice as fast with quantization."""
     return 1.0 if sends_in_full(config) else 0.5
 
 
@@ -189,7 +189,7 @@ def test_bits_that_the_block_asks_for_are_kept_and_no_others_come_with_them() ->
         rank_plans(resident, on(DGX, 13))
 
 
-def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
+def test_where_only_fewer_bits_fit_that_is_reported_and_not_done() -> None:
     wanted = on(replace(load_preset("dgx-h100", 32), memory_per_rank=64 * GB), 70)
     wanted = replace(wanted, reserve=0.0)
     lossy = timed(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
@@ -206,7 +206,7 @@ def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     "block", [{"scheme": "topo"}, {"weights": 1, "gradients": 8, "optimizer": 8}]
 )
 @pytest.mark.parametrize("lossy", [True, False])
-def test_lossy_beside_a_plan_that_leaves_nothing_to_choose_is_refused(
+def test_lossy_next_to_a_plan_that_leaves_nothing_to_choose_is_refused(
     block: dict[str, Any], lossy: bool
 ) -> None:
     with pytest.raises(ValueError, match='lossy says what "scheme": "auto" may choose'):
@@ -269,10 +269,10 @@ def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:
     status, out, _ = check({})
     assert status == 0 and "is not known here, so the plan is not known either" in out
     status, out, _ = check({"lossy": True}, "--machine", "dgx-h100", "--json")
-    told = json.loads(out)
+    reported = json.loads(out)
     assert (
         status == 0
-        and told["lossy"]
-        and [row["params"] for row in told["forecasts"]][-1] == 70 * 10**9
+        and reported["lossy"]
+        and [row["params"] for row in reported["forecasts"]][-1] == 70 * 10**9
     )
-    assert any(row["chosen"] and row["chosen"]["losses"] for row in told["forecasts"])
+    assert any(row["chosen"] and row["chosen"]["losses"] for row in reported["forecasts"])

@@ -83,7 +83,7 @@ def test_named_paths_exist(document: Path) -> None:
 
 def test_json_blocks_are_valid_configs(document: Path) -> None:
     """Every JSON block is a DeepSpeed config, or a fragment of one, that starts on 16 and on 384
-    dies of Frontier.
+    GCDs of Frontier.
     """
     for language, body in FENCE.findall(document.read_text()):
         if language != "json":

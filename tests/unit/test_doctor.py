@@ -35,7 +35,7 @@ from zero_topo.topology import preset_names
 from zero_topo.units import GB, MB
 from zero_topo.versions import SUPPORTED
 
-TOLD: Mapping[str, Any] = {
+REPORTED: Mapping[str, Any] = {
     "torch": "2.13.0",
     "platform": "cpu",
     "devices": 0,
@@ -46,7 +46,7 @@ TOLD: Mapping[str, Any] = {
     "seam": None,
     "kernels": {"zt_cpu": "built", "zt_gpu": "there is no GPU compiler"},
 }
-GPU = {**TOLD, "platform": "rocm", "devices": 8, "nccl": True, "triton": "3.7.1"}
+GPU = {**REPORTED, "platform": "rocm", "devices": 8, "nccl": True, "triton": "3.7.1"}
 GLOO = "GLOO_SOCKET_IFNAME"
 UP: Mapping[str, bool] = {"lo": True, "eth0": True, "hsn0": True, "hsn1": False}
 
@@ -67,7 +67,7 @@ def surroundings(tmp_path: Path, **changes: Any) -> Surroundings:
         "version": lambda name: SUPPORTED[name].pinned,
         "interfaces": lambda: UP,
         "free": lambda folder: 8 * GB,
-        "torch": lambda: TOLD,
+        "torch": lambda: REPORTED,
         "python": "3.11.7",
     }
     return Surroundings(**{**well, **changes})
@@ -98,7 +98,7 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
             "do not start: Segmentation fault",
         ),
         (
-            {"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}},
+            {"torch": lambda: {**REPORTED, "seam": "built for 0.19.8, but 0.20"}},
             "deepspeed",
             FAIL,
             "built for 0.19.8",
@@ -115,17 +115,17 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
             FAIL,
             "works with 0.18.0 to 0.19.8",
         ),
-        ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
+        ({"torch": lambda: {**REPORTED, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
         (
-            {"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}},
+            {"torch": lambda: {**REPORTED, "kernels": {"zt_cpu": "not compiled"}}},
             "kernels zt_cpu",
             WARN,
             "zero-topo build",
         ),
         (
-            {"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "no ninja"}}},
+            {"torch": lambda: {**REPORTED, "kernels": {"zt_cpu": "no ninja"}}},
             "kernels zt_cpu",
             WARN,
             "no ninja; runs use",
@@ -352,10 +352,10 @@ def test_variables_that_deepspeeds_launcher_forgets_are_named(
 
 
 def test_gpu_checks_are_quiet_without_a_gpu(tmp_path: Path) -> None:
-    told = {**TOLD, "platform": "cuda"}
-    assert worst(software.compilers(surroundings(tmp_path), told)).state == OK
-    assert worst(software.kernels(told)).state == OK
-    assert worst(software.backends(told)).state == OK
+    reported = {**REPORTED, "platform": "cuda"}
+    assert worst(software.compilers(surroundings(tmp_path), reported)).state == OK
+    assert worst(software.kernels(reported)).state == OK
+    assert worst(software.backends(reported)).state == OK
 
 
 def test_the_command_says_it_in_lines_and_in_json(
@@ -376,9 +376,11 @@ def test_the_command_says_it_in_lines_and_in_json(
     ):
         monkeypatch.setenv(name, value)
     status, out, _ = run("doctor", "--json")
-    told = json.loads(out)
-    failed = [finding for finding in told["findings"] if finding["state"] == FAIL]
-    assert status == told["failed"] == 1 and failed[0]["subject"] == "GLOO_SOCKET_IFNAME=nowhere9"
+    reported = json.loads(out)
+    failed = [finding for finding in reported["findings"] if finding["state"] == FAIL]
+    assert (
+        status == reported["failed"] == 1 and failed[0]["subject"] == "GLOO_SOCKET_IFNAME=nowhere9"
+    )
     monkeypatch.setenv(GLOO, "lo")
     status, out, _ = run("doctor")
     assert status == 0 and "ok    python: " in out and "\x1b" not in out and "0 failures" in out

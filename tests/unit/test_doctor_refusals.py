@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     # whose errors spoke of Python
     ({"timers": {"throughput": 3}}, None, 'timers = {"throughput": 3}: DeepSpeed cannot read it'),
     ({"communication_data_type": 3}, None, "communication_data_type = 3: DeepSpeed cannot read it"),
-    # hints that looked at other parts
+    # warnings that looked at other parts
     ({"bf16": {"enabled": True, "loss_scale": 0}}, None, "bf16.loss_scale: unknown key; remove it"),
     (
         changed(

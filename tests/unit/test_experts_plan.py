@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One block gives the plan of experts, which are sharded over smaller groups, beside that of all
+"""One block gives the plan of experts, which are sharded over smaller groups, next to that of all
 other parameters.
 """
 

@@ -2,7 +2,7 @@
 """`check` says of every block that ships, that a page shows or that was migrated what will happen
 on 8 to 384 ranks.
 
-They are dies of Frontier, whose GPUs have two, or GPUs of DGX nodes, each of which is one rank.
+They are GCDs of Frontier, whose GPUs have two, or GPUs of DGX nodes, each of which is one rank.
 """
 
 from __future__ import annotations

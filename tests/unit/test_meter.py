@@ -54,8 +54,13 @@ def test_a_second_belongs_to_the_innermost_phase(wait: Wait, enabled: bool) -> N
         wait(32)
     meter.end_step()
     assert meter.last_seconds == ({"sync": 42.0, "publish": 4.0} if enabled else {})
-    spans = [("sync", 1.0, 3.0), ("publish", 3.0, 7.0), ("sync", 7.0, 15.0), ("sync", 31.0, 63.0)]
-    assert list(meter.last_intervals) == (spans if enabled else [])
+    intervals = [
+        ("sync", 1.0, 3.0),
+        ("publish", 3.0, 7.0),
+        ("sync", 7.0, 15.0),
+        ("sync", 31.0, 63.0),
+    ]
+    assert list(meter.last_intervals) == (intervals if enabled else [])
 
 
 def test_seconds_belong_to_their_step(wait: Wait) -> None:

@@ -71,7 +71,7 @@ MIGRATED = {
     ),
     "loco alone": (LOCO, {"scheme": "zero3"}),
     "mics": ({"mics_shard_size": 4, **ZEROPP}, {"scheme": "mics", "weights": 4}),
-    "mics in hops": (
+    "mics in groups": (
         {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
         {"scheme": "mics", "weights": 4, "two_hop": True},
     ),
@@ -104,8 +104,10 @@ def test_migrate_writes_a_config_that_does_the_same_and_that_check_accepts(
         assert (status, err) == (0, "") and out.endswith("ok\n")
 
 
-def test_keys_beside_a_block_are_taken_into_it_where_it_leaves_them_open() -> None:
-    """The same config in either form resolves to the same plan; each key is told in one line."""
+def test_keys_next_to_a_block_are_taken_into_it_where_it_leaves_them_open() -> None:
+    """The same config in either form resolves to the same plan; each key is reported in one
+    line.
+    """
     config = stock({"scheme": "topo", "secondary": 8}, **ZEROPP)
     found = translate(config)
     assert found.config == stock(
@@ -161,7 +163,7 @@ def test_keys_that_contradict_the_block_are_refused(
 
 
 @pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
-def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None:
+def test_an_empty_block_next_to_any_keys_of_zeropp_resolves(machine: str) -> None:
     """The first try of every user of ZeRO++: each combination of its keys, on one node and on
     many.
     """
@@ -329,7 +331,7 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
 
 
 def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> None:
-    """Not over the config that is migrated, nor over another with a block, unless told: any may be
+    """Not over the config that is migrated, nor over another with a block, unless asked: any may be
     the user's own.
     """
     before, after = tmp_path / "before.json", tmp_path / "after.json"

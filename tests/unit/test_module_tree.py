@@ -89,14 +89,14 @@ def test_experts_work_on_the_tokens_that_are_sent_to_them() -> None:
 def test_the_range_allows_for_what_is_not_known() -> None:
     config = resolve(FRONTIER, scheme="zero3")
     found = family("mamba2")
-    spans = [
+    intervals = [
         step_range(config, Job(model, 1, 1), rates_on(FRONTIER), predict_step).depends_on["compute"]
         for model in (
             found,
             replace(found, parts=tuple(replace(part, unknown=()) for part in found.parts)),
         )
     ]
-    assert found.unknown > 0.9 and spans[0] > 2 * spans[1]
+    assert found.unknown > 0.9 and intervals[0] > 2 * intervals[1]
 
 
 class Block(torch.nn.Module):

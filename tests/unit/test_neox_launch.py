@@ -164,11 +164,11 @@ def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPat
         ]
 
 
-@pytest.mark.parametrize(("devices", "placement", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
+@pytest.mark.parametrize(("devices", "placement", "reported"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
 def test_one_visible_device_is_device_0(
-    monkeypatch: pytest.MonkeyPatch, devices: int, placement: int, told: int
+    monkeypatch: pytest.MonkeyPatch, devices: int, placement: int, reported: int
 ) -> None:
-    """With `--gpus-per-task=1` NeoX and DeepSpeed are told 0, and only the node's first task
+    """With `--gpus-per-task=1` NeoX and DeepSpeed are given 0, and only the node's first task
     compiles helpers.
     """
     import torch
@@ -181,10 +181,10 @@ def test_one_visible_device_is_device_0(
     monkeypatch.setenv("LOCAL_RANK", str(placement))
     args = SimpleNamespace(local_rank=placement)
     line = use_the_only_device(args)
-    assert (args.local_rank, os.environ["LOCAL_RANK"]) == (told, str(told))
-    assert (line is not None) == (told != placement)
+    assert (args.local_rank, os.environ["LOCAL_RANK"]) == (reported, str(reported))
+    assert (line is not None) == (reported != placement)
     helpers.compile_helper()
-    assert bool(compiled) == (told == placement)
+    assert bool(compiled) == (reported == placement)
 
 
 @pytest.mark.parametrize("name", ["AdamS", "AgedAdamW"])

@@ -254,7 +254,7 @@ def test_a_library_that_is_not_to_be_trusted_is_compiled_anew(
 def test_the_folder_of_another_user_is_left_alone(
     toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even its lock is opened: a module of this user's own lies beside it. What root has built
+    """Not even its lock is opened: a module of this user's own lies next to it. What root has built
     serves all.
     """
     compiles: list[Path] = []
@@ -479,10 +479,10 @@ def test_what_stops_torchs_builder_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also what it does not expect itself: a rank goes on with another backend."""
-    told = "FAILED\n/usr/bin/ld: cannot find -lcudart\ncollect2: error: ld returned 1"
+    reported = "FAILED\n/usr/bin/ld: cannot find -lcudart\ncollect2: error: ld returned 1"
     cases = (
         (IndexError(), r"IndexError\(\)"),
-        (RuntimeError(told), "compile: /usr/bin/ld: cannot find -lcudart"),
+        (RuntimeError(reported), "compile: /usr/bin/ld: cannot find -lcudart"),
     )
     for error, words in cases:
         monkeypatch.setattr(cpp_extension, "load", mock.Mock(side_effect=error))

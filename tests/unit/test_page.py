@@ -17,7 +17,7 @@ import pytest
 
 from tests.commands import Run
 from tests.plans import resolve
-from tests.unit.test_report import EXACT, HELD, RESULT, RUN, SENT, folder
+from tests.unit.test_report import EXACT, RESULT, RUN, SENT, STORED, folder
 from zero_topo.config import ResolvedConfig
 from zero_topo.observe.page import HOST
 from zero_topo.observe.plots import ROLE_COLOURS
@@ -86,10 +86,10 @@ def test_pictures_show_what_the_log_holds(folder: Path) -> None:
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     usual, log = pictures(Page(folder / "report.html")), (folder / "metrics.jsonl").read_text()
     more = {key: 2 * nbytes for key, nbytes in SENT.items()}
-    stored = {role: 2 * nbytes for role, nbytes in HELD.items()}
+    stored = {role: 2 * nbytes for role, nbytes in STORED.items()}
     cases = {
         0: (log.replace('"loss": 4.0', '"loss": 4.5'), EXACT),
-        1: (log, (more, HELD, 0)),
+        1: (log, (more, STORED, 0)),
         2: (log, (SENT, stored, 0)),
         4: (log.replace("0.375", "0.3"), EXACT),
     }

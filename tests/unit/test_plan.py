@@ -41,7 +41,7 @@ def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row
 
 
 @given(plans())
-def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
+def test_a_group_is_the_transpose_its_note_says(plan: Plan) -> None:
     for lo, hi in (
         (1, plan.weights),
         (plan.weights, plan.optimizer),
@@ -89,7 +89,7 @@ def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
     assert found == {"weights": 2, "secondary": 6, "gradients": 6, "optimizer": 12}
 
 
-def test_two_hops_go_through_the_node() -> None:
+def test_two_groups_go_through_the_node() -> None:
     """Unless they are turned off, what spans nodes goes through the node, if its members nest in
     it.
     """
@@ -121,7 +121,7 @@ def test_two_hops_go_through_the_node() -> None:
 
 
 @pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
-def test_each_phase_takes_its_hop(weights: int, secondary: int | None, copy: int) -> None:
+def test_each_phase_takes_its_group(weights: int, secondary: int | None, copy: int) -> None:
     """Backward gathers from the secondary copy, if there is one of weights that are cut at all."""
     groups = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (1, 16), (weights, 16)]
     assert [Plan(32, weights, secondary, 8, 16).pair_of(phase) for phase in PHASES] == groups
@@ -140,7 +140,7 @@ def test_runs_are_as_long_as_the_limit_allows(sizes: list[int], limit: int | Non
         assert limit is not None and total + sizes[run.start] > limit
 
 
-def test_codes_are_held_of_large_matrices_alone() -> None:
+def test_codes_are_stored_of_large_matrices_alone() -> None:
     """Vectors, what every rank keeps whole, and what whole blocks would make larger by over an
     eighth stay.
     """

@@ -232,7 +232,7 @@ def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
 
 
 def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
-    """Beside sync in INT4, in place of INT4 differences; also where every rank holds all weights,
+    """Next to sync in INT4, in place of INT4 differences; also where every rank stores all weights,
     which loses bits.
     """
     found = [plan for plan in candidates(ASKED, FRONTIER) if plan.config.resident_spec]
@@ -438,7 +438,7 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     assert before_a_model(ASKED, TREE).plan.world_size == 8
 
 
-def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
+def test_a_model_that_does_not_fit_reads_what_would_do() -> None:
     """Each way out is tried: taken, a plan fits; and if none does by itself, all of them
     together.
     """

@@ -34,14 +34,14 @@ def f32(x: float) -> float:
 
 def scalar_block(values: list[float], spec: BlockSpec) -> list[float]:
     """What must come back of one padded block in FP32, by the contract's sentences."""
-    levels, span = spec.levels, max(abs(v) for v in values)
-    if not math.isfinite(span):
+    levels, interval = spec.levels, max(abs(v) for v in values)
+    if not math.isfinite(interval):
         return [math.nan] * len(values)
     if spec.name == "nf4":
-        return scalar_nf4(values, f32(span / 127))
-    if span < 2.0**-100:
+        return scalar_nf4(values, f32(interval / 127))
+    if interval < 2.0**-100:
         return [0.0] * len(values)
-    inverse, scale = f32(levels / span), f32(span / levels)
+    inverse, scale = f32(levels / interval), f32(interval / levels)
     steps = [max(-levels, min(levels, round(f32(v * inverse)))) for v in values]
     return [f32(step * scale) for step in steps]
 
@@ -240,7 +240,7 @@ def test_all_members_at_once_are_each_alone() -> None:
 
 @pytest.mark.parametrize("wire", DTYPES)
 def test_casts_sum_in_fp32_and_round_once(wire: str) -> None:
-    """Values that travel as floats are rounded when they leave, and their sum when it is written;
+    """Values that are sent as floats are rounded when they leave, and their sum when it is written;
     sources in order.
     """
     parts, dtype = torch.randn(3, 2, 100, generator=torch.Generator().manual_seed(8)), DTYPES[wire]

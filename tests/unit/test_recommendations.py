@@ -134,7 +134,7 @@ def test_a_plan_fits_and_loses_nothing_for_less_than_two_percent(
 
 
 def test_the_papers_largest_models_are_those_of_states_alone(run: Run) -> None:
-    """16 dies of 64 GiB: 68.7 billion for ZeRO-3 and 55.0 for ZeRO++, as the paper says."""
+    """16 GCDs of 64 GiB: 68.7 billion for ZeRO-3 and 55.0 for ZeRO++, as the paper says."""
     words = (
         "plan",
         "--max-params",

@@ -61,11 +61,11 @@ RUN = Stats(
     pace={},
 )
 """A run of the scheme topo with parameters that do not divide evenly."""
-SENT, HELD = (
+SENT, STORED = (
     step_bytes(RUN.config, RUN.work),
     memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2),
 )
-EXACT = SENT, HELD, 4_250_000
+EXACT = SENT, STORED, 4_250_000
 """A rank that sent and holds exactly what the formulas say."""
 
 
@@ -74,8 +74,12 @@ def folder(tmp_path: Path) -> Path:
     """A run's, with the log of three steps and one evaluation."""
     for step, loss in enumerate((5.5, 4.0, 3.0), 1):
         log_step(tmp_path, step, loss, 1e-3, 20.5, {("scatter", "node"): 10}, PACE)
-    spans = [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)]
-    log_timeline(tmp_path, 3, 0.5, spans)
+    intervals = [
+        ("gather_forward", 0.1, 0.2),
+        ("scatter", 0.25, 0.375),
+        ("gather_forward", 0.4, 0.45),
+    ]
+    log_timeline(tmp_path, 3, 0.5, intervals)
     assert log_evaluation(tmp_path, 3, 2.5) == 2.5
     return tmp_path
 
@@ -84,7 +88,7 @@ PEAK = "Peak memory: 4.25 MB of the device; predicted for tensors: 3.50 MB."
 SPEED = "speed of each rank: 2,048 tokens/s, 61.2 TFLOP/s, MFU 32.0%"
 
 
-def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
+def test_report_sets_measured_bytes_next_to_the_formula_and_zero3(folder: Path) -> None:
     """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same
     machine and model.
     """
@@ -97,7 +101,7 @@ def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -
         assert row["min"] == row["max"] == row["formula"] == own.get(key, 0)
         assert row["zero3"] == stock.get(key, 0)
     memory = {row["role"]: row for row in report["zero_topo"]["memory"]}
-    assert {role: row["formula"] for role, row in memory.items()} == HELD
+    assert {role: row["formula"] for role, row in memory.items()} == STORED
     assert memory["weights"]["zero3"] * 4 == memory["weights"]["formula"]
 
 

@@ -146,7 +146,7 @@ def test_other_parameters_and_groups_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_residual_goes_along_where_the_columns_are_the_same(tmp_path: Path) -> None:
-    """On other sub-groups of as many ranks; else it is dropped, and the loader is told."""
+    """On other sub-groups of as many ranks; else it is dropped, and the loader gets a warning."""
     shapes, groups = sub_groups([16, 7, 5], 1)
     residual = {"sync": {"residual": torch.ones(2, 9)}}
     saved(tmp_path, shapes, groups, 2)

@@ -43,7 +43,7 @@ COMPARED = ("zero3", "zero++", "paper", "topo")
 
 
 def test_one_layer_on_one_link_takes_exactly_its_gathers_flops_and_scatter() -> None:
-    """Two dies, nothing prefetched and nothing beside: everything adds up."""
+    """Two GCDs, nothing prefetched and nothing in addition: everything adds up."""
     pair = Topology("pair", 1, 1, 2, links={"gpu": Link(1e6, 0.25)})
     model = Transformer("one", 1, 64, 4, 4, 128, 32, 256)
     job = Job(model, 1, 1, checkpointing=False, prefetch=0, overlap_scatter=False)
@@ -85,7 +85,7 @@ def test_who_holds_all_codes_decodes_them_without_gathering() -> None:
 
 
 def test_what_has_nothing_to_hide_behind_is_exposed() -> None:
-    """By hand on two dies: of three gathers the first, of three scatters that of the embedding; the
+    """By hand on two GCDs: of three gathers the first, of three scatters that of the embedding; the
     rest is hidden.
     """
     pair = Topology("pair", 1, 1, 2, links={"gpu": Link(1e9, 1e-4)})

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Picks: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many
+"""Selections: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many
 as they should.
 """
 
@@ -54,7 +54,7 @@ def non_zero(x: Tensor) -> Selected:
 
 
 @given(VECTORS, DTYPES)
-def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None:
+def test_a_message_brings_what_was_selected(x: Tensor, dtype: torch.dtype) -> None:
     """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without
     padding.
     """
@@ -79,8 +79,8 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
 
 
 @given(VECTORS, st.lists(st.integers(0, 200), max_size=5))
-def test_every_pick_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
-    """Counts of neighbouring regions add up to all picks; equal bounds hold none."""
+def test_every_selection_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
+    """Counts of neighbouring regions add up to all selections; equal bounds hold none."""
     bounds = [0, *sorted(min(cut, x.numel()) for cut in cuts), x.numel()]
     selected = non_zero(x)
     counts = selected.counts(torch.tensor(bounds)).tolist()
@@ -89,8 +89,8 @@ def test_every_pick_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
 
 @given(st.lists(VECTORS, min_size=1, max_size=40))
 def test_sums_have_the_bits_of_a_loop_over_the_peers(vectors: list[Tensor]) -> None:
-    """On a CPU, and by the sort and the segments that a GPU takes; of any number of peers that pick
-    one element.
+    """On a CPU, and by the sort and the segments that a GPU takes; of any number of peers that
+    select one element.
     """
     numel = max(x.numel() for x in vectors)
     parts = [non_zero(x) for x in vectors]
@@ -153,7 +153,7 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
+def test_what_is_not_finite_is_always_selected(bad: float, on_cpu: bool) -> None:
     """NaN is above every threshold, and makes the one that the largest give infinite; then one of
     them is enough.
     """

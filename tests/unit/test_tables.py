@@ -56,7 +56,7 @@ LONGEST_SECTION = 300
 
 
 def place(config: ResolvedConfig, role: str) -> str:
-    """Where a role is held: its domain, and the bits it travels in."""
+    """Where a role is stored: its domain, and the bits it is sent in."""
     degree = config.plan.degrees()[role]
     if degree is None:
         return "-"
@@ -318,7 +318,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
 def test_figures_in_the_text_are_those_of_the_records(
     page: Path, sentences: Callable[[], list[str]]
 ) -> None:
-    """A new record changes the words beside its table too."""
+    """A new record changes the words next to its table too."""
     text = " ".join(page.read_text().split())
     assert not [sentence for sentence in sentences() if sentence not in text]
 

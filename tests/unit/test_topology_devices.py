@@ -70,8 +70,8 @@ def test_frontier_has_the_user_guides_packages_and_links_and_its_presets_topolog
     assert topology.sources["ranks_per_gpu"].endswith("pairs with 4 XGMI links")
 
 
-def test_hops_and_weights_do_not_group() -> None:
-    """rocm-smi's JSON has types, hops and weights, alike for every pair of GCDs, and no
+def test_groups_and_weights_do_not_group() -> None:
+    """rocm-smi's JSON has types, groups and weights, alike for every pair of GCDs, and no
     bandwidths.
     """
     tree = sample("frontier_rocm_smi.json")
@@ -161,7 +161,7 @@ def test_numa_nodes_of_whole_gpus_serve_their_partitions() -> None:
 def test_equal_links_to_all_peers_are_no_package(
     rates: str, packages: tuple[int, ...] | None
 ) -> None:
-    """Drivers without bandwidths print 0-0 for every pair, which is no proof of lone dies; four
+    """Drivers without bandwidths print 0-0 for every pair, which is no proof of lone GCDs; four
     links to each are.
     """
     pairs = dict.fromkeys(combinations(range(4), 2), rates)

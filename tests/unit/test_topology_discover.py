@@ -63,7 +63,7 @@ def test_each_launcher_gives_its_tree(
 
 
 def test_what_accelerate_sets_on_cpus_is_not_torchruns() -> None:
-    """LOCAL_WORLD_SIZE=1 beside the deepspeed launcher, which would put each rank on a node of its
+    """LOCAL_WORLD_SIZE=1 next to the deepspeed launcher, which would put each rank on a node of its
     own.
     """
     assert shape(discover({**DEEPSPEED, "LOCAL_WORLD_SIZE": "1"})) == (2, 8, 1)

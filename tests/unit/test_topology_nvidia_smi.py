@@ -178,7 +178,7 @@ def test_pastes_that_are_no_such_table_are_one_line(text: str, words: str) -> No
         read_captures([("paste", text)])
 
 
-def test_memory_with_a_numa_number_is_beside_a_grace() -> None:
+def test_memory_with_a_numa_number_is_next_to_a_grace() -> None:
     """Also where a job sees some of its cores."""
     seen = text("gb200_nvidia_smi.txt").replace("0-71 ", "0-35 ").replace("N/A", "4")
     assert read_captures([("paste", seen)]).node_links()["node"].bandwidth == 900 * GB

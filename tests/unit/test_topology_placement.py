@@ -138,7 +138,7 @@ def test_nodes_that_use_different_devices_in_one_pattern_agree() -> None:
         (visible("4,5,6,7"), "old_nvidia_smi.txt", (1, 4, 1), "names the devices [4, 5, 6, 7]"),
     ],
     ids=[
-        "dies that do not fill packages",
+        "GCDs that do not fill packages",
         "more devices",
         "fewer devices",
         "visible devices that are not there",

@@ -79,7 +79,7 @@ def test_many_nodes_on_one_machine_must_be_said_to_be_emulated_and_are_then_not_
     check_hosts(emulated(2, 2, 1), list("abca"))
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
+def test_hosts_of_one_name_are_distinguished_by_their_boot() -> None:
     placed = [
         replace(placement(node, device), host="localhost")
         for node in range(2)
@@ -108,7 +108,7 @@ def test_hosts_are_still_checked() -> None:
         )
 
 
-def test_a_seat_is_taken_by_bus_id() -> None:
+def test_a_placement_is_taken_by_bus_id() -> None:
     taken = take_placement("n0", "00000000:C2:00.0", NODE)
     assert (taken.bus_id, taken.package) == ("0000:c2:00.0", 1)
     assert take_placement("n0", "0000:ff:00.0", NODE).package is None

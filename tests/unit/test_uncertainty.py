@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How far a step may be off: by hand on two dies, where every part of it adds up."""
+"""How far a step may be off: by hand on two GCDs, where every part of it adds up."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ def test_check_refuses_it(
     """
     installed = {package: version}
 
-    def told(name: str) -> str:
+    def reported(name: str) -> str:
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(metadata, "version", told)
+    monkeypatch.setattr(metadata, "version", reported)
     config = (str(ROOT / "configs/demo.json"), "--world-size", "8")
     status, _, error = run("check", *config)
     assert status == 2 and f"{package} {version} is installed, but" in error

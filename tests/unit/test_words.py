@@ -1,10 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Prose uses the field's terms: words that only this project gave a meaning stay out of pages,
-docstrings and messages.
+"""Prose and identifiers use the field's terms, not words that only this project gave a meaning.
 
-Checked are README, docs, and of the package and the benchmarks every docstring, comment and text
-with a space in it: messages, help, descriptions of keys. Names in code font, names of parameters
-and fenced code are not prose.
+Checked are README, docs, and of the package, the builder, the benchmarks and the tests every
+docstring, comment and text with a space in it: messages, help, descriptions of keys. Names in code
+font, names of parameters and fenced code are not prose; identifiers are checked on their own.
 """
 
 from __future__ import annotations
@@ -59,8 +58,29 @@ FIELDS_OWN = {
         "config/tagc_config.py",
         "docs/kernels.md",
     ),
+    "slot": ("e2e/test_enable.py",),
+    "hop": ("topology/captures.py",),
+    "held": ("topology/ring.py",),
+    "escaped": (
+        "programs/refused.py",
+        "unit/test_page.py",
+        "test_topology_devices.py",
+        "test_topology_nvidia_smi.py",
+    ),
 }
-"""Files in which a word is the field's own: lanes of a GPU's warp, and of TAGC's sketch."""
+"""Files in which a word is the field's own or a name: lanes of a GPU's warp and of TAGC's sketch,
+slots of a hostfile, hops of amd-smi, Held and Karp, escapes of a terminal.
+"""
+
+IDENTIFIERS = (
+    r"hops?|routes?",  # process group, stages of a hierarchical collective
+    r"slots?|spans?|lanes?",  # parameter index, shard range, queue
+    r"seats?|told|beside",  # placement, reported, next to
+    r"picks?|picked|held|owed",  # selected, stored, residual
+)
+"""Words that no identifier has as a part."""
+
+ROOMS = ("zero_topo", "op_builder", "benchmarks", "tests")
 
 NAMES = (r"``?[^`]+``?", r"\{\w+\}", r"^[^\n]*\bTensor(\(\w!\))? \w+,[^\n]*", r"^ +\w+(, \w+)*: ")
 """Names in a text of Python: code font, fields of a format, an operator's schema, the parameter of
@@ -105,15 +125,27 @@ def without_names(text: str) -> str:
 
 def test_words_of_ours_are_gone() -> None:
     """On failure, write the field's term that stands first in the line."""
-    any_word = re.compile("|".join(pattern for pattern, _ in WORDS.values()))
+    any_word = re.compile("|".join(pattern for pattern, _ in WORDS.values()), re.IGNORECASE)
     found = [
         f"{instead}: {path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path, number, line in chain(
             *map(prose_of_page, DOCUMENTS),
-            *map(prose_of_source, sources("zero_topo", "benchmarks")),
+            *map(prose_of_source, sources(*ROOMS)),
         )
-        if any_word.search(line)
+        if any_word.search(line) and path != Path(__file__)
         for name, (pattern, instead) in WORDS.items()
-        if re.search(pattern, line) and not path.as_posix().endswith(FIELDS_OWN.get(name, ("-",)))
+        if re.search(pattern, line, re.IGNORECASE)
+        and not path.as_posix().endswith(FIELDS_OWN.get(name, ("-",)))
     ]
+    assert not found, "\n".join(found)
+
+
+def test_identifiers_are_the_fields_too() -> None:
+    """A name with such a word in it, in any case; `two_hop` is a key of the block."""
+    words = re.compile(rf"(^|_)({'|'.join(IDENTIFIERS)})(_|$)", re.IGNORECASE)
+    found = []
+    for source in sources(*ROOMS):
+        for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+            if token.type == tokenize.NAME and words.search(token.string.replace("two_hop", "")):
+                found.append(f"{source.path.relative_to(ROOT)}:{token.start[0]}: {token.string}")
     assert not found, "\n".join(found)

@@ -17,7 +17,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def library() -> Path:
-    """The compiled library, beside other extensions; half a minute where it is not there yet."""
+    """The compiled library, next to other extensions; half a minute where it is not there yet."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     folder = (
         Path(os.environ.get("TORCH_EXTENSIONS_DIR", ".torch_extensions")) / f"zt_test_xpu_{key}"

@@ -206,14 +206,14 @@ def refuse_value(
     refused: str,
     why: str,
     instead: str,
-    beside: Mapping[str, str] = {},
+    others: Mapping[str, str] = {},
 ) -> str | None:
     """Refuse values of one key: ``key = value: why; instead``.
 
-    ``refused`` is one of :data:`TESTS`, or a word that refused values contain. ``beside`` maps
+    ``refused`` is one of :data:`TESTS`, or a word that refused values contain. ``others`` maps
     other keys to the same kind of test; the value is refused only if all of them hold.
     """
-    tests = {key: refused, **beside}
+    tests = {key: refused, **others}
     if not all(_holds(test, lookup(ds_config, name)) for name, test in tests.items()):
         return None
     return f"{key} = {as_json(lookup(ds_config, key))}: {why}; {instead}"

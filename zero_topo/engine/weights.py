@@ -144,7 +144,9 @@ class Weights:
     """
 
     _store: CodeStore | None = None
-    _fill_route: Hierarchy | None = None  # of the copies of frozen parameters, if they are filled
+    _fill_hierarchy: Hierarchy | None = (
+        None  # of the copies of frozen parameters, if they are filled
+    )
 
     def __init__(
         self,
@@ -259,7 +261,9 @@ class Weights:
                 param_indices.start : param_indices.stop
             ]
         if built.captured and param_indices is self.frozen:
-            self._fill_route = self._mesh.hierarchy(degree or 1, plan.weights).metered("publish")
+            self._fill_hierarchy = self._mesh.hierarchy(degree or 1, plan.weights).metered(
+                "publish"
+            )
         return built
 
     def _build_int8(self, block: int) -> None:
@@ -566,9 +570,9 @@ class Weights:
                 ):
                     handle.wait()
         self._renew(param_indices)
-        if self._fill_route is not None and param_indices and param_indices[0] in self.frozen:
+        if self._fill_hierarchy is not None and param_indices and param_indices[0] in self.frozen:
             self._fill_copies(
-                self._fill_route,
+                self._fill_hierarchy,
                 [param_index for param_index in self._filled if param_index in param_indices],
             )
 
@@ -631,9 +635,9 @@ class Weights:
         else:
             self._exact[param_index].data.copy_(shard)
         self._renew([param_index])
-        if self._fill_route is not None and param_index in self._filled:
+        if self._fill_hierarchy is not None and param_index in self._filled:
             self.frozen_secondary.store_now(
-                param_index, self.layout.subset(rows, 1, self._fill_route.lo)
+                param_index, self.layout.subset(rows, 1, self._fill_hierarchy.lo)
             )
 
     def _differ(self, own: Copy, given: Tensor) -> bool:

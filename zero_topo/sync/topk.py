@@ -63,20 +63,20 @@ class TopkA(Sparse):
 
     def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Gather and add up all ranks' selected elements."""
-        picked_ = self.choose(total).rounded(self.dtype)
+        selection = self.choose(total).rounded(self.dtype)
         numel = len(total)
         records = Records(self.dtype, len(total))
-        report = Report(density=picked_.values.count_nonzero().double() / numel)
-        message = self.peers.gather_later(records.encode(picked_, self.peers))
+        report = Report(density=selection.values.count_nonzero().double() / numel)
+        message = self.peers.gather_later(records.encode(selection, self.peers))
         received = message.then(lambda found: records.decode(found.flatten(0, 1)))
         del message  # its buffer is freed once it is decoded
 
         def finish() -> Tensor:
-            reduced = added(received.wait(), partial(picked_.values.new_zeros, numel))
+            reduced = added(received.wait(), partial(selection.values.new_zeros, numel))
             report["union"] = reduced.count_nonzero().double() / numel
             return reduced
 
-        return finish, Exchange(picked_.subtract_from, report)
+        return finish, Exchange(selection.subtract_from, report)
 
     def choose(self, total: Tensor) -> Selected:
         """Select the elements that this rank sends."""
@@ -142,17 +142,17 @@ class TopkDsa(Sparse):
         """
         size = self.peers.size
         width = run.width
-        picked_ = largest(total, share(self.density, len(total))).rounded(self.dtype)
+        selection = largest(total, share(self.density, len(total))).rounded(self.dtype)
         records = Records(self.dtype, width)
-        sizes = picked_.counts(
+        sizes = selection.counts(
             torch.arange(size + 1, dtype=torch.int64, device=total.device) * width
         )
-        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked_.values)))
-        report = Report(density=len(picked_) / len(total))
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, selection.values)))
+        report = Report(density=len(selection) / len(total))
         errors: list[Selected] = []
 
         def finish() -> Tensor:
-            sent = Selected(picked_.indices % width, picked_.values)
+            sent = Selected(selection.indices % width, selection.values)
             received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
             del sent
             own = added(received, partial(received.values.new_zeros, width))
@@ -162,7 +162,7 @@ class TopkDsa(Sparse):
             return self._gathered(own, union, errors) if self.everywhere else own
 
         def settle(again: Tensor) -> None:
-            for sent in (picked_, *errors):
+            for sent in (selection, *errors):
                 sent.subtract_from(again)
 
         return finish, Exchange(settle, report)
@@ -221,17 +221,17 @@ class GTopk(Sparse):
         report = Report(density=k / numel)
 
         def finish() -> Tensor:
-            picked_ = first
+            selection = first
             steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
             for step in steps:
                 parent, child = self._neighbours(step)
                 if parent is not None:
-                    picked_ = self._rounded(picked_, dropped)
-                received = self._pass(records, picked_, parent, child)
+                    selection = self._rounded(selection, dropped)
+                received = self._pass(records, selection, parent, child)
                 if received is not None:
                     both = (
-                        torch.cat([picked_.indices, received.indices]),
-                        torch.cat([picked_.values, received.values]),
+                        torch.cat([selection.indices, received.indices]),
+                        torch.cat([selection.values, received.values]),
                     )
                     sums = in_runs(Selected(*both))
                     best = largest(sums.values, k).indices
@@ -239,15 +239,15 @@ class GTopk(Sparse):
                         0, best, False
                     )
                     dropped.append(sums.where(positions(others, len(sums) - k)))
-                    picked_ = sums.where(best)
+                    selection = sums.where(best)
             if self.peers.index == 0:
-                picked_ = self._rounded(picked_, dropped)
+                selection = self._rounded(selection, dropped)
             for step in reversed(steps):
                 parent, child = self._neighbours(step)
-                received = self._pass(records, picked_, child, parent)
-                picked_ = picked_ if received is None else received
-            report["union"] = picked_.values.count_nonzero().double() / numel
-            return added(picked_, partial(picked_.values.new_zeros, numel))
+                received = self._pass(records, selection, child, parent)
+                selection = selection if received is None else received
+            report["union"] = selection.values.count_nonzero().double() / numel
+            return added(selection, partial(selection.values.new_zeros, numel))
 
         def settle(again: Tensor) -> None:
             first.subtract_from(again)
@@ -267,26 +267,26 @@ class GTopk(Sparse):
             2 * step
         ) == 0 and index + step < self.peers.size else None
 
-    def _rounded(self, picked_: Selected, dropped: list[Selected]) -> Selected:
+    def _rounded(self, selection: Selected, dropped: list[Selected]) -> Selected:
         """Round the elements for sending; ``dropped`` gets the errors."""
-        rounded = picked_.rounded(self.dtype)
+        rounded = selection.rounded(self.dtype)
         if self.dtype != torch.float32:
-            dropped.append(Selected(picked_.indices, picked_.values - rounded.values))
+            dropped.append(Selected(selection.indices, selection.values - rounded.values))
         return rounded
 
     def _pass(
-        self, records: Records, picked_: Selected, target: int | None, source: int | None
+        self, records: Records, selection: Selected, target: int | None, source: int | None
     ) -> Selected | None:
         """Send the elements to one group rank, and receive as many from another."""
         size = self.peers.size
         sizes = [0] * size
         expected = [0] * size
         if target is not None:
-            sizes[target] = len(picked_)
+            sizes[target] = len(selection)
         if source is not None:
-            expected[source] = len(picked_)
+            expected[source] = len(selection)
         received = self.peers.scatter_known(
-            records.encode(picked_, self.peers)[: sum(sizes)], sizes, expected
+            records.encode(selection, self.peers)[: sum(sizes)], sizes, expected
         )
         return None if source is None else records.decode(received)
 

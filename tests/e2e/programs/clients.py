@@ -131,7 +131,9 @@ def _pairs() -> Dataset:
 
 
 def dpo(config: dict[str, Any], folder: Path) -> Any:
-    """Preference optimization, beside a frozen reference that is an engine without an optimizer."""
+    """Preference optimization, next to a frozen reference that is an engine without an
+    optimizer.
+    """
     from trl import DPOConfig, DPOTrainer
 
     home = saved(LlamaForCausalLM, LLAMA, folder)

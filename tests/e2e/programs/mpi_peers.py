@@ -22,7 +22,7 @@ from zero_topo.sync import Parameter
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
-NUMELS, STEPS = (10_000, 37), 7  # a matrix, and a vector that is reduced densely beside it
+NUMELS, STEPS = (10_000, 37), 7  # a matrix, and a vector that is reduced densely next to it
 
 
 def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
