@@ -8,11 +8,9 @@ model, each scheme's block, and the median step at each number of micro-batches.
 Note [Fit]
     FLOP/s follow from the record's time of a micro-batch without communication. Two factors of the
     machine are fitted: the share of the links' rates that is reached, and bytes/s of packing and
-    quantization. The sum of squared
-    logarithms of predicted over measured is minimized by a pattern search on a logarithmic scale:
-        of a point and its
-    eight neighbours the best one is taken, and the distance is halved wherever that is the point
-    itself.
+    quantization. The sum of squared logarithms of predicted over measured is minimized by a pattern
+    search on a logarithmic scale: of a point and its eight neighbours the best one is taken, and
+    the distance is halved wherever that is the point itself.
 """
 
 from __future__ import annotations

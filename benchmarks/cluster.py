@@ -113,8 +113,7 @@ def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record so far, after each result: ``results``, one for each scheme and number of
-            micro-batches;
-        ``message_bytes`` (the model in 16 bits); ``spec``; and how it was measured.
+        micro-batches; ``message_bytes`` (the model in 16 bits); ``spec``; and how it was measured.
 
     Raises:
         ValueError: where no cluster can be built, or if a scheme is refused.

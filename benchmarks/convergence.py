@@ -241,11 +241,10 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
 
     Returns:
         One object for each scheme, stock first: for the last tenth of the run (``last``), all of it
-            (``overall``) and
-        the evaluation at its end (``evaluation``) the mean ``loss`` over seeds, and the
-        ``difference``: ``mean`` over seeds, ``worst`` (of the largest magnitude), and ``by_seed``,
-        as shares of stock's loss; and ``crossing_bytes``, what a rank sent out of its node in a
-        step for sync and publish, the mean over ranks, steps and seeds, or None.
+        (``overall``) and the evaluation at its end (``evaluation``) the mean ``loss`` over seeds,
+        and the ``difference``: ``mean`` over seeds, ``worst`` (of the largest magnitude), and
+        ``by_seed``, as shares of stock's loss; and ``crossing_bytes``, what a rank sent out of its
+        node in a step for sync and publish, the mean over ranks, steps and seeds, or None.
     """
     measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "last": lambda run: _mean(run["losses"][-max(1, len(run["losses"]) // LAST_PART) :]),

@@ -10,9 +10,8 @@ Note [What is a launch]
 
 Note [What is a host sync]
     An operation whose result, or the size of it, the host must know before it goes on; or a tensor
-    made of Python's
-    numbers, which a device gets from memory that is not pinned. On a CPU nothing waits: they are
-        known by their names.
+    made of Python's numbers, which a device gets from memory that is not pinned. On a CPU nothing
+    waits: they are known by their names.
 """
 
 from __future__ import annotations

@@ -139,10 +139,9 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
 
     Returns:
         ``told_s``: by rank, the seconds until it reported the fault, if others can see one; where a
-            rank ended,
-        those of the other node have to. ``ended_s``: seconds until the launch of a rank that ended
-            had ended, else
-        None. ``restarted``, and whether what was computed in the end is ``equal``.
+        rank ended, those of the other node have to. ``ended_s``: seconds until the launch of a rank
+        that ended had ended, else None. ``restarted``, and whether what was computed in the end is
+        ``equal``.
 
     Raises:
         RuntimeError: if the launch ends as it must not, or a rank says nothing.

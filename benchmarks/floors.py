@@ -5,16 +5,14 @@ no step can be.
 Note [Loads]
     The cost formulas give what a rank sends per phase and domain. It sends equal parts to the other
     ranks of that phase and domain's process group. A link's load is what the ranks behind it send
-    to all other ranks. Units of one level
-    are loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit
-        sends to the next
-    unit, so all links of the tree carry the same.
+    to all other ranks. Units of one level are loaded alike. Stock ZeRO-3 on gloo uses rings in rank
+    order instead: one member of each unit sends to the next unit, so all links of the tree carry
+    the same.
 
 Note [Floors]
     A collective cannot end before its busiest link has moved its load. Collectives that wait for
-    one another add up:
-    ``serial``. If everything could overlap, the busiest link would still have to move the loads of
-        all: ``overlapped``.
+    one another add up: ``serial``. If everything could overlap, the busiest link would still have
+    to move the loads of all: ``overlapped``.
 """
 
 from __future__ import annotations

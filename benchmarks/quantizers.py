@@ -100,10 +100,9 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record so far, after each round of one dtype and number of threads; ``results`` has one
-        entry per kernel and
-        number of threads: backend, op, dtype, bits, block_size, threads, seconds (with spread),
-            gb_per_s,
-        memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is not there.
+        entry per kernel and number of threads: backend, op, dtype, bits, block_size, threads,
+        seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is
+        not there.
     """
     results: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}

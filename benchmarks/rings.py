@@ -6,9 +6,8 @@ Note [Rings of a machine]
     step of the ring, ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes.
     ``a`` has one value, and another for small messages, which RCCL and NCCL send by a separate
     protocol (LL) up to a size that is fitted too. The fit minimizes the sum of squared logarithms
-    of model over measurement, so that short and long messages count equally. The model is
-    linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round
-        before.
+    of model over measurement, so that short and long messages count equally. The model is linear in
+    ``a`` and ``1 / B``: each round solves least squares of errors relative to the round before.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 
 Note [What is counted where]
     Every scheme runs in this process, as rank 0 of a world that is pretended, on small parameters:
-        what a step launches
-    depends on how many there are, hardly on their sizes. Its seconds are those of this host, with
-    the work of the CPU's kernels in them, and without any network. Next to it stands what is counted
-    in the same way inside DeepSpeed's engine
-    on a few real ranks, stock ZeRO-3 among them: there it includes what DeepSpeed does for a step
-        beyond moving bytes
-    (Note [What DeepSpeed's engine adds] in ``scale_ranks.py``).
+    what a step launches depends on how many there are, hardly on their sizes. Its seconds are those
+    of this host, with the work of the CPU's kernels in them, and without any network. Next to it
+    stands what is counted in the same way inside DeepSpeed's engine on a few real ranks, stock
+    ZeRO-3 among them: there it includes what DeepSpeed does for a step beyond moving bytes (Note
+    [What DeepSpeed's engine adds] in ``scale_ranks.py``).
 """
 
 from __future__ import annotations
@@ -117,10 +115,8 @@ def run(wanted: ScaleBench, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record so far. ``real`` has an entry for each scheme measured inside DeepSpeed,
-        ``results`` one for each
-        scheme and number of ranks: launches_per_parameter, phases (see :class:`Counts`, and
-            seconds), setup_s,
-        communicators, sent (bytes by domain).
+        ``results`` one for each scheme and number of ranks: launches_per_parameter, phases (see
+        :class:`Counts`, and seconds), setup_s, communicators, sent (bytes by domain).
 
     Raises:
         RuntimeError: if a real rank fails.

@@ -4,10 +4,9 @@ counted alike.
 
 Note [What DeepSpeed's engine adds]
     The model is a chain of matrices, each a parameter. What plain PyTorch launches for its forward
-    and backward pass,
-    and for AdamW on as many tensors as DeepSpeed steps, is counted first and subtracted: what is
-        left gathers, scatters
-    and publishes, measures the gradients' norm and checks it.
+    and backward pass, and for AdamW on as many tensors as DeepSpeed steps, is counted first and
+    subtracted: what is left gathers, scatters and publishes, measures the gradients' norm and
+    checks it.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ def run(wanted: Soak, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record, once: ``samples``, of each count its ``step`` and the counts of each rank;
-            ``results``, see
-        :func:`growth`; and how it was measured.
+        ``results``, see :func:`growth`; and how it was measured.
 
     Raises:
         RuntimeError: if a rank fails.

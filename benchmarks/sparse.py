@@ -7,14 +7,14 @@ dense sync, and Ok-Topk without balancing.
 
 Note [What is measured]
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are
-        those of any
-    network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over
-    ranks and steps, and ``words_per_k`` the same in 4-byte words per selected element of one rank;
-    ``bytes_busiest`` is the mean over steps of the rank that sends most. The all-reduces of torch
-    are counted as ``2 (P - 1) / P`` times their length. ``error`` compares what a mode delivers
-    with the sum of the ranks' gradients and residuals, as a ratio of L2 norms: for dense it is
-    rounding. ``xi`` is the ratio of Ok-Topk's Figure 5 (``sparse_ranks.xi``), over the elements of
-    matrices. Steps before the measured ones let residuals grow and thresholds settle.
+    those of any network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step,
+    averaged over ranks and steps, and ``words_per_k`` the same in 4-byte words per selected element
+    of one rank; ``bytes_busiest`` is the mean over steps of the rank that sends most. The
+    all-reduces of torch are counted as ``2 (P - 1) / P`` times their length. ``error`` compares
+    what a mode delivers with the sum of the ranks' gradients and residuals, as a ratio of L2 norms:
+    for dense it is rounding. ``xi`` is the ratio of Ok-Topk's Figure 5 (``sparse_ranks.xi``), over
+    the elements of matrices. Steps before the measured ones let residuals grow and thresholds
+    settle.
 """
 
 from __future__ import annotations
@@ -123,11 +123,9 @@ def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
 
     Yields:
         The record so far, after each group of ranks; ``results`` has an entry for each mode,
-        density, source and number
-        of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k, seconds (with spread),
-            exchange_s (the part of it
-        in collectives that a mode begins and awaits in one call, median; all of it for torch's own
-        reductions), error, xi.
+        density, source and number of ranks: numel, bytes_per_rank, bytes_busiest, words_per_k,
+        seconds (with spread), exchange_s (the part of it in collectives that a mode begins and
+        awaits in one call, median; all of it for torch's own reductions), error, xi.
 
     Raises:
         ValueError: if this machine's memory cannot hold the ranks.

@@ -9,9 +9,8 @@ Note [One compile, no hang].
 Note [Copied sources]
     torch's hipify writes its translations (``zt_gpu_blocks.hip``, ``zt_wire_hip.h``) next to what
     it translates, and translates every header it finds on the include path. So what is compiled is
-    a copy of `csrc`:
-        neither a checkout
-    nor a read-only installation is written to, and a module's key stays what it was.
+    a copy of `csrc`: neither a checkout nor a read-only installation is written to, and a module's
+    key stays what it was.
 """
 
 from __future__ import annotations

@@ -5,26 +5,20 @@ Note [One compile, no hang]
     Where a module lies is named by the hash of its sources, flags, Python and torch, so what is
     there is right, and ranks that find it load it without a lock. Otherwise the first rank of each
     node tries a ``flock``; who gets it compiles, in a directory of its own (some file systems lock
-    within a node only), and moves the library into place.
-    All others look whether it is there, now and then: each rank the less often the more ranks there
-        are, at random
-    moments, so that a shared file system sees about a thousand looks a second from a cluster of any
-    size. The kernel takes the lock back when its holder ends; every rank tries it now and then, so
-    another one goes on. A compile that
-    fails leaves its reason for those that wait. After `patience_s` a rank goes on without the
-        module: other backends
-    give the same bits.
+    within a node only), and moves the library into place. All others look whether it is there, now
+    and then: each rank the less often the more ranks there are, at random moments, so that a shared
+    file system sees about a thousand looks a second from a cluster of any size. The kernel takes
+    the lock back when its holder ends; every rank tries it now and then, so another one goes on. A
+    compile that fails leaves its reason for those that wait. After `patience_s` a rank goes on
+    without the module: other backends give the same bits.
 
 Note [Whose library]
     Loading a library runs it. What is loaded therefore belongs to this user or to root, can be
-    written by nobody else,
-    and ends with the SHA-256 of what stands before it: half a library would end the process with
-        SIGBUS. It is loaded
-    through the descriptor by which it was checked, because others may exchange the folders above it
-    in between. A
-    folder of another user is left alone: this user's module then lies next to it, in a folder whose
-        name ends in the
-    user's number. No link is followed in place of a module's folder or of a file in it.
+    written by nobody else, and ends with the SHA-256 of what stands before it: half a library would
+    end the process with SIGBUS. It is loaded through the descriptor by which it was checked,
+    because others may exchange the folders above it in between. A folder of another user is left
+    alone: this user's module then lies next to it, in a folder whose name ends in the user's
+    number. No link is followed in place of a module's folder or of a file in it.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ would not.
 
 Note [What is stored]
     On each communicator all ranks make the same calls in the same order: operation, type, sizes.
-        Nothing goes point to
-    point. Buffers are contiguous, of types that NCCL knows. What is received is garbage until the
-    work is waited for, what is sent must not change until then, and every work is waited for. A
-    call meets those of the other ranks when it
-    is made, as kernels do that fill a device: communicators in another order on another rank are a
-        hang.
+    Nothing goes point to point. Buffers are contiguous, of types that NCCL knows. What is received
+    is garbage until the work is waited for, what is sent must not change until then, and every work
+    is waited for. A call meets those of the other ranks when it is made, as kernels do that fill a
+    device: communicators in another order on another rank are a hang.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def measure(device: torch.device, tick: OnProgress = lambda words, done, total: 
 
     Returns:
         The same topology on every rank. Links: bytes/s of one rank while all ranks of the domain
-            send, and seconds.
+        send, and seconds.
 
     Raises:
         ValueError: on every rank, if the machine is no regular tree; names the odd ranks and hosts.

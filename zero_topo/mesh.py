@@ -11,13 +11,11 @@ Note [One call makes all groups]
     of groups, even by the user's own code, members have different names for one group, and
     ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an
     older torch, or on any other backend, all ranks create all groups ``(lo, hi)`` in one order,
-    with equal numbers. The world's device is
-    unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's
-        own groups connect
-    at their first collective. ``use_local_synchronization``, by which a rank creates only its own
-    groups, is no alternative. It uses the same names, and gloo's members rendezvous by name: it
-    hangs in the same case, and groups of a second mesh find addresses that a destroyed mesh left
-    behind.
+    with equal numbers. The world's device is unset meanwhile, so that nothing is split: groups of
+    other ranks cost microseconds, and a rank's own groups connect at their first collective.
+    ``use_local_synchronization``, by which a rank creates only its own groups, is no alternative.
+    It uses the same names, and gloo's members rendezvous by name: it hangs in the same case, and
+    groups of a second mesh find addresses that a destroyed mesh left behind.
 """
 
 from __future__ import annotations

@@ -15,15 +15,12 @@ Note [Nested shards]
 
 Note [Process groups]
     The process group ``(lo, hi)`` of a rank, in code a ``pair``, has the ranks with equal
-    ``t % lo`` and equal
-    ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it all-gathers
-        degree-``hi`` shards into a
-    degree-``lo`` shard; from ``lo`` to ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo``
-    shard belongs to member ``j % (hi / lo)`` and is row ``j // (hi / lo)`` there, so a collective
-    of the group is a transpose of
+    ``t % lo`` and equal ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it
+    all-gathers degree-``hi`` shards into a degree-``lo`` shard; from ``lo`` to ``hi`` it
+    reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is
+    row ``j // (hi / lo)`` there, so a collective of the group is a transpose of
     ``[N / hi, hi / lo]``. Gather, scatter, sync and publish all use such groups: this file has
-        their only index
-    arithmetic.
+    their only index arithmetic.
 
 Note [Hierarchical collectives]
     A group ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent

@@ -14,9 +14,8 @@ Note [The tree of links]
 
 Note [Token buckets]
     Tried: a queue under 64 MB drops packets, and retransmissions spoil the timing; a burst under 64
-        KB starves large
-    segments, one of 1 MB overshoots the rate. Frames of 9000 bytes and segmentation offload keep
-    the CPU's share low.
+    KB starves large segments, one of 1 MB overshoots the rate. Frames of 9000 bytes and
+    segmentation offload keep the CPU's share low.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def test_all_bytes_that_changes_may_come_in(emulated: Emulated) -> None:
 
 
 def test_places_beyond_32_bits(emulated: Emulated) -> None:
-    """Parameters, rows of masters and messages over 2^32 bytes apart are found, read and written."""
+    """Parameters, rows of masters and messages over 2^32 bytes apart are found, read and
+    written.
+    """
     golden_codes.check_far(emulated(), untouched)
 
 
@@ -94,7 +96,9 @@ def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
 
 @pytest.mark.parametrize("cut", [(0, 70), (0, 640), (33, 640)], ids=str)
 def test_masters_that_are_not_there_are_zero(emulated: Emulated, cut: tuple[int, int]) -> None:
-    """Parameters are known on the device: columns that a table lacks, on either side, are not read."""
+    """Parameters are known on the device: columns that a table lacks, on either side, are not
+    read.
+    """
     case, backend, (first, past) = Case(single(10), "mixed", "cpu"), emulated(), cut
     whole = case.masters(0)
     there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]

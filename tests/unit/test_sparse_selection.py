@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Selections: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many
-as they should.
+"""Selections: what goes into a message comes out, sums have the bits of a loop, thresholds pass as
+many as they should.
 """
 
 from __future__ import annotations

@@ -15,12 +15,11 @@ Note [In order]
 
 Note [Stages]
     A hierarchical collective has two exchanges with a kernel between them, so its handle has
-        several stages: each
-    stage waits for one exchange, runs the kernels that read its result, and begins the next
-    exchange. A queue that is staged begins the next run before it takes the runs before it one
-    stage further, the newer of them first. While one run then crosses nodes, the next is exchanged
-    inside the node, and kernels of both run on the queue's stream. Every rank begins the same runs
-    in the same order, so the order of exchanges is the same on all ranks.
+    several stages: each stage waits for one exchange, runs the kernels that read its result, and
+    begins the next exchange. A queue that is staged begins the next run before it takes the runs
+    before it one stage further, the newer of them first. While one run then crosses nodes, the next
+    is exchanged inside the node, and kernels of both run on the queue's stream. Every rank begins
+    the same runs in the same order, so the order of exchanges is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ chooses the class of each group once.
 
 Note [Point to point on gloo]
     gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's
-        rate, an all-gather a
-    little more, and its reduce-scatter sends every byte twice. With gloo, :class:`Gloo` therefore
-    sends whole messages by ``isend`` and ``irecv``, all at once. Other backends use their own
-    collectives.
+    rate, an all-gather a little more, and its reduce-scatter sends every byte twice. With gloo,
+    :class:`Gloo` therefore sends whole messages by ``isend`` and ``irecv``, all at once. Other
+    backends use their own collectives.
 
 Note [Group order]
     Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the
@@ -518,7 +517,7 @@ def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
 
     Returns:
         ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at
-            ``[m // inner, m % inner]``.
+        ``[m // inner, m % inner]``.
     """
     outer = hierarchy.groups[-1].gather_later(message)
     if len(hierarchy.groups) == 1:

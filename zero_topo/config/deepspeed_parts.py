@@ -4,9 +4,9 @@ type.
 
 Note [Truth]
     DeepSpeed reads most switches as pydantic does: true, 1, "on" and "yes" are true, false, 0,
-        "off" and "no" are
-    false, anything else is refused. The switches of :data:`TRUTHS` are read as Python does, where
-    the text "false" is true. A value that means on there and off elsewhere is refused.
+    "off" and "no" are false, anything else is refused. The switches of :data:`TRUTHS` are read as
+    Python does, where the text "false" is true. A value that means on there and off elsewhere is
+    refused.
 """
 
 from __future__ import annotations

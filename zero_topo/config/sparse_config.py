@@ -4,12 +4,11 @@ domains.
 
 Note [Expected, not exact]
     The bytes that a sparse mode sends depend on the data: how many elements several ranks select
-        alike, and how far a
-    reused threshold has drifted. The formulas assume that each rank selects ``k`` elements, evenly
-    spread, that ranks select the same element only by chance, and that there are as many sums as
-    possible. Counts and flags (8 bytes per peer) and the few values sent in addition to a sketch
-    are left out. One-dimensional parameters, which are reduced dense, count as sparse. The meter
-    reports the bytes actually sent.
+    alike, and how far a reused threshold has drifted. The formulas assume that each rank selects
+    ``k`` elements, evenly spread, that ranks select the same element only by chance, and that there
+    are as many sums as possible. Counts and flags (8 bytes per peer) and the few values sent in
+    addition to a sketch are left out. One-dimensional parameters, which are reduced dense, count as
+    sparse. The meter reports the bytes actually sent.
 
 Note [At the peak]
     A run of ``n`` elements is read as gradient plus residual in FP32, ``4 n`` bytes, when it is
@@ -22,12 +21,11 @@ Note [At the peak]
 
 Note [Positions]
     Every block of 4096 elements has the same number of selected elements, so all buffers have one
-    length and no sizes
-    are exchanged. Ascending positions are sent as Elias-Fano codes (Vigna, "Quasi-succinct
-        indices", WSDM 2013): the
-    lower bits of each position unchanged, the upper bits as a bit vector. For each value of the
-    upper bits, the vector has a 1 per selected element and then a 0. This is within half a bit per
-    selected element of the optimum, and every block can be decoded independently.
+    length and no sizes are exchanged. Ascending positions are sent as Elias-Fano codes (Vigna,
+    "Quasi-succinct indices", WSDM 2013): the lower bits of each position unchanged, the upper bits
+    as a bit vector. For each value of the upper bits, the vector has a 1 per selected element and
+    then a 0. This is within half a bit per selected element of the optimum, and every block can be
+    decoded independently.
 """
 
 from __future__ import annotations

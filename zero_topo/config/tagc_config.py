@@ -8,12 +8,11 @@ ranks, which makes it 2 + 32 / r. Sketches are counted in whole rows.
 
 Note [Which layers]
     TAGC compresses the linear layers outside the attention core: feed-forward, embedding, head and
-        output projection.
-    Everything is included, and layers that compute queries, keys and values are excluded by their
-    common names: separate layers (``q_proj``, ``query``, DeepSeek's ``kv_a_proj``, T5's
-    ``SelfAttention.q``) and fused ones (``qkv``, ``Wqkv``, ``query_key_value``, GPT-2's ``c_attn``,
-    PyTorch's ``in_proj_weight``). Norms and biases are dense by ``dense_vectors``. The user's own
-    patterns replace this list.
+    output projection. Everything is included, and layers that compute queries, keys and values are
+    excluded by their common names: separate layers (``q_proj``, ``query``, DeepSeek's
+    ``kv_a_proj``, T5's ``SelfAttention.q``) and fused ones (``qkv``, ``Wqkv``, ``query_key_value``,
+    GPT-2's ``c_attn``, PyTorch's ``in_proj_weight``). Norms and biases are dense by
+    ``dense_vectors``. The user's own patterns replace this list.
 
 Note [Safe loads]
     The paper's shares of zeros (80%, 90%, 98.75% for 2x, 4x, 10x) describe the sum over the ranks,
@@ -139,9 +138,8 @@ class TagcSync(SparseSync):
 
         Returns:
             The ratio, or None if values must be sent without a sketch: because the union is too
-                dense for any ratio, or
-            the row has fewer than 64 blocks of 1024 elements, so that too many blocks would share
-            all three rows.
+            dense for any ratio, or the row has fewer than 64 blocks of 1024 elements, so that too
+            many blocks would share all three rows.
         """
         if width < LEAST_BLOCKS * BLOCK:
             return None

@@ -5,14 +5,12 @@ of tokens.
 Note [Expert parallelism]
     AutoEP spreads the ``E`` experts of each layer over ``e`` consecutive ranks, each of which has
     ``E / e`` whole ones. All other parameters keep their plan. Experts get a plan whose shards lie
-    in the same domains, on the tree of the
-    ranks with the same experts: every ``e``-th. A rank computes as before if tokens spread evenly
-        over the experts.
+    in the same domains, on the tree of the ranks with the same experts: every ``e``-th. A rank
+    computes as before if tokens spread evenly over the experts.
 
     A token is sent to its ``k`` experts and back: two all-to-alls forward and two backward in each
-        layer of experts,
-    and two more if it is recomputed. Nothing can be computed meanwhile. Of ``b s k h`` values of
-    ``w`` bytes a rank sends in a step of ``m`` micro-batches
+    layer of experts, and two more if it is recomputed. Nothing can be computed meanwhile. Of
+    ``b s k h`` values of ``w`` bytes a rank sends in a step of ``m`` micro-batches
     ``(4 + 2 c) L m b s k h w (e - 1) / e`` bytes; ``c`` is 1 with recomputation.
 
     Seconds of both plans add up. Their memory does too, although the buffers of both are rarely

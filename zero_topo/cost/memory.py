@@ -8,27 +8,24 @@ in DeepSpeed's own buffer, and the weights of parameters that are not quantized.
 
 Note [Activations]
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-    2205.05198), without
-    tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a layer keeps
-        ``s b h (34 + 5 a s / h)``
-    bytes in 16 bits (equation 1), with full recomputation only its input, ``2 s b h``, and all of
-    one layer is stored at a time; embedding and last norm take ``4 s b h`` (section 4.3). The term
-    in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores one
-    FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors
-    that a layer stores, which covers other widths, grouped-query attention and gated layers.
+    2205.05198), without tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a
+    layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
+    only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm
+    take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores. Only eager
+    attention stores it; flash attention stores one FP32 number per head and token. ``Part.stored``
+    replaces the ``34 h`` by a count of the tensors that a layer stores, which covers other widths,
+    grouped-query attention and gated layers.
 
     The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's
-        (transformers
-    5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer is alive then.
-    Fused losses, which never store the logits (``Job.fused_loss``), need none of it.
+    (transformers 5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer
+    is alive then. Fused losses, which never store the logits (``Job.fused_loss``), need none of it.
 
 Note [In flight]
     DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by
     default), but at least the module in use and the prefetched modules. The buffers of the
     all-gather come in addition. In a backward pass gradients of up to ``reduce_bucket_size``
-    elements (5 * 10^8 by default) wait for their scatter, or one gradient if
-    it is larger. They are read in place: DeepSpeed's contiguous bucket is not allocated. The
-        optimizer updates
+    elements (5 * 10^8 by default) wait for their scatter, or one gradient if it is larger. They are
+    read in place: DeepSpeed's contiguous bucket is not allocated. The optimizer updates
     ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With
     ``offload_optimizer`` its states and these copies are in host memory, which is not counted.
 
@@ -267,9 +264,8 @@ def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int
 
     Returns:
         Two totals: while one module is assembled from the buffers of all ranks; and while one more
-            module is in
-        flight, for which this rank stores its own buffer and those received from the outermost
-        group.
+        module is in flight, for which this rank stores its own buffer and those received from the
+        outermost group.
     """
     sizes = [sum(numels) for numels in job.part.modules()]
     ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))

@@ -11,13 +11,11 @@ with keys missing, whose defaults are those of the classes, are built by transfo
 
 Note [What is read]
     The layers are the elements of the outermost ``nn.ModuleList``s. Parameters are exact, each
-    counted once. Of FLOPs,
-    three kinds are counted: two per token for each element of a matrix; those of the scores of each
-        module whose class
-    is called an attention; and of experts the share that a token is sent to. Everything else is
-    not: convolutions, recurrences, other parameters of two dimensions or more; and towers and
-    encoders, which see other tokens than the text's. Parts with any of these are marked, and the
-    range of a prediction allows for them.
+    counted once. Of FLOPs, three kinds are counted: two per token for each element of a matrix;
+    those of the scores of each module whose class is called an attention; and of experts the share
+    that a token is sent to. Everything else is not: convolutions, recurrences, other parameters of
+    two dimensions or more; and towers and encoders, which see other tokens than the text's. Parts
+    with any of these are marked, and the range of a prediction allows for them.
 
     A layer stores the inputs and outputs of its matrices for the backward pass. For the
     transformers in ``transformer.py`` this is within 9% of their own count.

@@ -3,25 +3,21 @@
 
 Note [Links]
     A byte uses the link of the smallest domain that holds both ends: the GPU's link between its
-        GCDs, the node's
-    between GPUs, the world's between nodes. A :class:`Link` gives the rate of one rank while all
-    ranks of the domain send at once. Every rank of the world takes part in all collectives of a
-    plan, each in its own group, so all do
-    send. Rings are the exception: a ring through ``g`` members of a node leaves it once, so only
-        ``L / g`` of the ``L``
-    ranks of a node send to other nodes. If the domain's link is shared (a node's uplink), each of
-    these gets ``g`` times the rate.
+    GCDs, the node's between GPUs, the world's between nodes. A :class:`Link` gives the rate of one
+    rank while all ranks of the domain send at once. Every rank of the world takes part in all
+    collectives of a plan, each in its own group, so all do send. Rings are the exception: a ring
+    through ``g`` members of a node leaves it once, so only ``L / g`` of the ``L`` ranks of a node
+    send to other nodes. If the domain's link is shared (a node's uplink), each of these gets ``g``
+    times the rate.
 
 Note [Patterns]
     A process group has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B``
-    bytes in all.
-    *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave
-        the unit, and the
-    latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL
-        gather. Each unit's link
-    carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model
-    of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-    MPICH" (2005), per level of the tree.
+    bytes in all. *direct*: the rank sends ``B / (d - 1)`` to each member at once.
+    ``B (d - g) / (d - 1)`` leave the unit, and the latency counts once. *ring*: the rank sends
+    everything to the next member, as NCCL and RCCL gather. Each unit's link carries ``B`` for each
+    group, and latencies add up around the ring. This is the alpha-beta model of Thakur,
+    Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
+    per level of the tree.
 
 Note [Measured rings]
     If a machine's rings were measured (``Rates.rings``), these rates replace those of the links.

@@ -4,20 +4,17 @@ run it.
 
 Note [A pipeline]
     ``N`` ranks form ``r`` replicas of ``p`` stages of ``t`` tensor parallel ranks. Ranks are
-    numbered as in both
-    programs: tensor first, then replica, then stage. For the same batch as ``K`` micro-batches on
-        each of ``N`` ranks,
-    a replica computes ``m = K p t`` micro-batches. A step lasts ``m + p - 1`` turns: ``p - 1`` of
-    them are the bubble (Narayanan et al., arXiv 2104.04473, section 2.2). In a turn a stage
-    computes one micro-batch forward and backward, all-reduces the activations of each layer over
-    its tensor parallel ranks (twice forward, twice backward, twice when it recomputes) and sends
-    them to the next stage and their gradients back. The step ends with ZeRO-1: gradients are
-    reduce-scattered over the replicas, weights gathered. Only these and the sends can overlap with
-    computation.
+    numbered as in both programs: tensor first, then replica, then stage. For the same batch as
+    ``K`` micro-batches on each of ``N`` ranks, a replica computes ``m = K p t`` micro-batches. A
+    step lasts ``m + p - 1`` turns: ``p - 1`` of them are the bubble (Narayanan et al., arXiv
+    2104.04473, section 2.2). In a turn a stage computes one micro-batch forward and backward,
+    all-reduces the activations of each layer over its tensor parallel ranks (twice forward, twice
+    backward, twice when it recomputes) and sends them to the next stage and their gradients back.
+    The step ends with ZeRO-1: gradients are reduce-scattered over the replicas, weights gathered.
+    Only these and the sends can overlap with computation.
 
     Memory follows Korthikanti et al. (arXiv 2205.05198): the first stage stores the inputs of ``p``
-        micro-batches.
-    Tensor parallel ranks share 24 of a layer's 34 ``s b h`` bytes, and the logits.
+    micro-batches. Tensor parallel ranks share 24 of a layer's 34 ``s b h`` bytes, and the logits.
 
 Compared with measurements in ``docs/simulator.md``.
 """

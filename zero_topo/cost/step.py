@@ -4,27 +4,24 @@ prediction.
 
 Note [A step]
     A step is a sequence of passes: forward and backward of each micro-batch, then the optimizer.
-        All ranks do the same
-    at the same time, so the model follows one rank. The first forward pass publishes the last
-    updated weights; the last backward pass syncs gradients. Every collective is packed (quantized)
-    in memory before it is sent, and unpacked after. Without overlap, a pass takes the sum of its
-    computation and all of its collectives. With full overlap, it
-    takes as long as its busiest resource: the computation, a link, or one of three streams
-        (gathers; scatters; sync and
-    publish). Some collectives never overlap: the first gather of a forward pass, the last scatter
-    and sync of a backward pass, the first publish, the sync of a mode that takes all gradients at
-    once, and collectives whose overlap is switched off (``Job.prefetch``, ``Job.overlap_scatter``,
-    the block's ``overlap``). ``Job.overlap`` interpolates between the two.
+    All ranks do the same at the same time, so the model follows one rank. The first forward pass
+    publishes the last updated weights; the last backward pass syncs gradients. Every collective is
+    packed (quantized) in memory before it is sent, and unpacked after. Without overlap, a pass
+    takes the sum of its computation and all of its collectives. With full overlap, it takes as long
+    as its busiest resource: the computation, a link, or one of three streams (gathers; scatters;
+    sync and publish). Some collectives never overlap: the first gather of a forward pass, the last
+    scatter and sync of a backward pass, the first publish, the sync of a mode that takes all
+    gradients at once, and collectives whose overlap is switched off (``Job.prefetch``,
+    ``Job.overlap_scatter``, the block's ``overlap``). ``Job.overlap`` interpolates between the two.
 
 Note [Runs]
     Sync and publish send runs of ``reduce_bucket_size`` elements, here of equal size, and each run
-        has stages: packing,
-    and one exchange for each process group. On a GPU, stages of neighbouring runs overlap (Note
-    [Stages] in ``collectives/queue.py``): one run crosses nodes while the next is exchanged inside
-    the node and a third is packed. All runs then take as long as their longest stage, and once, for
-    one run, the others. Stages follow one another with ``overlap`` off and in sparse modes of sync.
-    On a CPU, whose presets are fitted so, and for stock DeepSpeed, there is one collective for each
-    module.
+    has stages: packing, and one exchange for each process group. On a GPU, stages of neighbouring
+    runs overlap (Note [Stages] in ``collectives/queue.py``): one run crosses nodes while the next
+    is exchanged inside the node and a third is packed. All runs then take as long as their longest
+    stage, and once, for one run, the others. Stages follow one another with ``overlap`` off and in
+    sparse modes of sync. On a CPU, whose presets are fitted so, and for stock DeepSpeed, there is
+    one collective for each module.
 
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any
@@ -52,10 +49,9 @@ Note [Range]
     A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default).
     The share of the communication that a device hides is unknown too, unless the user states it,
     and so are the FLOPs of some layers (``model_files.py``), which may be half as many or half as
-    many again. A step is never longer on a faster
-    machine or with more overlap. Two predictions therefore bound it: everything at its best, and
-        everything at its
-    worst. Two more for each single unknown give the dependence of the step on it.
+    many again. A step is never longer on a faster machine or with more overlap. Two predictions
+    therefore bound it: everything at its best, and everything at its worst. Two more for each
+    single unknown give the dependence of the step on it.
 """
 
 from __future__ import annotations

@@ -6,17 +6,15 @@ transformers.
 
 Note [Parts]
     The engine gathers and releases one module at a time: the embedding, each layer, the head. With
-        tied embeddings the
-    head's matrix is the embedding's, so the head's parameters are those of the last norm, but its
-    FLOPs are counted.
+    tied embeddings the head's matrix is the embedding's, so the head's parameters are those of the
+    last norm, but its FLOPs are counted.
 
 Note [A shape for a size]
     Published models of N parameters have similar shapes: GPT-3 and GPT-NeoX are about 128 times as
-        wide as they are
-    deep, with a feed-forward of four times the width. With ``L = h / 128`` layers, ``N = 12 L h^2``
-    gives the width, which is rounded to whole heads, and then the number of layers. The width of
-    the feed-forward absorbs the difference, so that the shape has N parameters to within a few
-    hundredths of a percent.
+    wide as they are deep, with a feed-forward of four times the width. With ``L = h / 128`` layers,
+    ``N = 12 L h^2`` gives the width, which is rounded to whole heads, and then the number of
+    layers. The width of the feed-forward absorbs the difference, so that the shape has N parameters
+    to within a few hundredths of a percent.
 """
 
 from __future__ import annotations

@@ -22,20 +22,18 @@ Note [Sizes]
 Note [Stock bytes]
     Stock DeepSpeed gathers in one collective, not hierarchically. A quantized reduction is
     hierarchical; on one node it is not quantized. hpZ stores its secondary copy in 16 bits, in
-    whatever format it is sent. LoCo stores the error of
-    INT4 in INT8: of the whole gradient before the reduction inside the node, and of the node's
-        share before that
-    between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's,
-    one for 256, which is 1.6% too many bytes for INT8.
+    whatever format it is sent. LoCo stores the error of INT4 in INT8: of the whole gradient before
+    the reduction inside the node, and of the node's share before that between nodes. DeepSpeed's
+    scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is 1.6%
+    too many bytes for INT8.
 
 Note [Expected changes]
     The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the
     data. In a matrix whose weights have the standard deviation ``sigma``, the share
-    ``7.4 lr / sigma`` of the INT8 weights changes in a step of
-    Adam: a scale is about ``.0245 sigma``, an update ``.18 lr``. A hundredth is taken for
-        ``lr / sigma``, for example
-    1e-4 to .01, which describes the second half of a training. Changes are taken to be independent
-    of each other, so the number of changes of a tile is binomial. Of blocks of 256, 0.15% are then
+    ``7.4 lr / sigma`` of the INT8 weights changes in a step of Adam: a scale is about
+    ``.0245 sigma``, an update ``.18 lr``. A hundredth is taken for ``lr / sigma``, for example 1e-4
+    to .01, which describes the second half of a training. Changes are taken to be independent of
+    each other, so the number of changes of a tile is binomial. Of blocks of 256, 0.15% are then
     sent whole, and no tile has a change larger than 1 (measured over 600 steps of a small model;
     where more than an eighth of the weights changes, both grow quickly).
 

@@ -12,10 +12,9 @@ Note [Digests first]
 
 Note [A rank without the block]
     A rank without a ``zero_topo`` block continues with stock DeepSpeed. It must not wait for the
-    others, nor they for
-    it: its script may have imported zero_topo only for a plan, on one rank. Every rank therefore
-        registers in the
-    store of torch's rendezvous, and only ranks with the block wait until all have registered.
+    others, nor they for it: its script may have imported zero_topo only for a plan, on one rank.
+    Every rank therefore registers in the store of torch's rendezvous, and only ranks with the block
+    wait until all have registered.
 """
 
 from __future__ import annotations

@@ -214,10 +214,9 @@ class Secondary:
         forward gather's rows into a staging buffer; the stream of ``copying`` then copies this to
         the host. Before a backward gather, that stream copies the parts to the device. It runs its
         copies in order, so a load never overtakes the store before it. A staging buffer is freed
-        once the stream that packs the next one has waited for its copy; a loaded buffer, once
-        the reader has waited for its gather. Both are then reused in stream order: the host waits
-            for nothing, and no
-        more than one gather's parts are staged.
+        once the stream that packs the next one has waited for its copy; a loaded buffer, once the
+        reader has waited for its gather. Both are then reused in stream order: the host waits for
+        nothing, and no more than one gather's parts are staged.
 
     Args:
         layout: of all parameters.

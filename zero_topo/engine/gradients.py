@@ -11,12 +11,10 @@ Note [Zeroed, then added]
 
 Note [Peeking]
     ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek
-    finishes the sync,
-    and the step does not repeat it. Gradients of a further micro-batch reopen their runs: the
-        delivered sum stays in
-    the rank's own row only, so the sum over the ranks that share a row is still the gradient, and
-    sync runs again. A user's write to the own row does the same if the optimizer reads rows of
-    other ranks too.
+    finishes the sync, and the step does not repeat it. Gradients of a further micro-batch reopen
+    their runs: the delivered sum stays in the rank's own row only, so the sum over the ranks that
+    share a row is still the gradient, and sync runs again. A user's write to the own row does the
+    same if the optimizer reads rows of other ranks too.
 
 Note [Residual in the buffer]
     A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next

@@ -3,12 +3,10 @@
 
 Note [Residuals of another run]
     A residual belongs to one peer, so it cannot be loaded if the peers change. But the sum over the
-    peers is the part
-    of the gradients that the optimizer has not received, whichever peer stores it: each of ``P``
-        new peers takes a
-    ``P``-th. A change of the number of ranks needs DeepSpeed's conversion to a universal
-    checkpoint, which ignores residuals and ages. :func:`carry` adds the sums and AgedAdamW's ages
-    (steps since each element arrived) to its output.
+    peers is the part of the gradients that the optimizer has not received, whichever peer stores
+    it: each of ``P`` new peers takes a ``P``-th. A change of the number of ranks needs DeepSpeed's
+    conversion to a universal checkpoint, which ignores residuals and ages. :func:`carry` adds the
+    sums and AgedAdamW's ages (steps since each element arrived) to its output.
 """
 
 from __future__ import annotations

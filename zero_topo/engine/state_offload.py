@@ -3,12 +3,11 @@
 
 Note [Emptied storages]
     Shards are read through many views: gathers, publish, DeepSpeed's flat buffers, masters that are
-        the weights
-    themselves. Replacing the data of one view would not free the memory, which the other views
-    share. A storage is therefore copied to the host and resized to zero under all its views; they
-    are valid again after the reload, and must not be read before. Tensors that users can access
-    (``param.ds_tensor``, masters, optimizer states) use the host's copy in the meantime, as in
-    stock ZeRO-3: they can be read and edited, and their ``device`` is the CPU.
+    the weights themselves. Replacing the data of one view would not free the memory, which the
+    other views share. A storage is therefore copied to the host and resized to zero under all its
+    views; they are valid again after the reload, and must not be read before. Tensors that users
+    can access (``param.ds_tensor``, masters, optimizer states) use the host's copy in the meantime,
+    as in stock ZeRO-3: they can be read and edited, and their ``device`` is the CPU.
 """
 
 from __future__ import annotations

@@ -3,24 +3,20 @@
 
 Note [Quantized gathers]
     Each parameter is quantized separately: no block spans two parameters. The value a layer
-        computes with therefore
-    does not depend on which bucket or prefetch carried it, and a norm's weights never share a scale
-    with a matrix. Persistent parameters (``stage3_param_persistence_threshold``) are gathered
-    exactly.
+    computes with therefore does not depend on which bucket or prefetch carried it, and a norm's
+    weights never share a scale with a matrix. Persistent parameters
+    (``stage3_param_persistence_threshold``) are gathered exactly.
 
 Note [Which copy is read]
     Forward gathers read the primary shards, also when DeepSpeed's prefetch starts them in the
     forward pass for use in the backward pass. Every gather inside the backward pass, the
     recomputation of activation checkpoints included, reads the secondary shards if there are any. A
-    secondary at least as wide as the weights domain (S a multiple of W)
-    is a subset of the primary: it is requantized locally right after publish, and with S = W and
-        equal specs the
-    forward sends those same bytes, so weights are quantized once per optimizer step. A narrower one
-    (ZeRO++: weights over the world, secondary over the node) is captured from the forward gather,
-    and is stamped with the version of the
-    weights: a parameter that no forward has gathered since the last publish is gathered from the
-        primary again, never
-    from a stale copy.
+    secondary at least as wide as the weights domain (S a multiple of W) is a subset of the primary:
+    it is requantized locally right after publish, and with S = W and equal specs the forward sends
+    those same bytes, so weights are quantized once per optimizer step. A narrower one (ZeRO++:
+    weights over the world, secondary over the node) is captured from the forward gather, and is
+    stamped with the version of the weights: a parameter that no forward has gathered since the last
+    publish is gathered from the primary again, never from a stale copy.
 
 Note [Publish before gather]
     On a GPU, gathers run on one stream, publish on another, and edits and loads on the caller's.
@@ -32,22 +28,18 @@ Note [Delta publish]
     With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is the row as every
     rank stores it. Every rank, the owner included, replaces ``w`` by ``w + q``: one FP32 sum,
     rounded once to the dtype of the weights. All ranks do the same arithmetic on the same bits, so
-    all copies stay bit-identical. The error of ``q`` and of the
-    rounding is part of the next difference: the FP32 master serves as error feedback. Each row of a
-        parameter is padded
-    to whole blocks, so a norm never shares a scale with a matrix.
+    all copies stay bit-identical. The error of ``q`` and of the rounding is part of the next
+    difference: the FP32 master serves as error feedback. Each row of a parameter is padded to whole
+    blocks, so a norm never shares a scale with a matrix.
 
 Note [Publish under forward]
     Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
     (:meth:`Weights.begin`) when the first of them is needed or the step ends. Persistent parameters
-    are published
-    first, in separate runs: DeepSpeed gathers them at the end of the step, which waits for these
-        runs only. Other runs
-    follow in the order in which the model needs them: vectors, often a separate sub-group, are
-        needed by the first
-    module. A run is finished when a gather first needs one of its parameters
-    (:meth:`Weights.finish`). Each parameter has a version count, and a gather of a stale version
-    raises an error instead of reading it.
+    are published first, in separate runs: DeepSpeed gathers them at the end of the step, which
+    waits for these runs only. Other runs follow in the order in which the model needs them:
+    vectors, often a separate sub-group, are needed by the first module. A run is finished when a
+    gather first needs one of its parameters (:meth:`Weights.finish`). Each parameter has a version
+    count, and a gather of a stale version raises an error instead of reading it.
 
 Note [INT8 weights]
     A quantized gather rounds the weights of a shard to INT8 before it sends them, and nothing else
@@ -69,10 +61,10 @@ Note [Exact weights]
 
 Note [Frozen]
     Parameters that no optimizer updates follow the trained ones: their columns lie behind those of
-        DeepSpeed's flat
-    buffers. Their world shards are DeepSpeed's own, so checkpoints and exact gathers have the exact
-    values. They are published once, and again after a load. A rank owns no more of them than its
-    world shard, at any optimizer degree. A gather has either trained or frozen parameters.
+    DeepSpeed's flat buffers. Their world shards are DeepSpeed's own, so checkpoints and exact
+    gathers have the exact values. They are published once, and again after a load. A rank owns no
+    more of them than its world shard, at any optimizer degree. A gather has either trained or
+    frozen parameters.
 
     A secondary copy narrower than the weights (S < W) is filled once, from the exact values: each
     rank gathers its ``N / S`` rows from the ranks that have them. All gathers of both passes then

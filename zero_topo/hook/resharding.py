@@ -5,10 +5,9 @@ this rank.
 Note [Recut]
     DeepSpeed cuts a parameter of ``m`` elements into ``N`` shards of ``ceil(m / N)``, one per rank.
     A rank's flat tensors store its shards of a sub-group's parameters one after the other;
-    ``param_shapes`` lists these parameters.
-    A shard for another ``N`` is read from the few old shards that it overlaps. Files are
-        memory-mapped: a rank reads
-    only what it copies, and never stores a whole model.
+    ``param_shapes`` lists these parameters. A shard for another ``N`` is read from the few old
+    shards that it overlaps. Files are memory-mapped: a rank reads only what it copies, and never
+    stores a whole model.
 """
 
 from __future__ import annotations

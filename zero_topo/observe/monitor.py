@@ -90,10 +90,9 @@ def record(
 
     Returns:
         The key of its totals: operation, phase and domain. Bytes of the tensor that was passed, by
-            DeepSpeed's
-        definition; 0 if sizes differ between ranks, because DeepSpeed compares stragglers by size,
-        which must then be equal on all ranks. Milliseconds, and the bandwidth of the whole result
-        and of what this rank sent, Gbit/s.
+        DeepSpeed's definition; 0 if sizes differ between ranks, because DeepSpeed compares
+        stragglers by size, which must then be equal on all ranks. Milliseconds, and the bandwidth
+        of the whole result and of what this rank sent, Gbit/s.
     """
     others = group.size - 1
     whole = nbytes * group.size // others

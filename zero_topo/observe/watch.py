@@ -10,12 +10,10 @@ Note [A run without progress]
     moves, each poll costs one query of the store; the more ranks there are, the more rarely each
     polls. If a rank dies and the backend notices, its neighbours fail at once, with an error that
     names no rank. A process that ends with an error therefore records it in the store. If the error
-    may come from another rank, the process
-    queries the others before it ends. Ranks on the node of a dead rank cannot: their launcher kills
-        them first.
-    A rank whose script ends normally records that too. The store ends with the process of rank 0,
-    so rank 0 waits until the threads of all others have read its record; they continue to watch
-    without a store.
+    may come from another rank, the process queries the others before it ends. Ranks on the node of
+    a dead rank cannot: their launcher kills them first. A rank whose script ends normally records
+    that too. The store ends with the process of rank 0, so rank 0 waits until the threads of all
+    others have read its record; they continue to watch without a store.
 """
 
 from __future__ import annotations

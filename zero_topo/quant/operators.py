@@ -5,11 +5,9 @@ device.
 Note [Operators]
     torch selects a kernel by the device of the arguments, names it in profiles and runs the fake
     one for FakeTensors. The reference serves every device that no other backend serves. An operator
-    writes only to arguments that its schema
-    marks, and returns nothing or a new tensor: torch forbids returning an alias of an argument. An
-        index that leaves
-    out a source or a member is -1 for none. A process has one backend per device type: the last one
-        selected.
+    writes only to arguments that its schema marks, and returns nothing or a new tensor: torch
+    forbids returning an alias of an argument. An index that leaves out a source or a member is -1
+    for none. A process has one backend per device type: the last one selected.
 """
 
 from __future__ import annotations

@@ -4,22 +4,16 @@ bit.
 
 Note [Arithmetic contract]
     ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still
-        works
-    after dequantization; if it is below 2**-100, scale = 0 and q = 0; else ``scale = absmax / L``,
-    ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly
-    rounded: two tensors
-    are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one
-        rounding to the output
-    type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum,
-        no FMA.
+    works after dequantization; if it is below 2**-100, scale = 0 and q = 0; else
+    ``scale = absmax / L``, ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``.
+    Divisions are correctly rounded: two tensors are divided, never a Python scalar by a tensor.
+    Dequantized value: ``q * scale`` in FP32, one rounding to the output type. Reduction: FP32
+    accumulator, sources in rank order, one rounding per product and per sum, no FMA.
 
     NF4: the scale's byte ``b`` is ``(bits(absmax / 127) + NF4_NEAREST - NF4_SCALE) >> 21``, at
-        least 0. If ``b`` is
-    above 254, or ``absmax`` is Inf or NaN, it is 255: scale = NaN and q = 0. Else ``scale`` has the
-        bits
-    ``NF4_SCALE + (b << 21)``, ``inv = 1 / scale``, and ``q + 8`` is the number of ``NF4_BOUNDS``
-    below ``x * inv``.
-    Dequantized value: ``NF4_LEVELS[q + 8] * scale``.
+    least 0. If ``b`` is above 254, or ``absmax`` is Inf or NaN, it is 255: scale = NaN and q = 0.
+    Else ``scale`` has the bits ``NF4_SCALE + (b << 21)``, ``inv = 1 / scale``, and ``q + 8`` is the
+    number of ``NF4_BOUNDS`` below ``x * inv``. Dequantized value: ``NF4_LEVELS[q + 8] * scale``.
 
 Note [Count sketch]
     A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three

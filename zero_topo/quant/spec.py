@@ -14,11 +14,9 @@ arithmetic for the kernels.
 Note [NF4]
     The 4-bit value ``v``, -8 to 7, stands for ``NF4_LEVELS[v + 8]``: the quantiles of a normal
     distribution of QLoRA (arXiv 2305.14314), in units of 1/127 and mirrored, so that zero is
-    encoded as zero. Levels are dense near zero,
-    where most values lie. A block has 64 values. Its scale is a byte ``b``:
-        ``2**-43 * (1 + b % 4 / 4) * 2**(b // 4)``,
-    four scales per power of two. 255 is NaN. INT4 in blocks of 256 has as many bits per value. See
-    ``csrc/zt_nf4.h``.
+    encoded as zero. Levels are dense near zero, where most values lie. A block has 64 values. Its
+    scale is a byte ``b``: ``2**-43 * (1 + b % 4 / 4) * 2**(b // 4)``, four scales per power of two.
+    255 is NaN. INT4 in blocks of 256 has as many bits per value. See ``csrc/zt_nf4.h``.
 
 Note [Changes]
     A message encodes how the INT8 weights of ``n`` blocks of ``B`` values changed. Most do not
@@ -32,11 +30,9 @@ Note [Changes]
 
     A tile therefore takes ``min(c, T / 8 + ceil(c / 8))`` bytes, none if nothing changes; the list
     wins a tie. Where a weight of the tile changes by more than 1, as when an optimizer makes up for
-    many steps at once, the positions are
-    without signs, and the new weights follow, a byte each: ``min(c, T / 8) + c`` bytes. A block
-        whose scale changes,
-    or that has a tile with more than ``7/8 T`` changes, is sent whole. With ``W`` such blocks, the
-    message is::
+    many steps at once, the positions are without signs, and the new weights follow, a byte each:
+    ``min(c, T / 8) + c`` bytes. A block whose scale changes, or that has a tile with more than
+    ``7/8 T`` changes, is sent whole. With ``W`` such blocks, the message is::
 
         [ends: two uint32 per 32 blocks, the blocks sent whole and the bytes of changes up to their
          end; padded to 128]

@@ -3,16 +3,14 @@
 
 Note [Tiles]
     A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. One scalar
-        comparison tests whether all
-    values of a tile exist. Only the other tiles use masks, which prevent loads and stores of 16
-    bytes per thread.
+    comparison tests whether all values of a tile exist. Only the other tiles use masks, which
+    prevent loads and stores of 16 bytes per thread.
 
 Note [Addresses]
     A message's address is a base plus strides for its source and its member, so one compiled kernel
     serves any number of sources and members. A tuple of pointers would need a kernel for each
-    number, and a table of pointers a copy to
-    the device for each call. Programs of all members are on the first axis of the grid: the others
-        end at 65,535.
+    number, and a table of pointers a copy to the device for each call. Programs of all members are
+    on the first axis of the grid: the others end at 65,535.
 
 Note [Integers in floats]
     Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even,

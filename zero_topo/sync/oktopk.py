@@ -12,27 +12,25 @@ PPoPP 2022).
 
 Note [Thresholds]
     An exact local threshold needs a selection. For an exact global one, owners gather their largest
-    magnitudes, up to
-    four times their share of k: if one has more of the k largest, more than k are chosen. Both are
-        computed every
-    ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change
-    fast, every step computes them. After a reuse a threshold is multiplied by the fourth root of
-    its count over k, as if counts fell with its fourth power. If fewer than 4/5 k elements of a
-    rank reach the local threshold, it takes the k largest of those that reach five sixths of it; if
-    more than 5/4 k do, the k largest of these. If there are fewer than k, or over 8 k, the rank
-    computes the threshold anew. Of the sums at most 5/4 k are chosen, so the mean of the ranks
-    sends at most 5 k (P - 1) / P words: each rank keeps its share of them, the largest. If fewer
-    than 4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in
-    proportion to the ranks' counts (five sixths of it, if the sums contain more than selected
-    elements).
+    magnitudes, up to four times their share of k: if one has more of the k largest, more than k are
+    chosen. Both are computed every ``tau_prime`` steps and reused between; in the first
+    ``tau_prime`` steps, when gradients change fast, every step computes them. After a reuse a
+    threshold is multiplied by the fourth root of its count over k, as if counts fell with its
+    fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k
+    largest of those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If
+    there are fewer than k, or over 8 k, the rank computes the threshold anew. Of the sums at most
+    5/4 k are chosen, so the mean of the ranks sends at most 5 k (P - 1) / P words: each rank keeps
+    its share of them, the largest. If fewer than 4/5 k reach the global threshold, k are chosen
+    among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of it,
+    if the sums contain more than selected elements).
 
 Note [Sharded]
     If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions
-        are the rows. Step 3
-    then sends only counts, and magnitudes when the threshold is computed. The sender cannot know
-    which of its elements the owner selected. It therefore clears them all from its residual, and
-    the owner keeps the unselected sums in its own. A rank selects the share ``density`` of the
-    other ranks' rows. It does not send its own row: all of it, with its residual, is in the sums.
+    are the rows. Step 3 then sends only counts, and magnitudes when the threshold is computed. The
+    sender cannot know which of its elements the owner selected. It therefore clears them all from
+    its residual, and the owner keeps the unselected sums in its own. A rank selects the share
+    ``density`` of the other ranks' rows. It does not send its own row: all of it, with its
+    residual, is in the sums.
 """
 
 from __future__ import annotations

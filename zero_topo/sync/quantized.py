@@ -11,11 +11,10 @@ Note [Error feedback]
 
 Note [The residual lies in the gradient shard]
     ``e`` needs no separate buffer: ``q`` is subtracted from ``g + e`` in place, and the next step's
-        gradients are added
-    to the result instead of to zero. ``e`` then has the rounding of the gradient shard, once when
-    ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of its
-    element's residual adds nothing, so an element that stays below 1e-4 of its block's largest may
-    never be sent (FP32 loses half as many of them);
+    gradients are added to the result instead of to zero. ``e`` then has the rounding of the
+    gradient shard, once when ``q`` is subtracted and once with each gradient added. In BF16 a
+    gradient below 2^-9 of its element's residual adds nothing, so an element that stays below 1e-4
+    of its block's largest may never be sent (FP32 loses half as many of them);
     ``"accumulation_dtype": "fp32"`` avoids that for 2 more bytes per element.
 
     A skipped step, or a ``zero_grad`` that drops gradients, also drops the residual, which is part

@@ -19,11 +19,9 @@ gradient, ``e`` its residual and ``P`` peers, at each step:
 
 Note [Units of the gradient]
     The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends
-    ``mt = b m + (1 - b) g + e``. But
-    ``m`` is equal on all peers, so it need not be sent: on the mask the sum of ``mt`` minus
-        ``b m``, over ``1 - b``, is
-    the sum of ``a``. There is no cancellation, and at density 1 AdamS gets the bits of the dense
-    gradient.
+    ``mt = b m + (1 - b) g + e``. But ``m`` is equal on all peers, so it need not be sent: on the
+    mask the sum of ``mt`` minus ``b m``, over ``1 - b``, is the sum of ``a``. There is no
+    cancellation, and at density 1 AdamS gets the bits of the dense gradient.
 
 Note [Where the momentum lives]
     In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but

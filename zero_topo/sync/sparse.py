@@ -12,23 +12,20 @@ Note [A sparse step]
 Note [Nothing is written before the step is decided]
     ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step
     is skipped. A run keeps only what it sent, and a copy of those rows of ``g`` that the sums
-    overwrite. :meth:`Sparse.commit` then adds
-    ``g`` to the residual, which is ``a`` again with the same bits, and subtracts what was sent: run
-        by run, in place.
-    If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the
-    gradients. It contains ``e``, so ``e`` is not added again when the run is started again in this
-    step. Sums inside a node replace the gradients in the shard, in its dtype, because
-    :meth:`Sparse.commit` cannot reduce them again.
+    overwrite. :meth:`Sparse.commit` then adds ``g`` to the residual, which is ``a`` again with the
+    same bits, and subtracts what was sent: run by run, in place. If the step is skipped, these
+    records are dropped. If a run is reopened, ``e'`` is added to the gradients. It contains ``e``,
+    so ``e`` is not added again when the run is started again in this step. Sums inside a node
+    replace the gradients in the shard, in its dtype, because :meth:`Sparse.commit` cannot reduce
+    them again.
 
 Note [Not a number]
     A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports
-        it: a mode that
-    dropped it would train on. NaN counts as the largest value and as above every threshold, so a
-    rank that has values that are not finite selects one of them. No mode therefore reads a whole
-    gradient to check it, except a row from which a rank selects nothing. Where ranks exchange the
-    counts of their selected elements, such a rank sends -1 in
-    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets
-        have a fixed length,
+    it: a mode that dropped it would train on. NaN counts as the largest value and as above every
+    threshold, so a rank that has values that are not finite selects one of them. No mode therefore
+    reads a whole gradient to check it, except a row from which a rank selects nothing. Where ranks
+    exchange the counts of their selected elements, such a rank sends -1 in place of its counts
+    (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets have a fixed length,
     the sums contain the value. Under a mask the device writes NaN into the first value for each
     owner.
 
@@ -39,9 +36,8 @@ Note [Host synchronizations]
 
 Note [Peers]
     Each rank is one of ``P`` peers that store the same ``n`` gradient elements: row ``p`` of its
-        table ``[P, C]``
-    belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and
-    all need all rows.
+    table ``[P, C]`` belongs to the optimizer shard of peer ``p``. In plain data parallelism every
+    rank is a peer and all need all rows.
 
 Note [Rounding]
     If values are sent in 16 bits, a rank's residual keeps the rounding errors of its values, and
@@ -578,8 +574,7 @@ class Masked(Sparse):
 
         Returns:
             The function that ends it, with the result FP32, zero off the mask: ``[P * m]``, or the
-                own row ``[m]`` if
-            this rank needs no others; and the record.
+            own row ``[m]`` if this rank needs no others; and the record.
         """
         size = self.peers.size
         own = self.peers.index

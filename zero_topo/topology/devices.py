@@ -4,10 +4,9 @@ they determine.
 
 Note [Packages]
     A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an
-        AMD MI250X, are the
-    ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports
-    the type XGMI, one ``group`` and often the same weight, so neither groups them; the number of
-    links does (see ``tools/xgmi.py``).
+    AMD MI250X, are the ranks of one gpu domain. Tools do not report packages. On an MI250X every
+    pair of GCDs reports the type XGMI, one ``group`` and often the same weight, so neither groups
+    them; the number of links does (see ``tools/xgmi.py``).
 """
 
 from __future__ import annotations

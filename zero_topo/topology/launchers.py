@@ -3,13 +3,12 @@
 
 Note [Launchers inside launchers]
     A process often carries the variables of several launchers: ``srun`` or ``mpirun`` starts a
-        ``torchrun`` or
-    ``deepspeed`` on each node, which starts the ranks; or ``srun`` starts the ranks and a script
-    sets WORLD_SIZE from Slurm's variables. The launcher closest to the process decides. A farther
-    launcher has started either the closer launchers or the ranks. In the first case it has at most
-    one task per node, and no data on the ranks. In the second it has as many tasks as there are
-    ranks, must agree in every number that both give, and adds hosts and placement. Anything else is
-    a contradiction, and an error.
+    ``torchrun`` or ``deepspeed`` on each node, which starts the ranks; or ``srun`` starts the ranks
+    and a script sets WORLD_SIZE from Slurm's variables. The launcher closest to the process
+    decides. A farther launcher has started either the closer launchers or the ranks. In the first
+    case it has at most one task per node, and no data on the ranks. In the second it has as many
+    tasks as there are ranks, must agree in every number that both give, and adds hosts and
+    placement. Anything else is a contradiction, and an error.
 
 Only the checks look at this process's own rank: the view's other fields come out equal on every
 rank.
