@@ -33,9 +33,8 @@ COLOURS = (
 )
 NOTE = (
     "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the "
-    "links need if all "
-    "collectives overlap, and if one follows the other. uplink: bytes that leave a node per step, "
-    "by the kernel."
+    "links need if all collectives overlap, and if one follows the other. uplink: bytes that leave "
+    "a node per step, by the kernel."
 )
 STOCK_NOTE = (
     "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, "
@@ -55,9 +54,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     rates = " / ".join(str(getattr(spec.rates_mbit, level)) for level in LEVELS)
     console.print(
         f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} GCDs, "
-        "links of a GCD / GPU "
-        f"/ node {rates} Mbit/s; model {format_bytes(content['message_bytes'])} in 16 bits; "
-        "forward and backward of a "
+        f"links of a GCD / GPU / node {rates} Mbit/s; model "
+        f"{format_bytes(content['message_bytes'])} in 16 bits; forward and backward of a "
         f"micro-batch {format_seconds(content['compute_s_per_micro_batch'])} without communication",
         soft_wrap=True,
     )

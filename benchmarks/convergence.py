@@ -78,8 +78,7 @@ class Convergence:
         ):
             raise ValueError(
                 "in one process only sync and the optimizer differ: give --fp32, a shape such as "
-                "4x1x1, one "
-                "micro-batch, and schemes that quantize nothing else"
+                "4x1x1, one micro-batch, and schemes that quantize nothing else"
             )
         unknown = set(self.again) - {_plain(scheme.name) for scheme in self.schemes if self.before}
         if unknown:

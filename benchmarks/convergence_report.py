@@ -20,10 +20,9 @@ WIDTH = 116
 PICTURES = ("convergence.png",)
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed "
-    "farthest away. chaos is "
-    "stock after a small change of its initial weights: what is not larger than that says nothing. "
-    "MB crossing: "
-    "what a rank sends out of its node in a step for sync and publish."
+    "farthest away. chaos is stock after a small change of its initial weights: what is not larger "
+    "than that says nothing. MB crossing: what a rank sends out of its node in a step for sync and "
+    "publish."
 )
 
 

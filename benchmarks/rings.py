@@ -91,9 +91,8 @@ def read_tests(path: Path) -> list[Timed]:
         what = f"of {named[2]}" if named and named[2] else f"without {missing}"
         raise ValueError(
             f"{path}: output {what}, from which no ring's rate can be computed; give outputs of "
-            "all_gather_perf or "
-            "reduce_scatter_perf of rccl-tests or nccl-tests, with the collective in their text or "
-            "file name"
+            "all_gather_perf or reduce_scatter_perf of rccl-tests or nccl-tests, with the "
+            "collective in their text or file name"
         )
     world = len(ranks)
     nodes = len(set(ranks.values()))
@@ -125,8 +124,7 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
     if len(rows) < ENOUGH_POINTS or len({row.nbytes for row in rows}) < ENOUGH_POINTS:
         raise ValueError(
             f"{len(rows)} measurements of a collective cannot separate latency from bandwidth; "
-            "measure at least "
-            f"{ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
+            f"measure at least {ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
         )
     found = min((_fit_class(rows, small) for small in SMALL_CLASSES), key=lambda tried: tried[0])[1]
     shares = {

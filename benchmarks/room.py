@@ -29,10 +29,8 @@ def check_room(ranks: int, each: int, root: Path = Path("/")) -> None:
     if available is not None and ranks * (each + RANK) > available:
         raise ValueError(
             f"{ranks:,} ranks of {format_bytes(each + RANK)} each want "
-            f"{format_bytes(ranks * (each + RANK))} of memory "
-            f"and {format_bytes(available)} are available: take at most "
-            f"{available // (each + RANK):,} ranks, or "
-            "smaller ones"
+            f"{format_bytes(ranks * (each + RANK))} of memory and {format_bytes(available)} are "
+            f"available: take at most {available // (each + RANK):,} ranks, or smaller ones"
         )
 
 

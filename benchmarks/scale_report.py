@@ -17,9 +17,8 @@ PICTURES = ("scale.png",)
 LAUNCHING = ("operations", "kernels", "collectives")
 NOTE = (
     "Launches: ATen operations that are neither views nor allocations, calls of kernels, and "
-    "collectives. Milliseconds "
-    "are this host's, without any network. Inside DeepSpeed's engine, what it does beyond moving "
-    "bytes is in them."
+    "collectives. Milliseconds are this host's, without any network. Inside DeepSpeed's engine, "
+    "what it does beyond moving bytes is in them."
 )
 
 

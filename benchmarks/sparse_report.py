@@ -18,12 +18,9 @@ WIDTH = 128
 PICTURES = ("sparse.png",)
 NOTE = (
     "Words per k: 4-byte words that a rank sends for each element it selects; busiest: of the rank "
-    "that sends most. "
-    "Error: of the received sums against the sum of all ranks' gradients and residuals. Xi: of the "
-    "received sums "
-    "against the k largest of these, over the norm of the gradients. Seconds are those of this "
-    "machine's loopback "
-    "interface."
+    "that sends most. Error: of the received sums against the sum of all ranks' gradients and "
+    "residuals. Xi: of the received sums against the k largest of these, over the norm of the "
+    "gradients. Seconds are those of this machine's loopback interface."
 )
 
 

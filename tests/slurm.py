@@ -189,10 +189,8 @@ class Cluster:
         gres = f" Gres=gpu:{self.gpus}" if gpus else ""
         nodes = [
             f"NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
-            f"CPUs={self.cpus} "
-            f"Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
-            "RealMemory=1000 "
-            f"Features=gpu,nvme{gres}"
+            f"CPUs={self.cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} "
+            f"ThreadsPerCore=1 RealMemory=1000 Features=gpu,nvme{gres}"
             for host in self.hosts
         ]
         host = os.uname().nodename.partition(".")[0]

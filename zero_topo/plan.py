@@ -134,8 +134,7 @@ class Plan:
         if secondary is not None and secondary % self.weights and self.weights % secondary:
             raise ValueError(
                 f"secondary degree {secondary} and weights degree {self.weights} do not divide one "
-                "another; "
-                f"choose a multiple or a divisor of {self.weights}, or null"
+                f"another; choose a multiple or a divisor of {self.weights}, or null"
             )
 
     @classmethod
@@ -343,7 +342,6 @@ def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
             ]
             raise ValueError(
                 f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks "
-                "each); "
-                f"choose one of {fitting}"
+                f"each); choose one of {fitting}"
             )
     return degree

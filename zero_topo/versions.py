@@ -103,8 +103,7 @@ def refusal(package: str, version: str) -> str | None:
         return None
     return (
         f"{package} {version} is installed, but zero_topo works with {known.oldest} to "
-        f"{known.newest}: "
-        f"install {package} {known.pinned}, or a zero_topo for your version"
+        f"{known.newest}: install {package} {known.pinned}, or a zero_topo for your version"
     )
 
 

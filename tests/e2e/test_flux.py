@@ -97,10 +97,8 @@ def test_every_rank_of_a_flux_job_finds_its_node(tmp_path: Path, machine: str) -
     ]
     program = (
         "import os; from zero_topo.topology.discover import discover; tree = discover(os.environ, "
-        "lambda: (None, ()));"
-        "print('found', *(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', "
-        "'WORLD_SIZE')),"
-        "tree.nodes, tree.ranks_per_node)"
+        "lambda: (None, ()));print('found', *(os.environ[name] for name in ('RANK', 'LOCAL_RANK', "
+        "'LOCAL_WORLD_SIZE', 'WORLD_SIZE')),tree.nodes, tree.ranks_per_node)"
     )
     file = written(tmp_path, machine, *words, "--", sys.executable, "-c", program)
     run = [

@@ -136,8 +136,7 @@ def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int
     """What rccl-tests prints on nodes whose collectives take what the ring says."""
     lines = [
         f"#  Rank {rank:2d} Group  0 Pid  {9000 + rank} on frontier{rank // per_node:05d} device  "
-        f"{rank % per_node} "
-        "[0000:c1:00] AMD Instinct MI250X"
+        f"{rank % per_node} [0000:c1:00] AMD Instinct MI250X"
         for rank in range(ranks)
     ]
     for power in range(20, 31):

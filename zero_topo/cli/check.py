@@ -126,8 +126,7 @@ def check(
     ):
         notes.append(
             "expert parallelism is priced only for a model with experts, such as --model "
-            "mixtral-8x7b: plan, seconds, "
-            "bytes and memory are those without it"
+            "mixtral-8x7b: plan, seconds, bytes and memory are those without it"
         )
     resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
     if options.as_json:
@@ -213,13 +212,11 @@ def _forecast(
     fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is "
-        "predicted to be fastest, "
-        f"{fewer}; for your model: --params 13B, or --model NAME",
+        f"predicted to be fastest, {fewer}; for your model: --params 13B, or --model NAME",
         setting(chosen[USUAL[0]].request)
         if chosen
         else f"the memory of a rank of {found.name} is not known here, so the plan is not known "
-        "either; a job reads it "
-        "from its devices; here give --machine, such as --machine dgx-h100",
+        "either; a job reads it from its devices; here give --machine, such as --machine dgx-h100",
     ]
     if options.as_json:
         rows = [

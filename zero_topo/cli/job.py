@@ -144,8 +144,7 @@ def machines_of(options: JobOptions) -> list[Topology]:
         if ranks not in (None, found):
             raise ValueError(
                 f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} "
-                "ranks, but --ranks is "
-                f"{options.ranks}; give one of the two"
+                f"ranks, but --ranks is {options.ranks}; give one of the two"
             )
         ranks = found
     return [machine(options.machine, count) for count in ranks or (None,)]
@@ -182,8 +181,7 @@ def _ranks_per_node(setting: str, nodes: int) -> int:
     if described.nodes != nodes:
         raise ValueError(
             f"--nodes {nodes}: {setting} describes {described.nodes} nodes; leave --nodes out, or "
-            "change the "
-            "description"
+            "change the description"
         )
     return described.ranks_per_node
 

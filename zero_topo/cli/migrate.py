@@ -156,9 +156,8 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
     if gradients and stock_keys.LOCO in active:
         yield (
             "LoCo: weights and gradients are sharded over the node, and gradients leave it once "
-            "per step, in INT4 with "
-            "all of the error fed back (err_beta and reset_T have no counterpart); inside it they "
-            "are not quantized"
+            "per step, in INT4 with all of the error fed back (err_beta and reset_T have no "
+            "counterpart); inside it they are not quantized"
         )
     elif gradients:
         yield (

@@ -64,8 +64,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
         if "distributed_type" in config:
             raise ValueError(
                 f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON "
-                "that its "
-                "deepspeed_config_file names, or write one: only there can the block stand"
+                "that its deepspeed_config_file names, or write one: only there can the block stand"
             )
         return config
     # base64 may be shortened, a file name not; base64 has no dots or slashes

@@ -80,8 +80,7 @@ class ZeroTopoConfig(StrictModel):
     secondary_on: Place = Field(
         "device",
         description='Memory in which the secondary copy is stored: "host" keeps it in page-locked '
-        "memory of the host, "
-        "from which the backward pass copies it to the device ahead of use.",
+        "memory of the host, from which the backward pass copies it to the device ahead of use.",
     )
     frozen: FrozenConfig = Field(
         FrozenConfig(), description="The secondary copy of frozen weights, if it differs."
@@ -101,8 +100,7 @@ class ZeroTopoConfig(StrictModel):
     sync: SyncConfig = Field(
         DenseSync(),
         description="How gradient shards are reduced across gradient domains, once per optimizer "
-        "step; keys "
-        "left out keep the scheme's.",
+        "step; keys left out keep the scheme's.",
     )
     publish: PublishConfig = Field(
         PublishConfig(),
@@ -128,8 +126,7 @@ class ZeroTopoConfig(StrictModel):
         ge=0,
         strict=True,
         description="Seed Python's and torch's generators of rank r with seed + r when the engine "
-        "is built; null "
-        "leaves them alone.",
+        "is built; null leaves them alone.",
     )
     debug_checks: StrictBool = Field(
         False,
@@ -138,8 +135,7 @@ class ZeroTopoConfig(StrictModel):
     registered_buffers: StrictBool = Field(
         False,
         description="Send and receive in memory that NCCL registers (ncclMemAlloc), so that it "
-        "need not copy to "
-        "buffers of its own. Needs NCCL; not run on a GPU so far.",
+        "need not copy to buffers of its own. Needs NCCL; not run on a GPU so far.",
     )
     two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
         True,

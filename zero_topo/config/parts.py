@@ -65,9 +65,8 @@ class QuantizeConfig(StrictModel):
     resident: Literal["int8"] | None = Field(
         None,
         description="Store the weight shard only as INT8. These weights are gathered as they are "
-        "and updated from the "
-        "FP32 masters; the all-gather after a step sends their changes. Null keeps the model's "
-        "type.",
+        "and updated from the FP32 masters; the all-gather after a step sends their changes. Null "
+        "keeps the model's type.",
     )
     block_size: BlockSize = 256
 
@@ -88,10 +87,8 @@ class PublishConfig(StrictModel):
     delta: Bits | None = Field(
         None,
         description="Send the block-quantized difference between the new weights and those that "
-        "all ranks store, "
-        "instead of the weights. The FP32 masters keep the rounding error, which is part of the "
-        "next difference. Null "
-        "sends the weights.",
+        "all ranks store, instead of the weights. The FP32 masters keep the rounding error, which "
+        "is part of the next difference. Null sends the weights.",
     )
     block_size: BlockSize = 256
 
@@ -109,8 +106,7 @@ class FrozenConfig(StrictModel):
     secondary: SecondarySetting = Field(
         None,
         description="Ranks that share the secondary copy of the frozen weights. If only "
-        "secondary_on is given and the "
-        "trained weights have no copy, it is the node.",
+        "secondary_on is given and the trained weights have no copy, it is the node.",
     )
     secondary_on: Place | None = Field(
         None, description="Memory in which the copy of the frozen weights is stored."

@@ -381,8 +381,7 @@ def _notes(
     if resident is not None:
         yield (
             f"weights are stored as INT8 only, one scale per {resident.block_size} values; vectors "
-            "and small matrices "
-            "keep the model's own type"
+            "and small matrices keep the model's own type"
         )
     if refused is not None:
         yield f"weights are stored in the model's own type: INT8 weights do not go with {refused}"

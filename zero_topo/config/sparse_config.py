@@ -97,8 +97,7 @@ class SparseSync(SyncSettings):
     error_feedback: StrictBool = Field(
         True,
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next "
-        "step. Costs 4 bytes "
-        "for each element of the gradient shard.",
+        "step. Costs 4 bytes for each element of the gradient shard.",
     )
     offload_residual: StrictBool = Field(
         False,
@@ -130,8 +129,7 @@ class SparseSync(SyncSettings):
     warmup: NonNegativeInt = Field(
         0,
         description="Steps after start over which the density goes geometrically from "
-        "start_density to density, as in "
-        "DGC (arXiv 1712.01887, section 3.4).",
+        "start_density to density, as in DGC (arXiv 1712.01887, section 3.4).",
     )
 
     @property

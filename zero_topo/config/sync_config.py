@@ -249,17 +249,14 @@ class QuantizedSync(SyncSettings):
     bits: Literal[8, 4, "nf4"] = Field(
         4,
         description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits '
-        "in a codebook, in "
-        "blocks of 64 with scales of one byte.",
+        "in a codebook, in blocks of 64 with scales of one byte.",
     )
     block_size: BlockSize = 256
     error_feedback: StrictBool = Field(
         True,
         description="Keep what quantization took away and add it at the next step. It stays in the "
-        "gradient shard, "
-        "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each "
-        "gradient element a "
-        "rank sends.",
+        "gradient shard, rounded to its type, and costs nothing; in FP16, which may skip steps, 4 "
+        "bytes for each gradient element a rank sends.",
     )
 
     @model_validator(mode="before")

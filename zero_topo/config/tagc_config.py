@@ -83,9 +83,8 @@ class TagcSync(SparseSync):
         ge=0,
         lt=1,
         description="Share of the elements that a rank does not select; null takes 0.8, 0.9 or "
-        "0.9875 by the ratio, or "
-        "more, so that the selected elements of all ranks fit into the sketch even if none "
-        "coincide.",
+        "0.9875 by the ratio, or more, so that the selected elements of all ranks fit into the "
+        "sketch even if none coincide.",
     )
     value_dtype: Dtype = Field(
         "bf16", description="Type of values sent without a sketch; sketches are always FP32."
@@ -93,8 +92,7 @@ class TagcSync(SparseSync):
     exclude: Strings = Field(
         QUERY_KEY_VALUE,
         description="Parameters to reduce densely after all: shell patterns; by default what "
-        "computes queries, keys "
-        "and values.",
+        "computes queries, keys and values.",
     )
 
     @field_validator("density")
@@ -102,8 +100,7 @@ class TagcSync(SparseSync):
     def _refuse_density(cls, density: float) -> float:
         raise ValueError(
             "is not a setting of the mode tagc, where a rank selects 1 - theta of the elements; "
-            "set theta, or leave it "
-            "to ratio"
+            "set theta, or leave it to ratio"
         )
 
     def zeros(self, peers: int) -> float:

@@ -164,7 +164,6 @@ def expert_tree(topology: Topology, ranks: int) -> Topology:
     if ranks not in sizes:
         raise ValueError(
             f"expert parallelism over {ranks} ranks: they are neither a part of a node of "
-            f"{topology.name} along its "
-            f"GPUs nor whole nodes; choose one of {sizes[1:]}"
+            f"{topology.name} along its GPUs nor whole nodes; choose one of {sizes[1:]}"
         )
     return topology.among(range(0, topology.world_size, ranks))

@@ -159,8 +159,7 @@ def _winner_line(ranking: Ranking) -> str:
         )
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the "
-        f"{fitting} plans that fit, of "
-        f"{fitting + len(ranking.refused)}{leaner}"
+        f"{fitting} plans that fit, of {fitting + len(ranking.refused)}{leaner}"
     )
 
 
@@ -233,9 +232,8 @@ def setting(request: Request) -> str:
         activations = "kept by each plan that fits with them, else recomputed"
     return (
         f"{format_count(model.params)} parameters, as {model.layers} layers of width "
-        f"{model.hidden}; "
-        f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on {where}, activations "
-        f"{activations}{optimizer}; of the communication that computation may hide, "
+        f"{model.hidden}; {job.micro_batch} x {model.sequence:,} tokens a micro-batch on {where}, "
+        f"activations {activations}{optimizer}; of the communication that computation may hide, "
         f"{job.hidden:.0%} is hidden (--overlap "
         f"{job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
@@ -278,8 +276,7 @@ def _tensor_lines(best: Priced, tensor: Sequence[Ranking]) -> list[str]:
         batch = f"{job.micro_batches} x {job.micro_batch} sequences on each {job.tensor} ranks"
         lines.append(
             f"with {ranks}, {other.candidate.name} would take {format_seconds(other.seconds)}, "
-            f"{share:+.1%} time, and "
-            f"{format_bytes(other.stored)}"
+            f"{share:+.1%} time, and {format_bytes(other.stored)}"
             + (f", for the same batch: {batch}" if job.tensor > 1 else "")
         )
     if len(dividing) < len(tensor):
@@ -306,10 +303,9 @@ def _pipeline_line(ranking: Ranking) -> list[str]:
         return []
     return [
         f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, "
-        "stages x tensor "
-        f"parallel ranks), would take {format_seconds(price.seconds)}, "
-        f"{price.seconds / best.seconds - 1:+.1%} "
-        f"time, and {format_bytes(price.stored)}; it needs code that divides the model"
+        f"stages x tensor parallel ranks), would take {format_seconds(price.seconds)}, "
+        f"{price.seconds / best.seconds - 1:+.1%} time, and {format_bytes(price.stored)}; it needs "
+        "code that divides the model"
     ]
 
 

@@ -121,8 +121,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
         hint = did_you_mean(name_or_path, MODELS, cutoff=0.4)
         raise ValueError(
             f"model {name_or_path!r} is neither a file nor a known name{hint}; give the path of a "
-            "Hugging Face "
-            f"config.json or GPT-NeoX YAML, or a name (known: {', '.join(MODELS)})"
+            f"Hugging Face config.json or GPT-NeoX YAML, or a name (known: {', '.join(MODELS)})"
         )
     what = f"model file {path}"
     data = {
@@ -134,8 +133,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
     if not hugging_face and "num_layers" not in neox:
         raise ValueError(
             f"{what}: has neither model_type nor num_layers; give a Hugging Face config.json or a "
-            "GPT-NeoX YAML that "
-            "has the model's shape, or use --params"
+            "GPT-NeoX YAML that has the model's shape, or use --params"
         )
     found = _read_config(name, data, what) if hugging_face else _read_neox(name, neox, what)
     if hugging_face and sequence is None and found.sequence > TRAINED:
@@ -249,8 +247,7 @@ def _read_neox(name: str, keys: Keys, what: str) -> Transformer:
     if key := _experts(keys):
         raise ValueError(
             f"{what}: {key} is {keys[key]!r}: GPT-NeoX's mixture of experts is not counted; plan "
-            "for its "
-            "parameters with --params, which takes all of them for active"
+            "for its parameters with --params, which takes all of them for active"
         )
     heads = count("num_attention_heads")
     positions = count("max_position_embeddings", "seq_length", default=SEQUENCE)
@@ -338,8 +335,7 @@ def build(data: Keys, what: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f"{what}: transformers builds models of type {kind!r}, and is not installed here "
-            f"({error}); "
-            f"pip install transformers torch, {way_out}"
+            f"({error}); pip install transformers torch, {way_out}"
         ) from None
     transformers.logging.set_verbosity_error()
     try:
@@ -358,8 +354,7 @@ def build(data: Keys, what: str) -> Any:
         reason = cut(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ValueError(
             f"{what}: transformers {transformers.__version__} cannot build this model of type "
-            f"{kind!r} ({reason}); "
-            f"install another release, {way_out}"
+            f"{kind!r} ({reason}); install another release, {way_out}"
         ) from None
 
 
@@ -528,6 +523,5 @@ def _notes(model: ModuleTree, chosen: int) -> Iterator[str]:
         kinds = dict.fromkeys(kind for part in model.parts for kind in part.unknown)
         yield (
             f"the FLOPs of {', '.join(kinds)} are not known: two per parameter and token are "
-            "counted, and the range of "
-            "a step allows for half of their parts' more or less"
+            "counted, and the range of a step allows for half of their parts' more or less"
         )

@@ -368,10 +368,8 @@ class Ranking:
         )
         raise ValueError(
             f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} "
-            "parameters into the "
-            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even "
-            f"{leanest.why_not(limit)}; "
-            f"{lossier}{_way_out(leanest, self.request)}"
+            f"parameters into the {format_bytes(limit)} of a rank of {self.request.topology.name}; "
+            f"even {leanest.why_not(limit)}; {lossier}{_way_out(leanest, self.request)}"
         )
 
     @property

@@ -190,8 +190,7 @@ class Job:
         if self.tensor > 1 < self.expert:
             raise ValueError(
                 f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both "
-                "together are not "
-                "priced; leave one out"
+                "together are not priced; leave one out"
             )
         if not 0 <= self.hidden <= 1:
             raise ValueError(

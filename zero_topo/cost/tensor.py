@@ -133,7 +133,6 @@ def tree_of(topology: Topology, ranks: int) -> Topology:
     if ranks not in sizes:
         raise ValueError(
             f"{ranks} tensor parallel ranks do not divide the {topology.ranks_per_node} ranks of a "
-            "node of "
-            f"{topology.name} along its GPUs; choose one of {sizes}"
+            f"node of {topology.name} along its GPUs; choose one of {sizes}"
         )
     return topology.among(range(0, topology.world_size, ranks))

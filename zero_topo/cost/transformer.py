@@ -200,8 +200,7 @@ class Transformer(Model):
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
                     f"model {self.name!r}: {part} = {getattr(self, part)} does not divide {whole} "
-                    "= "
-                    f"{getattr(self, whole)}; choose a divisor"
+                    f"= {getattr(self, whole)}; choose a divisor"
                 )
         object.__setattr__(self, "head_size", self.head_size or self.hidden // self.heads)
 

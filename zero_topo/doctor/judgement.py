@@ -200,8 +200,7 @@ def _scheduler(read: Any, params: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(getattr(torch.optim.lr_scheduler, name, None), type) and kind is None:
         yield (
             f"scheduler.type = {as_json(name)}: a schedule of torch does not take ZeRO's "
-            "optimizer; choose one of "
-            f"{known}, or pass lr_scheduler to deepspeed.initialize"
+            f"optimizer; choose one of {known}, or pass lr_scheduler to deepspeed.initialize"
         )
     elif not isinstance(kind, type):
         yield (

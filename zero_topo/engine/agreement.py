@@ -91,11 +91,8 @@ def check_blocks(
         if of_environment is not None:
             raise ValueError(
                 f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as "
-                f"{', '.join(named)}: "
-                "launchers pass few variables on to other nodes; DeepSpeed's reads "
-                "~/.deepspeed_env, so add this line "
-                "there: "
-                f"{exported(of_environment)}"
+                f"{', '.join(named)}: launchers pass few variables on to other nodes; DeepSpeed's "
+                f"reads ~/.deepspeed_env, so add this line there: {exported(of_environment)}"
             )
         raise ValueError(
             f'{without} of {world_size} ranks have no "zero_topo" block in their DeepSpeed config, '
@@ -315,10 +312,9 @@ def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tenso
                 row, position = differ[0].tolist()
                 raise RuntimeError(
                     f"ranks {in_tree_order[position]} and {in_tree_order[row * degree + position]} "
-                    f"share a {name} "
-                    "shard but hold different bits after publish: the run is no longer valid; "
-                    "restart from the last "
-                    "checkpoint and report this with your configuration"
+                    f"share a {name} shard but hold different bits after publish: the run is no "
+                    "longer valid; restart from the last checkpoint and report this with your "
+                    "configuration"
                 )
 
 

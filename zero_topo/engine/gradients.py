@@ -266,8 +266,7 @@ class Gradients:
         if self.layout.rank == 0:
             logger.warning(
                 "zero_topo: saved between a backward pass and its step: the residual of sync is "
-                "not saved, because "
-                "gradients were added to it; save after a step to keep it"
+                "not saved, because gradients were added to it; save after a step to keep it"
             )
         return {}
 

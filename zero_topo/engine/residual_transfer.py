@@ -132,15 +132,13 @@ def carry(saved: Path, universal: Path) -> Carried:
     if any(int(match[2]) for match, _ in found):
         raise ValueError(
             f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; "
-            "load its "
-            "universal checkpoint without them"
+            "load its universal checkpoint without them"
         )
     files = [(int(match[1]), path) for match, path in found]
     if not files:
         raise ValueError(
             f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the "
-            "one that "
-            "save_checkpoint was given"
+            "one that save_checkpoint was given"
         )
     if not universal.is_dir():
         raise ValueError(
@@ -236,8 +234,7 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
     if missing:
         raise ValueError(
             f"{saved}: of the run's {world_size} ranks the *_optim_states.pt of rank {missing[0]} "
-            "is missing "
-            f"({len(missing)} in all); bring the files of all nodes into this folder"
+            f"is missing ({len(missing)} in all); bring the files of all nodes into this folder"
         )
     if len(ranks) > world_size:
         raise ValueError(

@@ -75,9 +75,8 @@ class Corpus:
                 what = "evaluation" if chosen else "training"
                 raise ValueError(
                     f"the {what} text of {path or 'the standard library'} has {len(joined)} bytes, "
-                    "one sample needs "
-                    f"{context + 1}: give --data more text ({EVAL_EVERY} files, or one file "
-                    f"{EVAL_EVERY} times longer)"
+                    f"one sample needs {context + 1}: give --data more text ({EVAL_EVERY} files, "
+                    f"or one file {EVAL_EVERY} times longer)"
                 )
             parts.append(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
         return cls(*parts)

@@ -202,8 +202,7 @@ def _refuse_stages(mpu: Any) -> None:
         if stages > 1:
             raise ValueError(
                 f"mpu = {type(mpu).__name__} with {stages} pipeline stages: ZeRO-3 shards the "
-                "whole model, under "
-                "unmodified DeepSpeed too; set the number of stages to 1"
+                "whole model, under unmodified DeepSpeed too; set the number of stages to 1"
             )
 
 
@@ -211,10 +210,8 @@ def _mesh(mesh: Sequence[int] | None) -> None:
     if mesh and len(mesh) > 1 and mesh[1] > 1:
         raise ValueError(
             f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo "
-            "shards over all ranks of "
-            "the launch; for Ulysses give deepspeed.initialize the mpu that "
-            "deepspeed.runtime.sequence_parallel makes, "
-            "as Hugging Face does"
+            "shards over all ranks of the launch; for Ulysses give deepspeed.initialize the mpu "
+            "that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
         )
 
 

@@ -67,8 +67,7 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
         if dist.get_rank() == 0:
             logger.warning(
                 f"zero_topo: {given['load_dir']}/{tag} does not exist: this engine has no "
-                "optimizer, and its weights "
-                "stay as they are"
+                "optimizer, and its weights stay as they are"
             )
         return None, {}
     universal = engine.load_universal_checkpoint()
@@ -240,8 +239,7 @@ def _same_experts(
     if not alike or saved != own:
         raise ValueError(
             f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: "
-            "with expert_parallel "
-            "resume with the same"
+            "with expert_parallel resume with the same"
         )
     return True
 
@@ -278,9 +276,8 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
     if stored != own:
         raise ValueError(
             f"{path} holds {sum(stored)} masters in sub-groups of {_cut(stored)}, this run has "
-            f"{sum(own)} in {_cut(own)}: "
-            "give it the same model, parameter groups, sub_group_size and ranks, or load a "
-            "universal checkpoint"
+            f"{sum(own)} in {_cut(own)}: give it the same model, parameter groups, sub_group_size "
+            "and ranks, or load a universal checkpoint"
         )
     return _kind_of(saved)
 

@@ -139,11 +139,9 @@ def wrong_group(name: str, ranks: int, planned: int) -> str:
     """
     return (
         f"{name} is partitioned over {ranks} ranks, but the data-parallel group has {planned}: "
-        "build the model under "
-        "deepspeed.zero.Init(data_parallel_group=...) of that group, which also keeps "
-        "tensor-parallel ranks from "
-        "getting rank 0's weights, or without zero.Init; a domain in the block stores parameters "
-        "in fewer ranks"
+        "build the model under deepspeed.zero.Init(data_parallel_group=...) of that group, which "
+        "also keeps tensor-parallel ranks from getting rank 0's weights, or without zero.Init; a "
+        "domain in the block stores parameters in fewer ranks"
     )
 
 
@@ -256,8 +254,7 @@ class ParameterGathers:
             return None
         return (
             f"{self._others} frozen parameters are not {self._dtype}, or another engine already "
-            "gathers them: "
-            "unmodified ZeRO-3 shards them over all ranks"
+            "gathers them: unmodified ZeRO-3 shards them over all ranks"
         )
 
     def warn_of_unfrozen(self) -> None:
@@ -276,12 +273,9 @@ class ParameterGathers:
         if dist.get_rank() == 0:
             logger.warning(
                 f"zero_topo: {len(thawed)} parameters were frozen when DeepSpeed was initialized "
-                "and have "
-                f"requires_grad now, such as {thawed[0]}: they are not trained, because no "
-                "optimizer has them, as "
-                "under stock ZeRO-3; to train them, save a checkpoint and call "
-                "deepspeed.initialize on the model as it "
-                "is to be trained"
+                f"and have requires_grad now, such as {thawed[0]}: they are not trained, because "
+                "no optimizer has them, as under stock ZeRO-3; to train them, save a checkpoint "
+                "and call deepspeed.initialize on the model as it is to be trained"
             )
 
     def serve(
@@ -418,8 +412,7 @@ class ParameterGathers:
             if param.ds_tensor.data_ptr() != self._homes[param.ds_id].data_ptr():
                 raise RuntimeError(
                     f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set "
-                    "to another tensor, "
-                    "which zero_topo does not read: edit parameters under "
+                    "to another tensor, which zero_topo does not read: edit parameters under "
                     "deepspeed.zero.GatheredParameters"
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT

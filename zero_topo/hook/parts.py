@@ -360,10 +360,8 @@ class Replicated:
         if int(first) < count:
             raise RuntimeError(
                 f"{self._names[int(first)]} is replicated on tensor-parallel ranks but has "
-                "different bits there after "
-                "the step: the run is no longer valid; restart from the last checkpoint and report "
-                "this with your "
-                "configuration"
+                "different bits there after the step: the run is no longer valid; restart from the "
+                "last checkpoint and report this with your configuration"
             )
 
 

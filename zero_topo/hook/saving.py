@@ -56,8 +56,7 @@ def saving_atomically(save: Callable[..., bool], engine: Any, *args: Any, **kwar
         if engine.global_rank == 0:
             logger.warning(
                 "zero_topo: save_checkpoint skips this engine: without an optimizer it has no "
-                "state to resume; "
-                "save_16bit_model writes its weights"
+                "state to resume; save_16bit_model writes its weights"
             )
         return False
     stock = engine.checkpoint_engine
@@ -213,6 +212,5 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     free = format_bytes(place.f_bavail * place.f_frsize)
     return (
         f"{reason}: it takes {format_bytes(size)}, other ranks' about as much, and {free} are free "
-        "there; "
-        "delete older checkpoints, raise the quota, or save into another folder"
+        "there; delete older checkpoints, raise the quota, or save into another folder"
     )

@@ -260,8 +260,7 @@ def check_deepspeed() -> None:
         known = SUPPORTED["deepspeed"]
         raise ImportError(
             f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this "
-            "DeepSpeed "
-            f"{deepspeed.__version__} differs where it matters: {'; '.join(problems)}. "
+            f"DeepSpeed {deepspeed.__version__} differs where it matters: {'; '.join(problems)}. "
             f"Install deepspeed=={known.pinned}, or a zero_topo for your version"
         )
 

@@ -198,16 +198,14 @@ def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
         if dtype not in FLOATS:
             raise ValueError(
                 f"{name} is {dtype}: weights are stored and sent as FP32, FP16 or BF16, and FP32 "
-                "masters train them "
-                "under stock ZeRO-3 too; call model.float() before deepspeed.initialize or "
-                "zero.Init gets the model"
+                "masters train them under stock ZeRO-3 too; call model.float() before "
+                "deepspeed.initialize or zero.Init gets the model"
             )
     if len(kinds) > 1:
         named = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())
         raise ValueError(
             f"trained parameters have several types, such as {named}: ZeRO-3 keeps them in one "
-            "flat buffer; convert "
-            "the model to one type, or freeze those of the others"
+            "flat buffer; convert the model to one type, or freeze those of the others"
         )
 
 

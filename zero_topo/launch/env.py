@@ -43,23 +43,20 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
     if view is None or view.rank is None:
         raise ValueError(
             "the rank of this process is unknown: neither SLURM_PROCID nor FLUX_TASK_RANK, "
-            "OMPI_COMM_WORLD_RANK, "
-            "PMI_RANK or RANK is set; start it with srun, flux run or mpirun (`zero-topo launch "
-            "slurm` writes a script)"
+            "OMPI_COMM_WORLD_RANK, PMI_RANK or RANK is set; start it with srun, flux run or mpirun "
+            "(`zero-topo launch slurm` writes a script)"
         )
     if view.source == "slurm" and not slurm.in_step(env):
         raise ValueError(
             f"this is the batch script of job {env.get('SLURM_JOB_ID', '?')}, not one of its "
-            f"{view.world_size} tasks; "
-            "put srun before the command"
+            f"{view.world_size} tasks; put srun before the command"
         )
     found = _numbers(view)
     for name, value in found.items():
         if env.get(name, value) != value:
             raise ValueError(
                 f"{name} is {env[name]!r} but the launcher's variables make it {value} "
-                f"({view.origin('rank')}); unset "
-                f"{name}, or start the job with one launcher"
+                f"({view.origin('rank')}); unset {name}, or start the job with one launcher"
             )
     return found | {"MASTER_ADDR": _master(env, view), "MASTER_PORT": _port(env)}
 
@@ -72,8 +69,7 @@ def _numbers(view: LauncherView) -> dict[str, str]:
     if local is None:
         raise ValueError(
             f"rank {view.rank} ({view.origin('rank')}) has no number on its node; set LOCAL_RANK, "
-            "or start "
-            "the ranks with srun, mpirun, torchrun or deepspeed"
+            "or start the ranks with srun, mpirun, torchrun or deepspeed"
         )
     found = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": local}
     if view.ranks_per_node is not None:
@@ -95,8 +91,7 @@ def _check_stray(env: Mapping[str, str], started: bool) -> None:
     if launcher is not None and stray and not started:
         raise ValueError(
             f"{stray[0]} was set before {launcher} started the ranks, each of which gets its own "
-            "here; take `export "
-            f"{stray[0]}` out of the script"
+            f"here; take `export {stray[0]}` out of the script"
         )
 
 
@@ -113,8 +108,7 @@ def _check_mapping(env: Mapping[str, str]) -> None:
     if policy.split(":")[0] == "node" and world != local:
         raise ValueError(
             f"mpirun --map-by {policy} deals the {world} ranks to the nodes in turn, so neighbours "
-            "do not share a "
-            "node; use --map-by slot"
+            "do not share a node; use --map-by slot"
         )
 
 
@@ -128,8 +122,7 @@ def _master(env: Mapping[str, str], view: LauncherView) -> str:
     if view.hosts is None or first is None:
         raise ValueError(
             f"MASTER_ADDR is not set, and {view.source} does not set the host of rank 0; export it "
-            "before the "
-            "ranks start (mpirun -x MASTER_ADDR=HOST)"
+            "before the ranks start (mpirun -x MASTER_ADDR=HOST)"
         )
     return view.hosts[first[0]]
 

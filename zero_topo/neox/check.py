@@ -148,8 +148,7 @@ def _contradictions(merged: Mapping[str, Any]) -> Iterator[str]:
         if key != ROOT and key in merged and merged[key] != value:
             yield (
                 f"{key} = {as_json(merged[key])}, but {EXTRA}.{key} = {as_json(value)}: DeepSpeed "
-                "gets the latter and "
-                "NeoX the former; make them equal"
+                "gets the latter and NeoX the former; make them equal"
             )
 
 

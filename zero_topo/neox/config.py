@@ -49,8 +49,7 @@ def load_configs(paths: Iterable[str]) -> dict[str, Any]:
             if plain in merged:
                 raise ValueError(
                     f"{plain}: given by {origin[plain]} and by {path}; NeoX takes a key from one "
-                    "file only, so remove "
-                    "it from the other"
+                    "file only, so remove it from the other"
                 )
             merged[plain], origin[plain] = value, str(path)
     return merged

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 HTML = "report.html"
 HOST = (
     "Host time of rank 0 from the end of the step before: packing, waiting, unpacking. "
-    "Communication that overlaps "
-    "with computation takes no time here until the host waits for it."
+    "Communication that overlaps with computation takes no time here until the host waits for it."
 )
 
 

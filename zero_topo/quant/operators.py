@@ -41,11 +41,9 @@ SCHEMAS = (
     "quantize(Tensor[] flats, int[] shapes, int[] format, Tensor(a!) messages, int without_member) "
     "-> ()",
     "dequantize_reduce(Tensor messages, int without_source, int without_member, int[] format, "
-    "Tensor(a!)[] flats, "
-    "int[] shapes, float factor, bool accumulate) -> ()",
+    "Tensor(a!)[] flats, int[] shapes, float factor, bool accumulate) -> ()",
     "requantize(Tensor messages, int without_source, int[] source, Tensor(a!) out, int "
-    "without_member, int[] format, "
-    "int numel, float factor) -> ()",
+    "without_member, int[] format, int numel, float factor) -> ()",
     "mask_pack(Tensor mask, Tensor(a!) bits) -> ()",
     "mask_unpack(Tensor bits, Tensor(a!) mask) -> ()",
     "count_above(Tensor x, float threshold) -> Tensor",
@@ -57,11 +55,9 @@ SCHEMAS = (
     "sketch_insert(Tensor x, int seed, Tensor(a!) sketch) -> ()",
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
     "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor "
-    "table, "
-    "float[] settings) -> ()",
+    "table, float[] settings) -> ()",
     f"codes_assess({_OWN}, Tensor stored, {_CODES}, Tensor(a!) scales, Tensor(b!) counts, "
-    "Tensor(c!) steps, "
-    "Tensor(d!) sizes) -> ()",
+    "Tensor(c!) steps, Tensor(d!) sizes) -> ()",
     f"codes_emit({_OWN}, Tensor(a!) stored, {_CODES}, Tensor scales, Tensor counts, Tensor steps, "
     "Tensor ends, Tensor(b!) message) -> ()",
     f"codes_apply(Tensor messages, int without_member, Tensor(a!) stored, {_CODES}) -> ()",

@@ -192,8 +192,7 @@ def _check(
     if size != nbytes or table.dtype != torch.uint8 or (size > 1 and table.stride(3) != 1):
         raise ValueError(
             f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple "
-            f"of {ALIGNMENT} if "
-            f"quantized), not {size} of {table.dtype}"
+            f"of {ALIGNMENT} if quantized), not {size} of {table.dtype}"
         )
 
 

@@ -241,8 +241,7 @@ class SyncMode:
         """
         raise ValueError(
             "the checkpoint has residuals of sync, but this sync mode keeps none; set the same "
-            "mode, or "
-            "delete zero_topo_residuals.pt from the checkpoint to drop them"
+            "mode, or delete zero_topo_residuals.pt from the checkpoint to drop them"
         )
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:

@@ -183,8 +183,7 @@ class Quantized(Crossing):
             self._warned = True
             logger.warning(
                 "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), "
-                "and with them the "
-                "residual of quantized sync, which is stored in the same buffer"
+                "and with them the residual of quantized sync, which is stored in the same buffer"
             )
 
     def note(self) -> str | None:
@@ -193,9 +192,8 @@ class Quantized(Crossing):
             return None
         return (
             "FP16 may skip steps, so the residual of quantized sync has an FP32 buffer of "
-            f"{self.residual.nbytes} "
-            "bytes per rank; with BF16 it is stored in the gradient shard and takes no memory of "
-            "its own"
+            f"{self.residual.nbytes} bytes per rank; with BF16 it is stored in the gradient shard "
+            "and takes no memory of its own"
         )
 
     # -- state -------------------------------------------------------------------------------------

@@ -128,8 +128,7 @@ class Tagc(Sparse):
         if fell_back and not state and self.peers.index == 0:
             logger.info(
                 "zero_topo: sync tagc: the ranks selected %.4f of a row's elements, too many for a "
-                "sketch of %dx; "
-                "this step %s",
+                "sketch of %dx; this step %s",
                 densest,
                 self.config.ratio,
                 f"takes {ratio}x" if ratio else "sends values without a sketch",

@@ -295,8 +295,7 @@ def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
     if tree.count != like.count:
         raise ValueError(
             f"{like.tool} sees {like.count} devices but {tree.tool} {tree.count}; capture both on "
-            "one node, with "
-            "the same devices visible"
+            "one node, with the same devices visible"
         )
     return tree
 

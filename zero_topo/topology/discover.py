@@ -106,8 +106,7 @@ def resolve_topology(
     if setting not in names:
         raise ValueError(
             f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: "
-            f"{', '.join(names)}; a "
-            f"path to a .json file, or an object {INLINE_HINT})"
+            f"{', '.join(names)}; a path to a .json file, or an object {INLINE_HINT})"
         )
     view = None if world_size else launcher_view(env)
     topology = load_preset(setting, world_size or (view.world_size if view else 1))
@@ -125,9 +124,8 @@ def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) ->
         said = "no launcher" if view is None else view.origin("world_size")
         raise ValueError(
             f"the job has {world_size} ranks but its environment describes {topology.world_size} "
-            f"({said}); start all "
-            "ranks with the launcher (srun, deepspeed, torchrun, mpirun), or state the machine: "
-            f"{INLINE_HINT}"
+            f"({said}); start all ranks with the launcher (srun, deepspeed, torchrun, mpirun), or "
+            f"state the machine: {INLINE_HINT}"
         )
     return topology
 
@@ -208,16 +206,14 @@ def _from_view(view: LauncherView, cluster: str | None) -> Topology:
         sources["gpus_per_node"] = "assumed: one node"
         sources["warning"] = (
             f"{view.origin('world_size')} gives {view.world_size} ranks but not their placement on "
-            "nodes; "
-            "they are taken for one flat node. For shards that follow the machine, describe it: "
-            f"{INLINE_HINT}"
+            "nodes; they are taken for one flat node. For shards that follow the machine, describe "
+            f"it: {INLINE_HINT}"
         )
     if machine is None or machine.ranks_per_node != per_node:
         if machine is not None:
             sources["ranks_per_gpu"] += (
                 f"; cluster {cluster} is preset {machine.name}, but its nodes have "
-                f"{machine.ranks_per_node} ranks, not "
-                f"{per_node}"
+                f"{machine.ranks_per_node} ranks, not {per_node}"
             )
         return Topology(
             view.source,

@@ -272,6 +272,5 @@ def _check_regular(units: Units, hosts: Sequence[str], what: str) -> None:
     )
     raise ValueError(
         f"the {what} put most ranks into units of {usual}, but not ranks "
-        f"{named}{' ...' if len(odd) > 4 else ''}: "
-        f"that is no regular tree; {WAY_OUT}"
+        f"{named}{' ...' if len(odd) > 4 else ''}: that is no regular tree; {WAY_OUT}"
     )

@@ -40,10 +40,8 @@ class Groups:
             first = [list(ranks[:8]) for ranks in self.members[:2]]
             raise ValueError(
                 f"the groups of ranks {first} of {self.machine.name} have different trees (nodes, "
-                "GPUs of a node, "
-                f"ranks of a GPU): {sorted(shapes)}; choose a tensor-parallel or expert-parallel "
-                "size that divides a "
-                "node's ranks"
+                f"GPUs of a node, ranks of a GPU): {sorted(shapes)}; choose a tensor-parallel or "
+                "expert-parallel size that divides a node's ranks"
             )
 
     @property

@@ -70,8 +70,7 @@ def _combine(closer: LauncherView | None, farther: LauncherView | None) -> Launc
         if ours is not None and theirs is not None and ours != theirs:
             raise ValueError(
                 f"two launchers disagree: {ours} {what} ({closer.origin(key)}) but {theirs} "
-                f"({farther.origin(key)}); "
-                f"{WAY_OUT}"
+                f"({farther.origin(key)}); {WAY_OUT}"
             )
     # LOCAL_RANK is often set by hand to a device index; the farther launcher has the rank's number
     # on the node.
@@ -98,8 +97,7 @@ def _check_placement(view: LauncherView) -> None:
     if view.rank >= view.world_size:
         raise ValueError(
             f"rank {view.rank} ({view.origin('rank')}) is out of range: there are "
-            f"{view.world_size} ranks "
-            f"({view.origin('world_size')}), counted from 0; {WAY_OUT}"
+            f"{view.world_size} ranks ({view.origin('world_size')}), counted from 0; {WAY_OUT}"
         )
     place = view.place(view.rank) or (None, None)
     for key, what, expected in zip(

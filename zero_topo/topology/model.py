@@ -137,10 +137,8 @@ class Topology:
         if len(self.order) != world:
             raise ValueError(
                 f"topology {self.name!r}: order has {len(self.order)} entries but {self.nodes} "
-                "nodes x "
-                f"{self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks are {world} ranks; give "
-                "order one tree "
-                "position per rank, or leave it out for block placement"
+                f"nodes x {self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks are {world} "
+                "ranks; give order one tree position per rank, or leave it out for block placement"
             )
         seen: dict[int, int] = {}
         for rank, position in enumerate(self.order):
@@ -156,8 +154,7 @@ class Topology:
             if position in seen:
                 raise ValueError(
                     f"topology {self.name!r}: order puts ranks {seen[position]} and {rank} both at "
-                    "tree position "
-                    f"{position}; each rank needs a position of its own"
+                    f"tree position {position}; each rank needs a position of its own"
                 )
             seen[position] = rank
 
@@ -167,15 +164,13 @@ class Topology:
         if len(self.hosts) != self.nodes:
             raise ValueError(
                 f"topology {self.name!r}: {len(self.hosts)} hosts are named for {self.nodes} "
-                "nodes; name one per node, "
-                "in tree order, or none"
+                "nodes; name one per node, in tree order, or none"
             )
         host, times = Counter(self.hosts).most_common(1)[0]
         if times > 1 and not self.emulated:
             raise ValueError(
                 f"topology {self.name!r}: host {host!r} is named for {times} nodes; name each "
-                "once, or set 'emulated': "
-                "true if several nodes are pretended on one host"
+                "once, or set 'emulated': true if several nodes are pretended on one host"
             )
 
     @property
@@ -287,9 +282,8 @@ class Topology:
         if any(len({*counts.values()}) > 1 for counts in (on_node, on_gpu, gpus_of_node)):
             raise ValueError(
                 f"topology {self.name!r}: nodes or GPUs have different numbers of the ranks "
-                f"{list(ranks[:16])} of one "
-                "group, so no plan fits; choose a tensor-parallel or expert-parallel size that "
-                "divides a node's ranks"
+                f"{list(ranks[:16])} of one group, so no plan fits; choose a tensor-parallel or "
+                "expert-parallel size that divides a node's ranks"
             )
         in_tree_order = sorted(range(len(ranks)), key=lambda index: self.position(ranks[index]))
         order = [0] * len(ranks)

@@ -97,12 +97,10 @@ def check_placements(topology: Topology, placements: Sequence[Placement]) -> Non
             if odd is not None:
                 raise ValueError(
                     f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on "
-                    "host "
-                    f"{placements[one].host!r} they run on {placements[one].bus_id} and "
-                    f"{placements[odd].bus_id}, which are different "
-                    "GPUs; bind ranks in the order that `zero-topo topology` prints on a node, or "
-                    "state the order in "
-                    "the topology's JSON"
+                    f"host {placements[one].host!r} they run on {placements[one].bus_id} and "
+                    f"{placements[odd].bus_id}, which are different GPUs; bind ranks in the order "
+                    "that `zero-topo topology` prints on a node, or state the order in the "
+                    "topology's JSON"
                 )
 
 
@@ -123,8 +121,7 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
     if len(hosts_by_rank) != topology.world_size:
         raise ValueError(
             f"{len(hosts_by_rank)} ranks report a host but topology {topology.name!r} has "
-            f"{topology.world_size} ranks; "
-            "start as many ranks as the topology has"
+            f"{topology.world_size} ranks; start as many ranks as the topology has"
         )
     if topology.emulated:
         return
@@ -145,9 +142,8 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
         if host in home:
             raise ValueError(
                 f"host {host!r} runs the ranks {compress(topology.node_ranks(home[host]))} and "
-                f"{compress(ranks)}, "
-                f"which topology {topology.name!r} puts on nodes {home[host]} and {node}; "
-                f"{_way_out(topology)}"
+                f"{compress(ranks)}, which topology {topology.name!r} puts on nodes {home[host]} "
+                f"and {node}; {_way_out(topology)}"
             )
         home[host] = node
 
@@ -164,9 +160,8 @@ def _check_one_host(topology: Topology, node: int, placed: Sequence[tuple[int, s
         strays = [rank for rank, name in placed if name == odd]
         raise ValueError(
             f"topology {topology.name!r} puts ranks {compress([rank for rank, _ in placed])} on "
-            f"node {node}, but of "
-            f"these host {odd!r} runs {compress(strays)} and host {host!r} others; "
-            f"{_way_out(topology)}"
+            f"node {node}, but of these host {odd!r} runs {compress(strays)} and host {host!r} "
+            f"others; {_way_out(topology)}"
         )
     return host
 

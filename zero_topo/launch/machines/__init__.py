@@ -159,7 +159,6 @@ def load_launch_machine(setting: str) -> LaunchMachine:
     if setting not in names:
         raise ValueError(
             f"--machine {setting}: unknown{did_you_mean(setting, names)} (known: "
-            f"{', '.join(names)}; or a path to a "
-            ".json file)"
+            f"{', '.join(names)}; or a path to a .json file)"
         )
     return read(LaunchMachine, f"machine {setting!r}", packaged(__package__, f"{setting}.json"))

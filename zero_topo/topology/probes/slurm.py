@@ -273,9 +273,8 @@ def _check_counts(
     if hosts and len(hosts) != len(counts):
         raise ValueError(
             f"slurm: {hosts_name} names {len(hosts)} hosts but {counts_name} has tasks on "
-            f"{len(counts)}; start the "
-            "ranks with srun, which describes its step in SLURM_STEP_NODELIST and "
-            "SLURM_STEP_TASKS_PER_NODE"
+            f"{len(counts)}; start the ranks with srun, which describes its step in "
+            "SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE"
         )
     usual = Counter(counts).most_common(1)[0][0]
     for index, count in enumerate(counts):
@@ -283,15 +282,13 @@ def _check_counts(
             host = f"host {hosts[index]!r}" if hosts else f"node {index}"
             raise ValueError(
                 f"slurm: {host} has {count} tasks but others have {usual} ({counts_name}): nodes "
-                "with unequal numbers "
-                "of ranks have no regular tree; start equally many on every node (srun "
-                "--ntasks-per-node)"
+                "with unequal numbers of ranks have no regular tree; start equally many on every "
+                "node (srun --ntasks-per-node)"
             )
     if sum(counts) != tasks:
         raise ValueError(
             f"slurm: {tasks_name} is {tasks} but {counts_name} adds up to {sum(counts)}; start the "
-            "ranks with srun, or "
-            "unset the variable that was set by hand"
+            "ranks with srun, or unset the variable that was set by hand"
         )
 
 
@@ -328,8 +325,7 @@ def _order(
     if plane is None:
         raise ValueError(
             f"SLURM_DISTRIBUTION is {text!r} but neither it nor SLURM_DIST_PLANESIZE gives the "
-            "plane's size; use srun "
-            "--distribution=plane=SIZE"
+            "plane's size; use srun --distribution=plane=SIZE"
         )
     order = placement(nodes, per_node, plane)
     return (None if order == tuple(range(len(order))) else order), origin
@@ -352,8 +348,7 @@ def _arbitrary_order(
     if Counter(tasks) != Counter({host: per_node for host in hosts}):
         raise ValueError(
             f"{name} is {env[name]!r}, which does not put {per_node} tasks on each of "
-            f"{', '.join(hosts)}; start "
-            "equally many on every node"
+            f"{', '.join(hosts)}; start equally many on every node"
         )
     param_indices = {
         host: iter(range(node * per_node, (node + 1) * per_node)) for node, host in enumerate(hosts)

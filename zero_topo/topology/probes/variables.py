@@ -97,10 +97,8 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         if world_size % nodes:
             raise ValueError(
                 f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes "
-                f"({name['nodes']}) cannot "
-                "be spread evenly: nodes with unequal numbers of ranks have no regular tree; start "
-                "equally many "
-                "ranks on every node"
+                f"({name['nodes']}) cannot be spread evenly: nodes with unequal numbers of ranks "
+                "have no regular tree; start equally many ranks on every node"
             )
         per_node, name["ranks_per_node"] = (
             world_size // nodes,
@@ -131,10 +129,8 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         here = "this node" if node is None else f"this node, number {node} ({name['node']}),"
         raise ValueError(
             f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, {here} has "
-            f"{per_node} "
-            f"({name['ranks_per_node']}): nodes with unequal numbers of ranks have no regular "
-            "tree; start equally many "
-            "ranks on every node"
+            f"{per_node} ({name['ranks_per_node']}): nodes with unequal numbers of ranks have no "
+            "regular tree; start equally many ranks on every node"
         )
     return LauncherView(
         source=names.source,

@@ -121,8 +121,7 @@ def _table(text: str) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         if label not in columns or cells != len(columns):
             raise ValueError(
                 f"{NAME}: row {label} has {cells} cells for the {len(columns)} columns "
-                f"{', '.join(columns)}: the table "
-                f"is damaged, perhaps by a narrow window; {AGAIN}"
+                f"{', '.join(columns)}: the table is damaged, perhaps by a narrow window; {AGAIN}"
             )
     return columns, rows
 

@@ -81,8 +81,7 @@ def _matrices(text: str) -> list[Matrix]:
             if len(words) != len(columns) + 1:
                 raise ValueError(
                     f"{NAME}: row {words[0]} of a table has {len(words) - 1} cells for "
-                    f"{len(columns)} devices; "
-                    "capture its output again"
+                    f"{len(columns)} devices; capture its output again"
                 )
             found[-1].append(words)
             columns = () if len(found[-1]) == len(columns) else columns
