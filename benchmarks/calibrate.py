@@ -30,7 +30,8 @@ from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.deepspeed_json import parse_object
-from zero_topo.cost.step import Job, predict_step
+from zero_topo.cost.job import Job
+from zero_topo.cost.step import predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
 from zero_topo.strict import Count, Positive, did_you_mean, read, read_text, to_json

@@ -277,7 +277,7 @@ def test_a_monitor_makes_the_host_wait_once(mode: str) -> None:
     """However many runs and numbers a sparse mode has."""
     found = Launches()
     with fake_world(16):
-        step = BareStep(on(NODE | SPARSE[mode], FEW), numels(16), together=4)
+        step = BareStep(on(SCHEMES["topo"] | SPARSE[mode], FEW), numels(16), together=4)
         for _ in range(3):
             for do in step.phases().values():
                 do()

@@ -17,8 +17,8 @@ from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
 from tests.ranks.test_nccl import queues_of_a_gpu
 from zero_topo.config import ResolvedConfig
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import predict_memory
-from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.stage3 import Stage3

@@ -25,8 +25,8 @@ from tests.ranks.test_sparse_modes import (
 from tests.ranks.worlds import PLAIN, World, shuffled, world
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import predict_memory
-from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.sync import topk
 from zero_topo.topology.presets import emulated

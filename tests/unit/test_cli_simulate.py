@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import Run
 from tests.plans import printed
-from zero_topo.cost.step import PHASES
+from zero_topo.cost.step import STEP_PARTS
 
 SMALL = (
     "simulate",
@@ -36,7 +36,7 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
         for count in (1, 2)
     ]
     for row in found["results"]:
-        assert set(row["breakdown"]) == set(PHASES)
+        assert set(row["breakdown"]) == set(STEP_PARTS)
         assert sum(row["breakdown"].values()) == pytest.approx(row["seconds"])
         assert row["tflops_per_gpu"] > 0
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.paper import paper_memory_table
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
+from zero_topo.cost.job import Job, deepspeed_settings
 from zero_topo.cost.memory import memory_bytes, padding_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job, deepspeed_settings
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
 

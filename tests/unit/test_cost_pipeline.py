@@ -16,10 +16,10 @@ from tests.tables_of_gain import (
     hpz_tflops,
     pipeline_tflops,
 )
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, PipelinePrice, best_pipeline, pipeline_step, pipelines
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.rates import Rates

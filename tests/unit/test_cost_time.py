@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from tests.plans import rates_on
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.network import Network
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
 from zero_topo.strict import read, to_json
 from zero_topo.topology import Link, Topology, emulated, load_preset
 from zero_topo.topology.presets import load_machine, preset_names

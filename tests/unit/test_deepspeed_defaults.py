@@ -18,7 +18,8 @@ from tests.launching import ROOT
 from tests.unit.test_config_deepspeed import changed
 from tests.unit.test_neox_check import GOOD
 from zero_topo.config.deepspeed_json import muon_clipping
-from zero_topo.cost.step import COUNTS, PERSISTENT, Job
+from zero_topo.cost.job import COUNTS, Job
+from zero_topo.cost.step import PERSISTENT
 from zero_topo.neox import check
 from zero_topo.neox.__main__ import main as neox
 from zero_topo.versions import CLIPPING_SINCE, default_clipping, installed

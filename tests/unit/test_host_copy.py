@@ -11,9 +11,9 @@ import pytest
 from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.explain import explain, planned
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import HOST
 from zero_topo.cost.planner import Request, rank_plans
-from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.topology.presets import load_preset
 

@@ -23,9 +23,9 @@ from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
 from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.topology import Topology
 from zero_topo.topology.presets import load_preset

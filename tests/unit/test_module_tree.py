@@ -13,8 +13,9 @@ import torch
 
 import zero_topo
 from tests.plans import rates_on, resolve
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
-from zero_topo.cost.step import Job, predict_step, step_range
+from zero_topo.cost.step import predict_step, step_range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import load_preset
 

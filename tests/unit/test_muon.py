@@ -20,9 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.counting import Launches
 from tests.commands import Run
 from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job, newton_schulz_flops, owner_flops
+from zero_topo.cost.step import newton_schulz_flops, owner_flops
 from zero_topo.cost.transformer import SEQUENCE, VOCABULARY, Transformer
 from zero_topo.hook.muon import orthogonalized
 from zero_topo.topology.presets import load_preset

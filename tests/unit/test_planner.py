@@ -20,6 +20,7 @@ from tests.plans import TREE, resolve
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
 from zero_topo.cost.explain import RISKS, explain, planned
+from zero_topo.cost.job import Job, deepspeed_settings
 from zero_topo.cost.memory import (
     activation_bytes,
     gathered_bytes,
@@ -30,7 +31,7 @@ from zero_topo.cost.memory import (
 )
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Price, Ranking, Request, rank_plans
-from zero_topo.cost.step import Job, Step, deepspeed_settings
+from zero_topo.cost.step import Step
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.hook.initialize import request_of

@@ -20,9 +20,10 @@ from benchmarks import calibrate
 from tests.launching import ROOT
 from tests.plans import rates_on, resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.network import Network
-from zero_topo.cost.step import PHASES, Job, predict_step
+from zero_topo.cost.step import STEP_PARTS, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -152,7 +153,7 @@ def test_a_step_is_linear_in_what_overlaps_and_in_its_micro_batches(
     assert best.seconds <= worst.seconds * (1 + 1e-9)
     assert half.seconds == pytest.approx((best.seconds + worst.seconds) / 2)
     assert best.seconds >= best.breakdown["compute"] + best.breakdown["optimizer"]
-    assert set(best.breakdown) == set(PHASES) and min(best.breakdown.values()) >= 0
+    assert set(best.breakdown) == set(STEP_PARTS) and min(best.breakdown.values()) >= 0
     times = [
         predict_step(config, replace(job, micro_batches=count), machine).seconds
         for count in (1, 2, 6)

@@ -17,7 +17,7 @@ from tests.unit.test_config_deepspeed import changed
 from zero_topo.config import deepspeed_problems
 from zero_topo.config.deepspeed_parts import ZERO
 from zero_topo.config.stock_keys import IGNORED, KEYS, translate
-from zero_topo.cost.step import COUNTS
+from zero_topo.cost.job import COUNTS
 from zero_topo.versions import SUPPORTED, installed
 
 RECORDED = json.loads((ROOT / "tests/data/stage3_keys.json").read_text())

@@ -43,9 +43,9 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset

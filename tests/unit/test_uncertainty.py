@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plans import resolve
-from zero_topo.cost.step import Job, predict_step, step_range
+from zero_topo.cost.job import Job
+from zero_topo.cost.step import predict_step, step_range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Collective, Rates, Ring, Unknown

@@ -23,9 +23,9 @@ from zero_topo.cli.inputs import (
 from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
 from zero_topo.config.deepspeed_parts import half_precision
 from zero_topo.cost.experts import expert_tree, experts_of, split
+from zero_topo.cost.job import ATTENTIONS, Attention, Job, deepspeed_settings
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
-from zero_topo.cost.step import ATTENTIONS, Attention, Job, deepspeed_settings
 from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled
 from zero_topo.topology import Topology, preset_names

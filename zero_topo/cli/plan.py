@@ -27,6 +27,7 @@ from zero_topo.cli.tables import (
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import explain, setting
+from zero_topo.cost.job import deepspeed_settings, method_of
 from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
@@ -39,7 +40,7 @@ from zero_topo.cost.planner import (
     rank_plans,
     rank_tensor,
 )
-from zero_topo.cost.step import Range, deepspeed_settings, method_of
+from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Degrees, Document, Resolved

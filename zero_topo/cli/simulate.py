@@ -24,9 +24,10 @@ from zero_topo.cli.tables import bar_cells, show, with_bars
 from zero_topo.config import ROLES, SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.explain import assumed_lines, range_sentence, setting
+from zero_topo.cost.job import method_of
 from zero_topo.cost.pipeline import NAME, PipelinePrice, best_pipeline, pipeline_price, pipelines
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Range, method_of
+from zero_topo.cost.step import Range
 from zero_topo.cost.tensor import tree_of
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document

@@ -23,17 +23,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zero_topo.config import ResolvedConfig, on_tree
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.tensor import Exchanges, aligned_sizes
 from zero_topo.cost.transformer import Model, Part, Shape
 from zero_topo.plan import divisors
 from zero_topo.topology.model import Topology
-
-if TYPE_CHECKING:
-    from zero_topo.cost.step import Job
 
 
 def stacks(part: Part) -> list[Shape]:

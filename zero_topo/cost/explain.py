@@ -14,6 +14,7 @@ from typing import Any
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.config.parts import ROOT
+from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import (
@@ -25,7 +26,6 @@ from zero_topo.cost.planner import (
     Request,
     rank_plans,
 )
-from zero_topo.cost.step import Job
 from zero_topo.cost.tensor import tree_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.presets import assumptions
@@ -491,7 +491,7 @@ def module_request(
             without one, 2048.
         trains: whether there are gradients and optimizer states. A model without a trained
             parameter counts as trained.
-        job: other fields of :class:`~zero_topo.cost.step.Job`.
+        job: other fields of :class:`~zero_topo.cost.job.Job`.
     """
     tree = read_modules(module, type(module).__name__)
     tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))

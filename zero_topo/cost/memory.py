@@ -42,15 +42,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
+from zero_topo.cost.job import Job
 from zero_topo.cost.volume import Workload, gather_spec, largest_change_bytes, message_bytes
 from zero_topo.plan import packed_runs
-
-if TYPE_CHECKING:
-    from zero_topo.cost.step import Job
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store

@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import ADAM_BYTES, activation_bytes
 from zero_topo.cost.network import Network
 from zero_topo.cost.planner import Price, Request, first_that_fits
-from zero_topo.cost.step import OPTIMIZER_BYTES, Job, Step
+from zero_topo.cost.step import OPTIMIZER_BYTES, Step
 from zero_topo.cost.volume import Key
 from zero_topo.plan import divisors
 from zero_topo.topology.model import Topology

@@ -32,10 +32,11 @@ from typing import TypeVar
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.experts import expert_sizes, shares, token_exchanges
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import HOST, memory_bytes, on_device, predict_memory
 from zero_topo.cost.network import rates_of
-from zero_topo.cost.step import Job, Range, Step, predict_step, step_range
-from zero_topo.cost.tensor import all_reduces, tensor_sizes, tree_of
+from zero_topo.cost.step import Range, Step, all_reduces, predict_step, step_range
+from zero_topo.cost.tensor import tensor_sizes, tree_of
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, MOST_RANKS, Topology

@@ -61,18 +61,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import Field
+from typing import Any, get_args
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.experts import shares, token_exchanges
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import HOST, VARIANCE_BYTES
 from zero_topo.cost.network import Network, StageTime
-from zero_topo.cost.tensor import all_reduces, part_of
-from zero_topo.cost.transformer import Model, Shape
+from zero_topo.cost.tensor import Exchanges
+from zero_topo.cost.transformer import Shape
 from zero_topo.cost.volume import (
     Columns,
     Workload,
@@ -83,21 +81,10 @@ from zero_topo.cost.volume import (
     phase_moves,
     sent_as,
 )
-from zero_topo.strict import must_be, read
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
 Modules = Sequence[tuple[int, Columns]]
-Attention = Literal["flash", "eager"]
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-OVERLAP = 0.0
-"""Default share of the communication able to overlap with computation that does overlap.
-
-Among published step times of ZeRO-3 and its variants, this model can be compared only with those of
-the ZeRO-topo paper (384 GCDs of Frontier). With the presets' rates and 8 micro-batches its three
-ratios come out within 15% at 0, 22% at 0.25, 30% at 0.5 and 49% at 1. The default is thus fitted to
-Frontier; on other machines it is a conservative guess.
-"""
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values per byte of scales
 UNKNOWN_FLOPS = 0.5  # share by which the FLOPs of a part of unknown kind may be off
@@ -106,140 +93,17 @@ CODED_BYTES = 2 * (4 + 1) + 1  # per INT8 weight: masters and codes are read twi
 # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2
 TERA = 10**12
-PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
+STEP_PARTS = (
+    "compute",
+    "gather_forward",
+    "gather_backward",
+    "scatter",
+    "sync",
+    "publish",
+    "optimizer",
+)
 UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 PRODUCTS = {"standard": (10, 5), "gram": (4, 14)}  # of Note [Muon]
-Elements = Annotated[
-    float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")
-]
-LEAST = (
-    ("micro_batch", 1),
-    ("micro_batches", 1),
-    ("itemsize", 1),
-    ("prefetch", 0),
-    ("tensor", 1),
-    ("expert", 1),
-)
-COUNTS = {
-    "live": ("stage3_max_live_parameters", "max_live_parameters"),
-    "bucket": ("reduce_bucket_size",),
-    "sub_group": ("sub_group_size",),
-}
-"""Field of a job -> the names of a key of ``zero_optimization``, a number of elements."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Describes a training job: model, micro-batches, recomputation, overlap.
-
-    Attributes:
-        model: its shape.
-        micro_batch: sequences per rank and micro-batch.
-        micro_batches: micro-batches per optimizer step (``K``).
-        checkpointing: whether activations are recomputed: layers run forward again before their
-            backward.
-        itemsize: bytes per weight and gradient.
-        prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
-        overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's
-            ``overlap_comm``).
-        attention: "flash", or "eager", which stores the matrix of scores for the backward pass.
-        fused_loss: whether the loss never stores all logits.
-        stock: whether stock DeepSpeed does all communication, see Note [Stock].
-        overlap: share of the communication able to overlap that does; None (unknown) takes
-            :data:`OVERLAP`.
-        muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
-        live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see
-            ``memory.py``.
-        bucket: elements of a gradient bucket (``reduce_bucket_size``).
-        sub_group: elements that the optimizer updates at a time (``sub_group_size``).
-        offload: whether ``offload_optimizer`` names the CPU.
-        loss_scaled: whether ``fp16`` is enabled.
-        tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor
-            parallelism].
-        expert: expert parallel ranks, which share each layer's experts; see Note [Expert
-            parallelism].
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-
-    model: Model
-    micro_batch: int
-    micro_batches: int
-    checkpointing: bool = True
-    itemsize: int = 2
-    prefetch: int = 1
-    overlap_scatter: bool = True
-    attention: Attention = "flash"
-    fused_loss: bool = False
-    stock: bool = False
-    overlap: float | None = None
-    muon: str | None = None
-    live: int = 10**9
-    bucket: int = 5 * 10**8
-    sub_group: int = 10**9
-    offload: bool = False
-    loss_scaled: bool = False
-    tensor: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        for key, least in LEAST:
-            if getattr(self, key) < least:
-                raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
-        if self.tensor > 1 < self.expert:
-            raise ValueError(
-                f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both "
-                "together are not priced; leave one out"
-            )
-        if not 0 <= self.hidden <= 1:
-            raise ValueError(
-                f"job: overlap is {self.overlap}; it must be a share, from 0 (nothing) to 1 (all)"
-            )
-
-    @property
-    def hidden(self) -> float:
-        """Return the share of the overlappable communication that overlaps."""
-        return OVERLAP if self.overlap is None else self.overlap
-
-    @property
-    def part(self) -> Model:
-        """Return a rank's part of the model: all of it without tensor parallelism."""
-        return part_of(self.model, self.tensor)
-
-    @property
-    def flops(self) -> float:
-        """Return the model FLOPs of one rank in a step: forward and backward, without
-        recomputation.
-        """
-        tokens = self.micro_batch * self.model.sequence
-        return 3.0 * self.micro_batches * sum(self.part.module_flops(tokens))
-
-
-def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a :class:`Job` that a DeepSpeed config sets; "auto" counts as absent.
-
-    Raises:
-        ValueError: if a value is not a number.
-    """
-    counts = {}
-    for name, keys in COUNTS.items():
-        for key in keys:
-            value = lookup(config, f"{ZERO}.{key}")
-            if value is not ABSENT:
-                counts[name] = int(read(Elements, f"{ZERO}.{key}", value))
-    offload = lookup(config, f"{ZERO}.offload_optimizer.device") == "cpu"
-    scaled = on(lookup(config, "fp16.enabled"))
-    return {**counts, "offload": offload, "loss_scaled": scaled, "muon": method_of(config)}
-
-
-def method_of(ds_config: Mapping[str, Any]) -> str | None:
-    """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not
-    Muon.
-    """
-    if str(lookup(ds_config, "optimizer.type")).lower() != "muon":
-        return None
-    return "standard" if lookup(ds_config, "optimizer.params.ns_method") == "standard" else "gram"
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -449,7 +313,7 @@ def predict_step(config: ResolvedConfig, job: Job, rates: Rates) -> Step:
     flops = job.part.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
-    found = dict.fromkeys(PHASES, 0.0) | {"compute": job.micro_batches * (forward + backward)}
+    found = dict.fromkeys(STEP_PARTS, 0.0) | {"compute": job.micro_batches * (forward + backward)}
     for each in _passes(config, job, network, modules, packets, (forward, backward)):
         for phase, seconds in _exposed(*each, job.hidden, rates.host_codec).items():
             found[phase] = found.get(phase, 0.0) + seconds
@@ -693,3 +557,14 @@ def _changed(
     )
     job = replace(job, overlap=float(sign > 0)) if "overlap" in off else job
     return replace(config, topology=replace(topology, links=slower)), job, machine
+
+
+def all_reduces(job: Job) -> Exchanges:
+    """Return the all-reduces of activations of one optimizer step; see Note [Tensor
+    parallelism].
+    """
+    model = job.model
+    ranks = job.tensor
+    count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
+    activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
+    return Exchanges(count, activations * (ranks - 1) / ranks)

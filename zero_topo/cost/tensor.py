@@ -20,15 +20,12 @@ Note [Tensor parallelism]
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.transformer import Model, Part, Shape
 from zero_topo.plan import divisors
 from zero_topo.topology.model import Topology
-
-if TYPE_CHECKING:
-    from zero_topo.cost.step import Job
 
 WHOLE = 10
 DIVIDED = 24
@@ -90,17 +87,6 @@ class Exchanges(NamedTuple):
 
     times: int
     sent: float
-
-
-def all_reduces(job: Job) -> Exchanges:
-    """Return the all-reduces of activations of one optimizer step; see Note [Tensor
-    parallelism].
-    """
-    model = job.model
-    ranks = job.tensor
-    count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
-    activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
-    return Exchanges(count, activations * (ranks - 1) / ranks)
 
 
 def aligned_sizes(topology: Topology) -> list[int]:

@@ -28,8 +28,8 @@ from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.explain import module_request, planned
+from zero_topo.cost.job import method_of
 from zero_topo.cost.planner import Request
-from zero_topo.cost.step import method_of
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology

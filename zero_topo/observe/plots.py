@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from zero_topo.cost.step import Job, Range
+    from zero_topo.cost.job import Job
+    from zero_topo.cost.step import Range
 
 COLOURS = {
     "gather_forward": "#2f6db5",
