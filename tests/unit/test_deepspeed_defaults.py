@@ -55,7 +55,7 @@ def test_sizes_that_the_planner_assumes() -> None:
             *zero, keys[-1].removeprefix("stage3_")
         )
     assert default_of(*zero, "param_persistence_threshold") == PERSISTENT
-    memory = str(import_module("zero_topo.cost.memory").__doc__)
+    memory = " ".join(str(import_module("zero_topo.cost.memory").__doc__).split())
     assert "10^9 elements by default" in memory and "5 * 10^8 by default" in memory
 
 

@@ -14,9 +14,9 @@ from tests.house import Function, Source, function_lines, parameters, sources
 
 LICENCE = "# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0"
 
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 800
 MEDIAN_FILE_LINES = 200
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 100
 MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 9
@@ -71,7 +71,7 @@ def test_files_say_what_they_are_for() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """No file has over 600 lines, and the median file of the package at most 200."""
+    """No file has over 800 lines, and the median file of the package at most 200."""
     assert not [
         f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES
     ]
@@ -79,7 +79,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_no_function_is_long() -> None:
-    """No function has over 60 lines (kernels: 120), and 9 in 10 of the package have at most 35."""
+    """No function has over 100 lines (kernels: 120), and 9 in 10 of the package have at most 35."""
     for where, function in functions(EVERYTHING):
         limit = MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES
         assert function_lines(function) <= limit, f"{where} has {function_lines(function)} lines"
