@@ -364,3 +364,18 @@ def _instead_of_null(place: str) -> str:
 
 def _near(word: object, expected: str) -> str:
     return did_you_mean(word, re.findall(r"'([^']*)'", expected), cutoff=0.5)
+
+
+def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the names that complete an option's value in a shell; in a list, they complete the
+    last word.
+
+    Args:
+        names: all that there are.
+    """
+
+    def offered(incomplete: str) -> list[str]:
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
+
+    return offered

@@ -12,11 +12,10 @@ Note [The .pth file]
 
 from __future__ import annotations
 
-import site
-import sysconfig
 from pathlib import Path
 
-NAME = "zero_topo.pth"
+from zero_topo.doctor.surroundings import hook_files
+
 MADE = "# made "  # begins the lines that name the folders that enabling made, innermost first
 _FINDER = """
 class ZeroTopoFinder:
@@ -41,11 +40,11 @@ sys.meta_path.insert(0, ZeroTopoFinder())
 
 def enable() -> None:
     """Install the hook for every program of this Python. They need no `import zero_topo` then."""
-    present = [path for path in _candidates() if path.is_file()]
+    present = [path for path in hook_files() if path.is_file()]
     if present:
         print(f"already enabled by {present[0]}")
         return
-    for path in _candidates():
+    for path in hook_files():
         line = f"import sys; exec({_FINDER!r}, {{'sys': sys, 'file': {str(path)!r}}})"
         try:
             made = [f"{MADE}{folder}" for folder in path.parents if not folder.exists()]
@@ -58,7 +57,7 @@ def enable() -> None:
             "program needs now"
         )
         return
-    folders = " and ".join(str(path.parent) for path in _candidates())
+    folders = " and ".join(str(path.parent) for path in hook_files())
     raise ValueError(
         f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the "
         "script"
@@ -67,7 +66,7 @@ def enable() -> None:
 
 def disable() -> None:
     """Undo `enable`."""
-    present = [path for path in _candidates() if path.is_file()]
+    present = [path for path in hook_files() if path.is_file()]
     for path in present:
         lines = path.read_text(encoding="utf-8").splitlines()
         path.unlink()
@@ -77,18 +76,3 @@ def disable() -> None:
         print(f"disabled: removed {path}")
     if not present:
         print("not enabled: nothing to remove")
-
-
-def enabled() -> bool:
-    """Return whether `enable` has installed the hook for this Python."""
-    return any(path.is_file() for path in _candidates())
-
-
-def _candidates() -> list[Path]:
-    """Return folders for the file: the interpreter's site-packages, then the user's, if Python
-    reads them.
-    """
-    folders = [sysconfig.get_path("purelib")]
-    if site.ENABLE_USER_SITE:
-        folders.append(site.getusersitepackages())
-    return [Path(folder) / NAME for folder in folders]

@@ -6,7 +6,7 @@ ones in ``--set``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zero_topo.config import SCHEMES, SPARSE_MODES
 from zero_topo.cost.model_files import MODELS
-from zero_topo.strict import cut, describe, did_you_mean, words_of
+from zero_topo.strict import cut, describe, did_you_mean, offering, words_of
 from zero_topo.topology.presets import preset_names
 
 SET = "settings"
@@ -23,21 +23,6 @@ SET = "settings"
 Force = Annotated[
     bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")
 ]
-
-
-def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the names that complete an option's value in a shell; in a list, they complete the
-    last word.
-
-    Args:
-        names: all that there are.
-    """
-
-    def offered(incomplete: str) -> list[str]:
-        before, comma, word = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
-
-    return offered
 
 
 MACHINES = offering(preset_names)

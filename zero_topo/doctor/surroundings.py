@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import site
+import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_topo.cli.enable import enabled
 from zero_topo.doctor.refusals import torch_state
 from zero_topo.topology.presets import machine_of_cluster, preset_names
 from zero_topo.topology.probes import slurm
@@ -32,6 +33,24 @@ def interfaces_up() -> dict[str, bool]:
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of a folder's file system."""
     return shutil.disk_usage(folder).free
+
+
+HOOK_FILE = "zero_topo.pth"
+
+
+def enabled() -> bool:
+    """Return whether `enable` has installed the hook for this Python."""
+    return any(path.is_file() for path in hook_files())
+
+
+def hook_files() -> list[Path]:
+    """Return folders for the file: the interpreter's site-packages, then the user's, if Python
+    reads them.
+    """
+    folders = [sysconfig.get_path("purelib")]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return [Path(folder) / HOOK_FILE for folder in folders]
 
 
 @dataclass(frozen=True)

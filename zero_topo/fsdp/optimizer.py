@@ -37,7 +37,7 @@ from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
-from zero_topo.fsdp.checkpoint import load_states, saved_states
+from zero_topo.fsdp.checkpoint import CheckpointedOptimizer
 from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
 from zero_topo.fsdp.parts import Part
 from zero_topo.fsdp.publish import Publisher
@@ -47,7 +47,7 @@ from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(CheckpointedOptimizer):
     """A torch optimizer with the parameters of the model, whose states are sharded.
 
     Learning rates, schedulers, ``zero_grad``, and ``get_state_dict`` of torch's checkpoints work on
@@ -345,18 +345,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 found.append(Moment(begin, mean.view(-1, part.width), float(group["betas"][0])))
         return found
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether FP32 masters are more exact than the weights, so that a checkpoint needs both."""
-        exact = self.publisher.wire == cast_to(torch.float32)
-        return next(iter(self.parts)).dtype != torch.float32 or not exact
-
-    def params_in_order(self) -> list[Tensor]:
-        """Return the parameters in the order of the groups, in which state dicts count them."""
-        return [param for group in self.param_groups for param in group["params"]]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later ones have no gradient shard."""
         if hasattr(self, "gradients"):
@@ -364,14 +352,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters cannot be added to a sharded optimizer; build it anew with all groups"
             )
         super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return states as DTensors of the parameters' shapes, as under FSDP2. Collective."""
-        return saved_states(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load :meth:`state_dict`; torch's checkpoints reshard that of other ranks."""
-        load_states(self, state_dict)
 
 
 def _check(name: str, param: Tensor) -> None:

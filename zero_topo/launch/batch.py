@@ -21,9 +21,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import offering
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names
+from zero_topo.strict import offering
 
 EXPORT = "export {0.bash}"
 WIDTH = 110
