@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.plan import packed_runs
+from zero_topo.plan import Phase, packed_runs
 from zero_topo.sync import Moment, Parameter
 
 
@@ -132,7 +132,7 @@ class BareStep:
             "commit": lambda: self.engine.end_step(skipped=False),
         }
 
-    def _gather(self, phase: str) -> None:
+    def _gather(self, phase: Phase) -> None:
         for param_index in range(len(self._grads)):
             self.engine.weights.gather([param_index], phase).wait()
 

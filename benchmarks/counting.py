@@ -8,7 +8,7 @@ Note [What is a launch]
     operator that GPUs have no kernel for counts, in launches and memory, as the reference's
     operations.
 
-Note [What is a host sync]
+What is a host sync
     An operation whose result, or the size of it, the host must know before it goes on; or a tensor
     made of Python's numbers, which a device gets from memory that is not pinned. On a CPU nothing
     waits: they are known by their names.

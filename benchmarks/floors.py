@@ -115,7 +115,7 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
     return {phase: {**row, "level_bytes": dict(row["level_bytes"])} for phase, row in table.items()}
 
 
-def _pair(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
+def _pair(config: ResolvedConfig, phase: Any, domain: str) -> tuple[int, int]:
     """The process group of a phase that spans the domain."""
     fitting = [
         group

@@ -2,7 +2,7 @@
 """How fast block quantization is: every backend and its peers on the same buffers, against a plain
 copy.
 
-Note [Traffic]
+Traffic
     A kernel that is bound by memory moves the bytes it reads and those it writes. ``gb_per_s`` is
     both together over the median time, and ``memcpy_ratio`` compares that with a copy that moves as
     much in total. All kernels of a format and their copies are timed in turns, so that a busy

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``benchmarks scale``: what a step asks of a device and its host, by the number of ranks.
 
-Note [What is counted where]
+What is counted where
     Every scheme runs in this process, as rank 0 of a world that is pretended, on small parameters:
     what a step launches depends on how many there are, hardly on their sizes. Its seconds are those
     of this host, with the work of the CPU's kernels in them, and without any network. Next to it

@@ -5,7 +5,7 @@ parallelism.
 For comparison: torch's own all-reduce of the gradients as one vector, its PowerSGD of rank 1 and 4,
 dense sync, and Ok-Topk without balancing.
 
-Note [What is measured]
+What is measured
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are
     those of any network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step,
     averaged over ranks and steps, and ``words_per_k`` the same in 4-byte words per selected element

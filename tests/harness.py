@@ -9,7 +9,7 @@ world so large that nobody answers is `benchmarks.bare.fake_world`. Real process
 Ranks that are threads share the default random generator and every module-level object: draw random
 numbers from a `torch.Generator` of the rank's own.
 
-Note [Ranks take turns]
+Ranks take turns
     Threads that all want Python's lock spend most of their time handing it over, at every operation
     of torch. So a rank runs alone until it waits for others in a collective; who goes on then has
     been waiting longest.

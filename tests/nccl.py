@@ -2,7 +2,7 @@
 """NCCL's rules for ranks that are threads: what gloo and the threads' own group forgive, and a GPU
 would not.
 
-Note [What is stored]
+What is stored
     On each communicator all ranks make the same calls in the same order: operation, type, sizes.
     Nothing goes point to point. Buffers are contiguous, of types that NCCL knows. What is received
     is garbage until the work is waited for, what is sent must not change until then, and every work

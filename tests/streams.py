@@ -8,7 +8,7 @@ on streams of which neither has waited for the other are a race; so is memory th
 again while another still uses it and it was not recorded on that one (torch's caching allocator
 gives it away). Both are errors with both stack traces.
 
-Note [Clocks]
+Clocks
     Each operation has a number. A stream's clock says of every stream up to which it has waited for
     it; an event keeps a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which
     knows no elements).

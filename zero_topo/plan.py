@@ -40,14 +40,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from zero_topo.topology.model import Topology
 
 Degree = int | str
 
-PHASES = (
+Phase = Literal[
     "gather_forward",
     "gather_backward",
     "gather_exact",
@@ -55,7 +55,8 @@ PHASES = (
     "sync",
     "matrices",
     "publish",
-)
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases of communication, in the order of an optimizer step.
 
 "gather_exact" gathers persistent parameters. "matrices" moves gradients and updates of Muon's
@@ -224,7 +225,7 @@ class Plan:
             for k in range(lo)
         ]
 
-    def pair_of(self, phase: str) -> tuple[int, int]:
+    def pair_of(self, phase: Phase) -> tuple[int, int]:
         """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction
         to one row a rank.
         """

@@ -31,6 +31,7 @@ from zero_topo.engine.agreement import checksum
 from zero_topo.engine.copies import Copy
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.plan import Phase
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -90,7 +91,7 @@ def own_shard(engine: Stage3, param_index: int) -> Tensor:
     return engine.weights._world_shard(range(place, place + 1))
 
 
-def gathered(engine: Stage3, param_indices: Sequence[int], phase: str) -> list[Tensor]:
+def gathered(engine: Stage3, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
     """Frozen parameters, whole."""
     return engine.weights.gather(
         [engine.weights.frozen[param_index] for param_index in param_indices], phase
@@ -219,7 +220,7 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
             engine.restart_frozen()
         else:
             engine.weights.write_back(engine.weights.frozen[2], new)
-        phases = ("gather_exact", "gather_forward", "gather_backward")
+        phases: tuple[Phase, ...] = ("gather_exact", "gather_forward", "gather_backward")
         found = [gathered(engine, (2, 3), phase) for phase in phases]
         assert (
             torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50

@@ -22,6 +22,7 @@ from tests.ranks.test_nccl import queues_of_a_gpu
 from tests.ranks.worlds import World, drawn, shards, shuffled, world
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.plan import Phase
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -77,7 +78,7 @@ class Passes:
         self.found: list[Tensor] = []
         self._weights = engine.weights
 
-    def run(self, phase: str, order: Sequence[Sequence[int]]) -> None:
+    def run(self, phase: Phase, order: Sequence[Sequence[int]]) -> None:
         """Gather modules as DeepSpeed does: the next one is under way while one is used."""
         handles = [self._weights.gather(order[0], phase)]
         for following in [*order[1:], None]:

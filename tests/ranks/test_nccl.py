@@ -18,6 +18,7 @@ from tests.marks import often
 from tests.nccl import nccl_rules
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
+from zero_topo.plan import Phase
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512, 512)
@@ -39,7 +40,7 @@ def queues_of_a_gpu() -> Iterator[None]:
         yield
 
 
-def gathered(trainer: Trainer, phase: str, order: Sequence[int]) -> None:
+def gathered(trainer: Trainer, phase: Phase, order: Sequence[int]) -> None:
     """Starts a gather for each parameter, as a prefetch does, and waits for them in some order."""
     handles = [
         trainer.engine.weights.gather([param_index], phase) for param_index in range(len(NUMELS))

@@ -21,6 +21,7 @@ from tests.marks import late
 from tests.ranks.worlds import BLOCKS, COMBINED, Q4, world
 from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.engine.codes import CodeStore
+from zero_topo.plan import Phase
 from zero_topo.sync import Moment
 
 
@@ -96,7 +97,7 @@ class DeepSpeed:
         self.columns = [(interval[0][0], interval[-1][1]) for interval in intervals]
         self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
 
-    def fetch(self, param_indices: Sequence[int], phase: str) -> list[Tensor]:
+    def fetch(self, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
         """As its coordinator does for one module."""
         with self.gathers:
             handle = self.engine.weights.gather(param_indices, phase)
@@ -244,7 +245,7 @@ def test_an_offloaded_masters_copy_outlives_its_publication() -> None:
 
 
 @pytest.mark.parametrize("phase", ["sync", "publish"])
-def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
+def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: Phase) -> None:
     """The network carries the second run while the device decodes the first."""
     with job(BLOCKS["topo"], overlap_comm=True) as deepspeed:
         deepspeed.micro_batch(last=False)
@@ -282,7 +283,7 @@ class Clocks(list[tuple[str, str, int]]):
 @pytest.mark.parametrize(
     ("name", "phase"), [("dense", "sync"), ("quantized", "sync"), ("dense", "publish")]
 )
-def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, phase: str) -> None:
+def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, phase: Phase) -> None:
     """The third run's first exchange waits for no second exchange, not even the first run's, which
     is queued before.
     """
@@ -437,7 +438,7 @@ HOST_COPIES: dict[str, dict[str, Any]] = {
 }
 
 
-def prefetched(deepspeed: DeepSpeed, phase: str) -> None:
+def prefetched(deepspeed: DeepSpeed, phase: Phase) -> None:
     """A pass in which the next two modules are under way while one is used."""
     modules = deepspeed.model.modules[:: -1 if phase == "gather_backward" else 1]
     coming = []

@@ -50,7 +50,7 @@ def trip(work: Callable[[], object]) -> tuple[int, int]:
 
 def gather(engine: Stage3) -> None:
     """One parameter, as in a forward pass."""
-    engine.weights.gather([1], "gather").wait()
+    engine.weights.gather([1], "gather_forward").wait()
 
 
 def scatter(engine: Stage3) -> None:

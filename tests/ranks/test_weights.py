@@ -32,7 +32,7 @@ from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
-from zero_topo.plan import Plan
+from zero_topo.plan import Phase, Plan
 from zero_topo.quant import ops
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
@@ -116,9 +116,11 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
         backward = quantized_model(w, source, plan.secondary, w.config.secondary_spec)
         ok = []
         for buckets in ([PARAM_INDICES], [(0, 3), (1,), (4, 2)]):
-            for (phase, wanted), param_indices in product(
-                [("gather_forward", forward), ("gather_backward", backward)], buckets
-            ):
+            passes: list[tuple[Phase, Any]] = [
+                ("gather_forward", forward),
+                ("gather_backward", backward),
+            ]
+            for (phase, wanted), param_indices in product(passes, buckets):
                 found = engine.weights.gather(param_indices, phase).wait()
                 ok += [torch.equal(a, wanted[i]) for i, a in zip(param_indices, found, strict=True)]
         return all(ok)
@@ -189,7 +191,7 @@ def unfinished(weights: Weights) -> None:
     ],
 )
 def test_weights_of_another_version_are_an_error_not_a_stale_read(
-    forget: Callable[[Weights], None], phase: str, said: str
+    forget: Callable[[Weights], None], phase: Phase, said: str
 ) -> None:
     """If the engine forgot to refresh a secondary or to finish a publish before a gather, the
     version stamp says so.

@@ -27,7 +27,7 @@ from zero_topo.cost.volume import (
     largest_change_bytes,
     step_bytes,
 )
-from zero_topo.plan import divisors
+from zero_topo.plan import Phase, divisors
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
@@ -357,7 +357,7 @@ def table_units(config: ResolvedConfig) -> dict[tuple[str, str], Fraction]:
     ],
 )
 def test_our_plans_are_the_rows_of_table_vii(row: str, block: dict[str, Any]) -> None:
-    phases = ("gather_forward", "gather_backward", "scatter")
+    phases: tuple[Phase, ...] = ("gather_forward", "gather_backward", "scatter")
     config = resolve(FRONTIER, **block)
     table = paper_volume_table(nodes=48, ranks_per_node=8)[row]
     ours = {key: volume for key, volume in table_units(config).items() if key[0] in phases}

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 
+from tests.documents import DOCUMENTS
 from tests.house import Function, Source, function_lines, parameters, sources
+from tests.launching import ROOT
 
 LICENCE = "# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0"
 
@@ -240,3 +243,23 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
             and ast.unparse(node.value) == "self"
         ):
             yield node.attr
+
+
+def test_notes_are_named_and_there_once() -> None:
+    """A note that nobody names is a plain heading, and one that is named exists."""
+    heads: list[str] = []
+    named: set[str] = set()
+    for source in EVERYTHING:
+        own = re.findall(r'(?m)^(?:"""|# )?Note \[(.+)\]$', source.text)
+        one_line = re.sub(r"\s*\n\s*(# )?", " ", source.text)
+        rest = Counter(re.findall(r"Note \[([^\]]+)\]", one_line)) - Counter(own)
+        heads += own
+        named |= {*rest}
+    for page in (*DOCUMENTS, *(ROOT / "csrc").iterdir()):
+        named |= {*re.findall(r"Note \[([^\]]+)\]", page.read_text())}
+    assert len(heads) == len({*heads})
+    assert {*heads} <= named
+    in_python = {
+        name for source in PACKAGE for name in re.findall(r"Note \[([\w ]+)\]", source.text)
+    }
+    assert in_python <= {*heads}

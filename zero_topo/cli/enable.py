@@ -2,7 +2,7 @@
 """``zero-topo enable`` and ``zero-topo disable``: the hook in every process of this Python, without
 an import.
 
-Note [The .pth file]
+The .pth file
     Python runs the line of a .pth file in site-packages at every start. Ours puts one small object
     in front of the import system and imports nothing. When something imports DeepSpeed (or
     Accelerate, which reads DeepSpeed's configs) the object goes away, and zero_topo is imported

@@ -2,7 +2,7 @@
 """Runs collectives asynchronously: in parallel with the computation, and finished in one order on
 all ranks.
 
-Note [Overlap]
+Overlap
     On a CPU, a collective progresses in the backend's threads; its follow-up work (decoding, a
     second collective) runs when the result is needed. On a GPU, both are queued on the queue's own
     stream, and the reader's stream waits for an event. In both cases overlap changes when the

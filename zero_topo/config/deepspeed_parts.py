@@ -2,7 +2,7 @@
 """Reads values of DeepSpeed's keys as DeepSpeed's own fields do, and refuses values of a wrong
 type.
 
-Note [Truth]
+Truth
     DeepSpeed reads most switches as pydantic does: true, 1, "on" and "yes" are true, false, 0,
     "off" and "no" are false, anything else is refused. The switches of :data:`TRUTHS` are read as
     Python does, where the text "false" is true. A value that means on there and off elsewhere is

@@ -2,7 +2,7 @@
 """Defines the sparse modes of ``sync``, which send a share of the elements between gradient
 domains.
 
-Note [Expected, not exact]
+Expected, not exact
     The bytes that a sparse mode sends depend on the data: how many elements several ranks select
     alike, and how far a reused threshold has drifted. The formulas assume that each rank selects
     ``k`` elements, evenly spread, that ranks select the same element only by chance, and that there

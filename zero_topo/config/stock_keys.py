@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Translates DeepSpeed's own keys for ZeRO++, LoCo and MiCS to keys of the block.
 
-Note [Stock keys]
+Stock keys
     Their meaning in DeepSpeed 0.18 and 0.19 (0.19.7 refuses MiCS's keys whatever the value, 0.19.8
     those of LoCo): ``zero_hpz_partition_size`` is the number of ranks that share a 16-bit secondary
     copy. ``zero_quantized_weights`` sends every gather of weights in INT8, that of the secondary

@@ -6,7 +6,7 @@ A rank sends 1 bit per element and 32 / r bits of sketch to the owners of the ot
 ``(1 + 32 / r) (P - 1) / P`` bits for each of the ``n`` elements. The paper's index goes to all
 ranks, which makes it 2 + 32 / r. Sketches are counted in whole rows.
 
-Note [Which layers]
+Which layers
     TAGC compresses the linear layers outside the attention core: feed-forward, embedding, head and
     output projection. Everything is included, and layers that compute queries, keys and values are
     excluded by their common names: separate layers (``q_proj``, ``query``, DeepSeek's

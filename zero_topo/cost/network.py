@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Computes how long collectives over the process groups of a plan take on the links of a machine.
 
-Note [Links]
+Links
     A byte uses the link of the smallest domain that holds both ends: the GPU's link between its
     GCDs, the node's between GPUs, the world's between nodes. A :class:`Link` gives the rate of one
     rank while all ranks of the domain send at once. Every rank of the world takes part in all
@@ -19,7 +19,7 @@ Note [Patterns]
     Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
     per level of the tree.
 
-Note [Measured rings]
+Measured rings
     If a machine's rings were measured (``Rates.rings``), these rates replace those of the links.
     They were measured with one ring through all ranks of a unit, which uses all of its links. With
     ``L`` ranks in a unit and ``g`` of them in each ring, ``L / g`` rings run in parallel and share

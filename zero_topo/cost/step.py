@@ -39,7 +39,7 @@ Note [Muon]
     ten and five of them. "gram" iterates
     on the Gram matrix and starts it anew once: four, and fourteen; a square matrix as "standard".
 
-Note [Host copies]
+Host copies
     A secondary copy in host memory (Note [Copies in host memory] in ``engine/copies.py``) crosses
     the host's link (``Rates.host_link``) once in the first forward pass of a step and in each
     backward pass. These copies have a stream of their own. A module's gather waits for its copy, so
@@ -81,6 +81,7 @@ from zero_topo.cost.volume import (
     phase_moves,
     sent_as,
 )
+from zero_topo.plan import Phase
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Located = Any  # a plan with the field ``topology``
@@ -152,7 +153,7 @@ def _packet(
     config: ResolvedConfig,
     job: Job,
     network: Network,
-    phase: str,
+    phase: Phase,
     columns: Columns,
     count: int = 1,
     runs: int = 1,
@@ -190,7 +191,7 @@ def _packet(
 
 
 def _run_packets(
-    config: ResolvedConfig, job: Job, network: Network, phase: str, modules: Modules
+    config: ResolvedConfig, job: Job, network: Network, phase: Phase, modules: Modules
 ) -> list[Packet]:
     """Return the first run of sync or publish of a model's modules, and the other runs; see Note
     [Runs].
@@ -235,14 +236,14 @@ def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:
     )
 
 
-def _itemsize(config: ResolvedConfig, job: Job, phase: str) -> int:
+def _itemsize(config: ResolvedConfig, job: Job, phase: Phase) -> int:
     sync = getattr(config.sync, "dtype", None) or config.accumulation_dtype
     name = {"sync": sync, "publish": config.publish.dtype}.get(phase)
     return job.itemsize if name is None else ITEMSIZES[name]
 
 
 def _touched(
-    config: ResolvedConfig, job: Job, phase: str, columns: Columns, message: int, sent: int
+    config: ResolvedConfig, job: Job, phase: Phase, columns: Columns, message: int, sent: int
 ) -> int:
     """Return the bytes of memory that packing and unpacking read and write."""
     plan = config.plan

@@ -54,7 +54,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
-from zero_topo.plan import Plan, coded_params, packed_runs
+from zero_topo.plan import Phase, Plan, coded_params, packed_runs
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
@@ -201,7 +201,7 @@ def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology)
     return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
-def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
+def sent_as(config: ResolvedConfig, phase: Phase, stock: bool) -> ResolvedConfig:
     """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a
     quantized scatter.
     """
@@ -228,12 +228,12 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     coded = work.coded(config)
     sent: Counter[Key] = Counter()
 
-    def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
+    def book(phase: Phase, moves: Iterable[Move], times: int = 1) -> None:
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
     def add(
-        phase: str, columns: Columns, itemsize: int, times: int = 1, message: int | None = None
+        phase: Phase, columns: Columns, itemsize: int, times: int = 1, message: int | None = None
     ) -> None:
         book(
             phase,
@@ -252,10 +252,11 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
                 for param_index in part
                 if not of.persistent[param_index]
             )
-            for phase in (
-                ("gather_forward", "gather_backward") if of.trains else ("gather_forward",)
-            ):
-                read = "gather_backward" if filled else phase
+            passes: list[Phase] = ["gather_forward"]
+            if of.trains:
+                passes.append("gather_backward")
+            for phase in passes:
+                read: Phase = "gather_backward" if filled else phase
                 moves, _ = phase_moves(sent_as(own, read, stock), read, sharded, itemsize)
                 book(phase, moves, of.micro_batches)
         if of.trains:
@@ -343,7 +344,7 @@ class Columns(NamedTuple):
 
 def phase_moves(
     config: ResolvedConfig,
-    phase: str,
+    phase: Phase,
     columns: Columns,
     itemsize: int,
     published: int | None = None,
@@ -415,7 +416,7 @@ def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
     return dict(totals)
 
 
-def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
+def gather_spec(config: ResolvedConfig, phase: Phase) -> BlockSpec | None:
     """Return the wire format of a gather: before a backward pass, that of the secondary copy if
     there is one.
     """

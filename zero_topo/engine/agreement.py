@@ -5,7 +5,7 @@ bit-identical.
 Each check gathers its evidence on every rank and evaluates it there, so all ranks raise the same
 error and none hangs.
 
-Note [Digests first]
+Digests first
     A plan with the order of 75,264 ranks is a megabyte; an all-gather of it would move 56 PB. Ranks
     therefore gather digests of 48 bytes each. Only if these differ, one rank of each kind
     broadcasts its text.

@@ -17,6 +17,7 @@ from zero_topo.collectives.queue import Handle, OrderedQueue, on_gpu
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy, Mesh
+from zero_topo.plan import Phase
 from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
@@ -115,7 +116,7 @@ def gather(
     param_indices: Sequence[int],
     layout: Layout,
     like: Tensor,
-    phase: str,
+    phase: Phase,
     capture: Capture | None = None,
     message: Tensor | None = None,
 ) -> Handle[list[Tensor]]:

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The weight shards: primary and secondary copies, gathers from them, and publish.
 
-Note [Quantized gathers]
+Quantized gathers
     Each parameter is quantized separately: no block spans two parameters. The value a layer
     computes with therefore does not depend on which bucket or prefetch carried it, and a norm's
     weights never share a scale with a matrix. Persistent parameters
@@ -24,7 +24,7 @@ Note [Publish before gather]
     stream wait for that event, so the last event covers all earlier ones. On a CPU collectives
     block, and there is no event.
 
-Note [Delta publish]
+Delta publish
     With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is the row as every
     rank stores it. Every rank, the owner included, replaces ``w`` by ``w + q``: one FP32 sum,
     rounded once to the dtype of the weights. All ranks do the same arithmetic on the same bits, so
@@ -32,7 +32,7 @@ Note [Delta publish]
     difference: the FP32 master serves as error feedback. Each row of a parameter is padded to whole
     blocks, so a norm never shares a scale with a matrix.
 
-Note [Publish under forward]
+Publish under forward
     Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
     (:meth:`Weights.begin`) when the first of them is needed or the step ends. Persistent parameters
     are published first, in separate runs: DeepSpeed gathers them at the end of the step, which
@@ -96,7 +96,7 @@ from zero_topo.engine.codes import Begun, CodeStore, Update
 from zero_topo.engine.copies import Copy, Secondary, gather, kept_until
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
-from zero_topo.plan import coded_params, packed_runs
+from zero_topo.plan import Phase, coded_params, packed_runs
 from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
@@ -309,7 +309,7 @@ class Weights:
 
     # -- gather ------------------------------------------------------------------------------------
 
-    def gather(self, param_indices: Sequence[int], phase: str) -> Handle[list[Tensor]]:
+    def gather(self, param_indices: Sequence[int], phase: Phase) -> Handle[list[Tensor]]:
         """Gather whole parameters, with one collective per kind of copy.
 
         Args:
@@ -343,7 +343,7 @@ class Weights:
     def _begin(
         self,
         param_indices: Sequence[int],
-        phase: str,
+        phase: Phase,
         ahead: tuple[list[int], Handle[Tensor]] | None = None,
     ) -> Handle[list[Tensor]]:
         # A publish that runs under this forward ends where its weights are needed

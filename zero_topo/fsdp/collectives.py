@@ -1,14 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The gather and the reduce-scatter that FSDP2 calls for each module.
 
-Note [Blocks of a message]
+Blocks of a message
     FSDP2 passes all parameters of a module as one flat tensor. A block of values with one scale
     would then span two parameters, and a norm would set the scale of a matrix. The flat tensor is
     therefore cut where parameters begin. FSDP2 says only how long it is, so it is not cut where a
     part of the module's parameters takes part (some without a gradient), or where several modules
     share one group (``fully_shard([norm, head])``).
 
-Note [Streams]
+Streams
     FSDP2 calls both on its own streams. Collectives wait for that stream and it waits for them, so
     their buffers are freed and used again in its order. Both have ended, in that order, when the
     call returns.

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The optimizer of a model on FSDP2: it syncs gradients, updates its part, sends the weights.
 
-Note [A step]
+A step
     1. In each backward pass FSDP2 reduces a module's gradients to its shards, and calls a hook for
        each parameter. The hook moves the gradient to the gradient shard ``[N / W, F]`` of
        :class:`~zero_topo.engine.gradients.Gradients`, so FSDP2 stores none. In the last backward
@@ -13,7 +13,7 @@ Note [A step]
     3. :meth:`ShardedOptimizer.step` updates FP32 masters of the part, and sends them to all ranks
        that store the shard.
 
-Note [The last backward pass]
+The last backward pass
     Every backward pass counts as the last of its step unless FSDP2's own
     ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called on the root
     module. Another backward pass before the step takes ``param.grad`` back and adds to it; its sync

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The part of each FSDP2 shard that a rank's optimizer updates.
 
-Note [Parts of a shard]
+Parts of a shard
     FSDP2 stores rows of dimension 0 of a parameter on each of the ``W`` ranks of a mesh. The ``N /
     W`` ranks that store the same rows divide them among their optimizers: ``O / W`` parts of as
     many rows each, the last ones smaller or empty, and each part on ``N / O`` ranks. That is how

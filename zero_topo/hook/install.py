@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Installs the hook into DeepSpeed; one of the files (see ``seam.py``) that use its private names.
 
-Note [The seam]
+The seam
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. During that
     call, and only for a config with a ``zero_topo`` block, this name is bound to
     :class:`TopoStage3`; for an engine without an optimizer, the name of DeepSpeed's parameter

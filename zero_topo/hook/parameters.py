@@ -26,6 +26,7 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import wrapping
+from zero_topo.plan import Phase
 from zero_topo.sync import Parameter
 
 logger = logging.getLogger(__name__)
@@ -389,7 +390,7 @@ class ParameterGathers:
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def _start_all(
-        self, params: Iterable[Any], phase: str, stock: Callable[[list[Any]], Any]
+        self, params: Iterable[Any], phase: Phase, stock: Callable[[list[Any]], Any]
     ) -> list[Any]:
         """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the
         handles.
@@ -401,7 +402,7 @@ class ParameterGathers:
             handles += stock(others) or []
         return handles
 
-    def _start(self, params: list[Any], phase: str) -> ParameterHandle:
+    def _start(self, params: list[Any], phase: Phase) -> ParameterHandle:
         """Begin to gather parameters of one group of :meth:`_split`: persistent ones exactly."""
         phase = "gather_exact" if params[0].ds_persist else phase
         for param in params:
@@ -424,7 +425,7 @@ class ParameterGathers:
         self._started.add(started)
         return started
 
-    def _finish(self, params: list[Any], handle: Handle[list[Tensor]], phase: str) -> None:
+    def _finish(self, params: list[Any], handle: Handle[list[Tensor]], phase: Phase) -> None:
         """Wait for a gather, and set the parameters' data."""
         with self._engine.meter.timing(phase):
             whole = handle.wait()
@@ -432,7 +433,7 @@ class ParameterGathers:
             param.data = full.view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
 
-    def _count_stock(self, params: list[Any], phase: str) -> None:
+    def _count_stock(self, params: list[Any], phase: Phase) -> None:
         absent = [param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         sent = sum(
             (dist.get_world_size(p.ds_process_group) - 1) * p.ds_tensor.nbytes for p in absent
@@ -459,7 +460,7 @@ class ParameterGathers:
         # An attribute of DeepSpeed's dictionary
         in_forward = getattr(self.module._parameters, "_in_forward", False)
         reads = param_list is None and (in_forward or _in_backward())
-        phase = _phase_of_pass() if reads else "gather_exact"
+        phase: Phase = _phase_of_pass() if reads else "gather_exact"
         handles = self._start_all(
             missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy)
         )
@@ -485,7 +486,7 @@ class ParameterGathers:
             stock(others, **options)
 
 
-def _phase_of_pass() -> str:
+def _phase_of_pass() -> Phase:
     return "gather_backward" if _in_backward() else "gather_forward"
 
 

@@ -2,7 +2,7 @@
 """Hooks on the module; tracks backward passes: which of them failed, and which run inside a forward
 pass.
 
-Note [Failed passes]
+Failed passes
     A backward pass that failed half-way has added some of its gradients, so all gradients since the
     last step are useless. Gradients without DeepSpeed's epilogue are no sign of it: a loss may run
     backward inside its forward pass (DeepSpeed's TiledFusedLogitsLoss), and the epilogue follows in

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Converts the variables of Slurm, Flux or MPI to those that torch and DeepSpeed read (pure).
 
-Note [Contradictions]
+Contradictions
     If one rank refuses while others continue, the others wait for it. Checks therefore use
     variables that are equal on all ranks where possible. A contradiction that only some ranks can
     detect (their own placement) ends those ranks,

@@ -218,7 +218,7 @@ def _sent_rows(
     step.
     """
     seen = {key for table in (*measured, formula, zero3) for key in table}
-    order = {
+    order: dict[tuple[str, str], int] = {
         key: place
         for place, key in enumerate(
             (phase, domain) for domain in LINKED_DOMAINS for phase in PHASES

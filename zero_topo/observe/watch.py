@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Watches a run: if it hangs, the ranks log which ranks do not answer, and where the others wait.
 
-Note [A run without progress]
+A run without progress
     If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the
     backend's timeout, half an hour by default, and then all fail with one error. Each rank
     therefore has a thread that polls the position of its own main thread. If that has not moved for

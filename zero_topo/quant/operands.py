@@ -2,7 +2,7 @@
 """Defines the operands of the operators: strided views of tensors, tables of messages, INT8
 weights.
 
-Note [Views]
+Views
     A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads and
     writes the shard in place, so no extra pass over memory interleaves it (``zt_piece`` in
     ``csrc/zt_kernels.h``).

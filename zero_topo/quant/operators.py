@@ -2,7 +2,7 @@
 """Registers the operators ``torch.ops.zero_topo``: schemas, fake kernels, and the backend of each
 device.
 
-Note [Operators]
+Operators
     torch selects a kernel by the device of the arguments, names it in profiles and runs the fake
     one for FakeTensors. The reference serves every device that no other backend serves. An operator
     writes only to arguments that its schema marks, and returns nothing or a new tensor: torch

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Implements the kernels of block quantization in Triton, and defines their arguments.
 
-Note [Tiles]
+Tiles
     A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. One scalar
     comparison tests whether all values of a tile exist. Only the other tiles use masks, which
     prevent loads and stores of 16 bytes per thread.
@@ -12,7 +12,7 @@ Note [Addresses]
     number, and a table of pointers a copy to the device for each call. Programs of all members are
     on the first axis of the grid: the others end at 65,535.
 
-Note [Integers in floats]
+Integers in floats
     Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even,
     therefore rounds a small number to an integer, half to even, and leaves that integer in the
     sum's low bits, in two's complement. Subtracting a power of two reverses this exactly, so

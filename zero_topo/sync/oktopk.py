@@ -24,7 +24,7 @@ Note [Thresholds]
     among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of it,
     if the sums contain more than selected elements).
 
-Note [Sharded]
+Sharded
     If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions
     are the rows. Step 3 then sends only counts, and magnitudes when the threshold is computed. The
     sender cannot know which of its elements the owner selected. It therefore clears them all from
@@ -340,8 +340,8 @@ def _from_bits(bits: int) -> float:
 
 
 class OkTopkByRow(Sparse):
-    """Reduces the largest elements of each row of a run, and chooses the largest sums; Note [By
-    row].
+    """Reduces the largest elements of each row of a run, and chooses the largest sums
+    (``"select": "run"``).
     """
 
     config: OkTopkSync

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The package's own optimizers, AdamS and AgedAdamW.
 
-Note [What arrives]
+What arrives
     Sparse sync gives the optimizer an element's sum only in some steps. An element has arrived if
     its sum is not zero. A dense gradient that is zero (an embedding's row that no token used)
     therefore waits as well; AdamW would update it by its momentum.

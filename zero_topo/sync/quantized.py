@@ -9,7 +9,7 @@ Note [Error feedback]
     al. 2014; EF-SGD, arXiv 1901.09847). It adds its own row without quantization, so that row has
     no ``e``.
 
-Note [The residual lies in the gradient shard]
+The residual lies in the gradient shard
     ``e`` needs no separate buffer: ``q`` is subtracted from ``g + e`` in place, and the next step's
     gradients are added to the result instead of to zero. ``e`` then has the rounding of the
     gradient shard, once when ``q`` is subtracted and once with each gradient added. In BF16 a

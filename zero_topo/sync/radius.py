@@ -8,14 +8,14 @@ MLSys 2025).
 3. The steps between reduce the masked elements, packed and without indices. The rest is added to
    the residual.
 
-Note [The update as the score]
+The update as the score
     The paper scores an element by its corrected gradient, the direction of AdamW's step at learning
     rate 1. This is the difference of a master before and after the step, divided by the learning
     rate; a common factor does not change the order of magnitudes. The optimizer therefore runs
     once, and may be any. At a rate of zero (a warm-up may begin with it) there is no score: such a
     resampling keeps the mask, and if there is none yet, the next step resamples.
 
-Note [One chooser]
+One chooser
     The owner of a row selects ``max(1, int(density * width))`` elements in each parameter's slice
     of that row, and sends them to its peers as a bitmap. Ranks with replicas of an optimizer shard
     compute the same updates, but ties may break differently on other devices, so no rank selects

@@ -17,13 +17,13 @@ gradient, ``e`` its residual and ``P`` peers, at each step:
    ``|a + (r + b / (1 - b) * m) / P|``, or as large a share of each parameter. The bits are sent
    while the next forward and backward passes compute, and are the next mask.
 
-Note [Units of the gradient]
+Units of the gradient
     The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends
     ``mt = b m + (1 - b) g + e``. But ``m`` is equal on all peers, so it need not be sent: on the
     mask the sum of ``mt`` minus ``b m``, over ``1 - b``, is the sum of ``a``. There is no
     cancellation, and at density 1 AdamS gets the bits of the dense gradient.
 
-Note [Where the momentum lives]
+Where the momentum lives
     In the paper every peer adds ``b m`` to its residual off the mask. Their mean is the same, but
     then every peer needs ``m``. Here the owner of a row keeps all of it, so the optimizer may be
     sharded over the world (the paper's algorithm 2). In place of the selected weights in 16 bits,

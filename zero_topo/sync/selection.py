@@ -2,7 +2,7 @@
 """Selected elements of a vector: their selection, their encoding in packed buffers, and their
 summation.
 
-Note [In order]
+Note [Order of sums]
     Floating-point sums depend on their order, so the elements of several peers are added peer by
     peer. On a CPU ``index_add_`` processes its arguments in order. On a GPU it would use atomic
     additions in any order; there a stable sort brings equal positions together, and
@@ -269,7 +269,7 @@ def positions(mask: Tensor, count: int) -> Tensor:
 
 
 def added(selected: Selected, zeros: Callable[[], Tensor]) -> Tensor:
-    """Add up selected elements, those of equal index in their given order; Note [In order].
+    """Add up selected elements, those of equal index in their given order; Note [Order of sums].
 
     Args:
         selected: elements of one or more peers.
@@ -303,7 +303,7 @@ def in_runs(selected: Selected) -> Selected:
 
 
 def added_rows(rows: Tensor) -> Tensor:
-    """Sum rows ``[P, K]`` in their order to FP32 ``[K]``; Note [In order]."""
+    """Sum rows ``[P, K]`` in their order to FP32 ``[K]``; Note [Order of sums]."""
     rows = rows.float()
     if _on_cpu(rows):
         total = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")

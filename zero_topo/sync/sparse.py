@@ -34,7 +34,7 @@ Note [Host synchronizations]
     mode therefore needs few synchronizations (:meth:`Sparse.to_host`), independent of the number of
     peers.
 
-Note [Peers]
+Peers
     Each rank is one of ``P`` peers that store the same ``n`` gradient elements: row ``p`` of its
     table ``[P, C]`` belongs to the optimizer shard of peer ``p``. In plain data parallelism every
     rank is a peer and all need all rows.

@@ -14,7 +14,7 @@ Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in ``quant/refe
    sum.
 5. If ranks need more than their own row, owners send the union and its values to all.
 
-Note [Or, not plus]
+Or, not plus
     The paper adds packed bits as integers, since NCCL has no OR. If two ranks select one element,
     the sum carries into the next bit: the next element looks selected, and the element itself does
     not. Here each rank's bits go to the owner unchanged, which costs as many bytes.
@@ -27,14 +27,14 @@ Note [Nothing is estimated]
     kernel counts them. A result may be right by chance, so the test is repeated with other numbers
     until all are found.
 
-Note [Without a sketch]
+Without a sketch
     The owner has every peer's bits, so values can be sent uncompressed, in order and without
     indices. This is done if the union is too dense for any sketch, or rows are too short for one;
     nothing is padded or sent densely. It even needs fewer bytes: no rank selects more than the
     union, which has 0.57 n / r elements if a sketch is safe, while a sketch has n / r values.
     Sketches save bytes where buffers are added on their way.
 
-Note [Host synchronizations of TAGC]
+Host synchronizations of TAGC
     The host reads all lengths at once, after the bitmap. That is the only synchronization of a step
     without a sketch. The size of a sketch depends on these lengths, and the number of values sent
     separately on the sketch: a step with a sketch needs a second one.

@@ -18,7 +18,7 @@ A row's packet has the bits of all its blocks, part by part (Note [Positions] in
 ``config/sparse_config.py``), and then the scales. No length depends on the data, so no host
 synchronization is needed.
 
-Note [Voids]
+Voids
     A block may have fewer non-zero elements than the number to select. The remaining entries repeat
     a position and its sign, and the receiver counts them as 0. They repeat the first element, or 0
     if the block has no element that is

@@ -2,7 +2,7 @@
 """Describes one node's devices as a device tool reports them, and derives the part of a topology
 they determine.
 
-Note [Packages]
+Packages
     A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an
     AMD MI250X, are the ranks of one gpu domain. Tools do not report packages. On an MI250X every
     pair of GCDs reports the type XGMI, one ``group`` and often the same weight, so neither groups

@@ -2,7 +2,7 @@
 """Puts the devices of a node into the tree that a launcher describes: which local rank uses which
 device.
 
-Note [Devices and launchers]
+Devices and launchers
     A launcher reports ranks, hosts and placement; a device tool reports packages and links. The
     local rank joins them: ``devices[local rank]`` is read from ``--gpu-bind``, from a list of
     visible devices with one entry per local rank, or is the local rank itself if there are as many
