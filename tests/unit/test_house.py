@@ -250,7 +250,7 @@ def test_notes_are_named_and_there_once() -> None:
     heads: list[str] = []
     named: set[str] = set()
     for source in EVERYTHING:
-        own = re.findall(r'(?m)^(?:"""|# )?Note \[(.+)\]$', source.text)
+        own = re.findall(r'(?m)^ *(?:"""|# )?Note \[(.+)\]$', source.text)
         one_line = re.sub(r"\s*\n\s*(# )?", " ", source.text)
         rest = Counter(re.findall(r"Note \[([^\]]+)\]", one_line)) - Counter(own)
         heads += own
