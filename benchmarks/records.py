@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -63,9 +64,15 @@ def record(
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record; folders are made."""
+    """Write a record, a list of numbers on one line and with six digits; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = re.sub(r"\[[^][{}\"]*\]", _line_of_numbers, json.dumps(content, indent=2))
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _line_of_numbers(found: re.Match[str]) -> str:
+    numbers = json.loads(found[0])
+    return json.dumps([float(f"{x:.6g}") if isinstance(x, float) else x for x in numbers])
 
 
 def machine() -> dict[str, Any]:
