@@ -148,5 +148,5 @@ class BareStep:
 
     def _publish(self) -> None:
         weights = self.engine.weights
-        weights.publish(masters=self._masters if weights.needs_masters else None)
-        weights.finish()
+        weights.mark_updated(masters=self._masters if weights.needs_masters else None)
+        weights.wait_for_publish()

@@ -186,7 +186,7 @@ class Mode:
         )
         self.exchange = 0.0
         if self._sparse is not None:
-            for name in ("gather", "gather_known", "scatter", "scatter_known"):
+            for name in ("gather", "gather_known", "all_to_all", "all_to_all_known"):
                 setattr(self._sparse.peers, name, self._timed(getattr(self._sparse.peers, name)))
 
     def add(self, gradients: Sequence[Tensor]) -> Tensor:

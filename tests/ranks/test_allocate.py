@@ -136,7 +136,7 @@ def test_any_first_exchange_registers_memory() -> None:
 
     runs: list[Callable[[Group], object]] = [
         lambda group: group.sum_later(table, torch.bfloat16),
-        lambda group: group.scatter_known(table, [1, 1], [1, 1]),
+        lambda group: group.all_to_all_known(table, [1, 1], [1, 1]),
     ]
     for run in runs:
         nccl = Pools()

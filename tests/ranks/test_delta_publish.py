@@ -86,8 +86,8 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(
     def rank_main(rank: int) -> tuple[int, float]:
         engine, _ = started(w)
         for step in range(1, 6):
-            engine.weights.publish(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
-        engine.weights.finish()
+            engine.weights.mark_updated(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
+        engine.weights.wait_for_publish()
         wanted = masters_of(w, rank, plan.weights, 5, 1e-2)
         return int(checksum(primary(engine))), float(
             (primary(engine) - wanted).norm() / wanted.norm()
@@ -110,8 +110,8 @@ def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]
         for step in range(steps):
             rate = 1e-2 * (0.97**step)
             masters = masters + rate * torch.randn(masters.shape, generator=generator)
-            engine.weights.publish(masters=masters)
-            engine.weights.finish()
+            engine.weights.mark_updated(masters=masters)
+            engine.weights.wait_for_publish()
             rows = engine.weights.own.float()
             errors.append(float((rows - masters).norm() / masters.norm()))
         return errors
@@ -137,7 +137,7 @@ def publish_step(engine: Stage3, masters: Tensor, param_indices: range | None = 
     param_indices = param_indices or range(len(engine.layout.numels))
     if not engine.weights.needs_masters:
         engine.weights.own[:, engine.layout.columns_of(param_indices)].copy_(masters)
-    engine.weights.publish(param_indices, masters if engine.weights.needs_masters else None)
+    engine.weights.mark_updated(param_indices, masters if engine.weights.needs_masters else None)
 
 
 def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None
         engine.end_step(skipped=False)
         work = engine.workload(1)
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] == "publish"}
-        engine.weights.finish()
+        engine.weights.wait_for_publish()
         engine.meter.end_step()
         sent = {k: n for k, n in engine.meter.total.items() if k[0] == "publish"}
         assert sent == expected

@@ -122,10 +122,10 @@ def test_an_engine_of_experts_works_next_to_that_of_all_ranks(name: str) -> None
             gradient_error = max(gradient_error, float(difference.abs().max()))
             masters = rows_of(stage, [param + 0.01 for param in params])
             if stage.weights.needs_masters:
-                stage.weights.publish(masters=masters)
+                stage.weights.mark_updated(masters=masters)
             else:
                 stage.weights.own.copy_(masters)
-                stage.weights.publish()
+                stage.weights.mark_updated()
         for stage, _, _ in reversed(model):
             stage.end_step(skipped=False)
         for stage, params, _ in model:

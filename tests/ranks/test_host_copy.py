@@ -102,10 +102,10 @@ def updated(engine: Stage3) -> None:
     """An optimizer step."""
     weights = engine.weights
     if weights.needs_masters:
-        weights.publish(masters=weights.own.float() * 1.5)
+        weights.mark_updated(masters=weights.own.float() * 1.5)
     else:
         weights.own.mul_(1.5)
-        weights.publish()
+        weights.mark_updated()
     engine.end_step(skipped=False)
 
 
@@ -130,7 +130,7 @@ def evaluated(engine: Stage3, passes: Passes) -> None:
     passes.backward()
     passes.forward()
     masters = engine.weights.own[:, : engine.layout.widths[0]].float()
-    engine.weights.publish(range(1), masters if engine.weights.needs_masters else None)
+    engine.weights.mark_updated(range(1), masters if engine.weights.needs_masters else None)
     passes.backward()  # of the first module, one parameter is updated and the other is not
 
 

@@ -82,13 +82,13 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
                     engine.layout.shard_ranges(part)[0][0],
                     engine.layout.shard_ranges(part)[-1][1],
                 )
-                weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
+                weights.mark_updated(part, masters[:, begin:end] if weights.needs_masters else None)
             assert all(
                 tensor.isfinite().all()
                 for tensor in weights.gather(PERSISTENT, "gather_exact").wait()
             )
             engine.end_step(skipped=False)
-        weights.finish()
+        weights.wait_for_publish()
         engine.gradients.mode.drain()
         return weights.copies()[0].clone()
 

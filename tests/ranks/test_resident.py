@@ -58,7 +58,7 @@ def begun(w: World, chunk: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -
 def walked(w: World, engine: Stage3, steps: range, rate: float = 1e-3) -> None:
     """Publish some steps of the walk."""
     for step in steps:
-        engine.weights.publish(
+        engine.weights.mark_updated(
             masters=masters_of(w, engine.layout.rank, w.config.plan.optimizer, step, rate)
         )
 
@@ -146,7 +146,7 @@ def test_only_an_edit_that_changes_a_bit_changes_codes(machine: Topology) -> Non
     def rank_main(rank: int) -> int:
         engine = begun(w)
         walked(w, engine, range(1, 3))
-        engine.weights.finish()
+        engine.weights.wait_for_publish()
         before = engine.weights.copies()[0]
         for param_index, whole in zip(
             PARAM_INDICES, engine.weights.gather(PARAM_INDICES, "gather_exact").wait(), strict=True
@@ -185,8 +185,8 @@ def test_codes_go_on_bit_for_bit_from_a_checkpoint() -> None:
             masters_of(w, rank, degree, 3, 0.1) for degree in (w.config.plan.optimizer, w.size)
         )
         kept = torch.arange(rows.shape[1]) % 3 == 0
-        engine.weights.publish(masters=rows * kept)
-        engine.weights.finish()
+        engine.weights.mark_updated(masters=rows * kept)
+        engine.weights.wait_for_publish()
         masters = masters[0] * kept
         fresh = []
         for saved in (engine.state_dict(), {}):
@@ -210,7 +210,7 @@ def test_what_is_not_finite_reaches_every_gather() -> None:
         masters = masters_of(w, rank, w.size, 1, 1e-3).clone()
         if rank == 3:
             masters[0, 2] = torch.nan
-        engine.weights.publish(masters=masters)
+        engine.weights.mark_updated(masters=masters)
         (found,) = engine.weights.gather((0,), "gather_forward").wait()
         return found.isnan().view(8, BLOCK).any(1).tolist()
 

@@ -189,12 +189,12 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            self.engine.weights.publish(
+            self.engine.weights.mark_updated(
                 self.model.groups[group], new.clone() if self.offload else new
             )
         else:
             weights.own[:, begin:end].copy_(new)
-            self.engine.weights.publish(self.model.groups[group])
+            self.engine.weights.mark_updated(self.model.groups[group])
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) ->
         weights.write_back(2, torch.ones(512, dtype=torch.bfloat16))
         deepspeed.micro_batch(last=True)
         deepspeed.step()
-        weights.finish()
+        weights.wait_for_publish()
         for copy in weights.copies():
             copy.sum()
 
@@ -253,8 +253,8 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: Phase) -> None
         if phase == "sync":
             deepspeed.engine.gradients.sync()
         else:
-            deepspeed.engine.weights.publish()
-            deepspeed.engine.weights.finish()
+            deepspeed.engine.weights.mark_updated()
+            deepspeed.engine.weights.wait_for_publish()
         done = [name for _, name, _ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
 
@@ -289,15 +289,15 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
     """
     with job(STAGED[name], overlap_comm=True, model=ONE_GROUP) as deepspeed:
         deepspeed.micro_batch(last=False)
-        deepspeed.engine.weights.finish()
+        deepspeed.engine.weights.wait_for_publish()
         if phase == "publish":
-            deepspeed.engine.weights.publish()
+            deepspeed.engine.weights.mark_updated()
         deepspeed.device.log = log = Clocks(deepspeed.device)
         if phase == "sync":
             deepspeed.engine.gradients.sync()
         else:
-            deepspeed.engine.weights.begin()
-            deepspeed.engine.weights.finish()
+            deepspeed.engine.weights.start_publish()
+            deepspeed.engine.weights.wait_for_publish()
     exchanges = [
         (*entry, clock)
         for entry, clock in zip(log, log.clocks, strict=True)
@@ -315,7 +315,7 @@ def test_both_groups_of_a_gather_are_queued_when_it_is_started() -> None:
     """
     with job(BLOCKS["zero3"], overlap_comm=True) as deepspeed:
         weights = deepspeed.engine.weights
-        weights.finish()
+        weights.wait_for_publish()
         deepspeed.device.log.clear()
         first = [weights.gather([param_index], "gather_forward") for param_index in (0, 2)]
         begun = [stream for stream, name, _ in deepspeed.device.log if name == "exchange"]
@@ -386,7 +386,7 @@ def test_all_of_publish_is_queued_when_a_step_ends() -> None:
         deepspeed.micro_batch(last=True)
         deepspeed.step()
         deepspeed.device.log.clear()
-        deepspeed.engine.weights.finish()
+        deepspeed.engine.weights.wait_for_publish()
     assert not deepspeed.device.log
 
 

@@ -70,9 +70,9 @@ def publish(engine: Stage3) -> None:
     """Two parameters, from FP32 masters."""
     columns = sum(engine.layout.widths)
     masters = torch.zeros(engine.config.plan.world_size // engine.config.plan.optimizer, columns)
-    engine.weights.publish(range(2), masters)
-    engine.weights.begin()
-    engine.weights.finish()
+    engine.weights.mark_updated(range(2), masters)
+    engine.weights.start_publish()
+    engine.weights.wait_for_publish()
 
 
 @pytest.mark.parametrize(

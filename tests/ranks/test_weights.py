@@ -143,7 +143,7 @@ def test_publish_brings_every_optimizer_update_to_every_replica(
     def rank_main(rank: int) -> tuple[bool, int]:
         engine, params = loaded(w, chunk=100)
         engine.weights.own.copy_((engine.weights.own + 1.0).to(engine.publish_dtype))
-        engine.weights.publish()
+        engine.weights.mark_updated()
         found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
         expected = [(param + 1.0).to(engine.publish_dtype).float() for param in params]
         same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -164,7 +164,7 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
         engine, params = loaded(w)
         engine.weights.gather(PARAM_INDICES, "gather_forward").wait()
         engine.weights.own.mul_(2.0)
-        engine.weights.publish()
+        engine.weights.mark_updated()
         engine.weights.gather((1, 4), "gather_forward").wait()
         found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
         return all(torch.equal(a, b * 2.0) for a, b in zip(found, params, strict=True))
@@ -174,12 +174,12 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
 
 def unrefreshed(weights: Weights) -> None:
     weights.secondary.refresh = lambda param_indices: None  # type: ignore[method-assign]
-    weights.publish()
+    weights.mark_updated()
 
 
 def unfinished(weights: Weights) -> None:
-    weights.publish()
-    weights.begin()
+    weights.mark_updated()
+    weights.start_publish()
     weights._pending.clear()
 
 
@@ -219,10 +219,10 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
         engine, _ = loaded(w)
         for _ in range(2):
             engine.end_step(skipped=False)
-            engine.weights.publish(
+            engine.weights.mark_updated(
                 masters=engine.weights.own.float() if engine.weights.needs_masters else None
             )
-            engine.weights.finish()
+            engine.weights.wait_for_publish()
         if rank == 5:
             store = engine.weights._store
             copy: torch.Tensor = engine.weights.primary if store is None else store.codes.stored
@@ -260,7 +260,7 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(
         engine, _ = loaded(w)
         engine.weights.gather(PARAM_INDICES, "gather_forward")
         log.append("publish")
-        engine.weights.publish()
+        engine.weights.mark_updated()
         engine.weights.gather(PARAM_INDICES, "gather_backward")
         log.append("edit")
         engine.weights.write_back(0, torch.ones(1))

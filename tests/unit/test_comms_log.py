@@ -77,9 +77,9 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
         for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
             patch.setattr(Group, name, lambda *_: sent)
         peers = group("sync", meter, members=2)
-        peers.scatter(table)
+        peers.all_to_all(table)
         peers.gather(table[0])
-        peers.scatter_known(table, [1, 1], [1, 1])
+        peers.all_to_all_known(table, [1, 1], [1, 1])
     assert exchanges == [
         ("all_to_all", True, 12),
         ("all_gather", True, 12),

@@ -126,7 +126,7 @@ class Group:
         """All-gather ``x`` and wait; see :meth:`gather_later`."""
         return self.gather_later(x).wait()
 
-    def scatter_later(self, table: Tensor) -> Handle[Tensor]:
+    def all_to_all_later(self, table: Tensor) -> Handle[Tensor]:
         """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the
         entries for this rank.
 
@@ -138,14 +138,14 @@ class Group:
         if table.dtype != torch.uint8:
             dtype = table.dtype
             shape = table.shape
-            received = self.scatter_later(as_bytes(table).view(self.size, -1))
+            received = self.all_to_all_later(as_bytes(table).view(self.size, -1))
             return received.then(lambda message: message.view(-1).view(dtype).view(shape))
         nbytes = (self.size - 1) * (table.nbytes // self.size)
         return self._begin("all_to_all", nbytes, True, self._all_to_all, table)
 
-    def scatter(self, table: Tensor) -> Tensor:
-        """Run an all-to-all and wait; see :meth:`scatter_later`."""
-        return self.scatter_later(table).wait()
+    def all_to_all(self, table: Tensor) -> Tensor:
+        """Run an all-to-all and wait; see :meth:`all_to_all_later`."""
+        return self.all_to_all_later(table).wait()
 
     def sum_later(self, table: Tensor, dtype: torch.dtype) -> Handle[Tensor]:
         """Start the backend's reduce-scatter: the sum of all members' entries for this rank, in the
@@ -168,7 +168,9 @@ class Group:
         """
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
 
-    def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
+    def all_to_all_known(
+        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    ) -> Tensor:
         """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in
         member order.
 
@@ -631,7 +633,7 @@ def reduce_scatter(
     first = hierarchy.groups[0]
     outer = hierarchy.groups[-1]
     numel = total_numel(out)
-    last = outer.scatter_later if summing is None else partial(outer.sum_later, dtype=summing)
+    last = outer.all_to_all_later if summing is None else partial(outer.sum_later, dtype=summing)
     send = _empty(first, hierarchy.size, spec.nbytes(numel), out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
@@ -644,7 +646,7 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
-    begin = last if outer is first else first.scatter_later
+    begin = last if outer is first else first.all_to_all_later
     received = begin(send)
     if outer is not first:
         received = received.then(forward)

@@ -119,7 +119,7 @@ class Matrices:
                 for alike in groups
             ]
         ).to(self._dtype)
-        received = group.scatter_known(sent, sizes, same).view(group.size, same[0])
+        received = group.all_to_all_known(sent, sizes, same).view(group.size, same[0])
         tables = received.split(
             [sum(map(numels.__getitem__, alike)) for alike in by_owner[group.index]], dim=1
         )
@@ -137,6 +137,8 @@ class Matrices:
             )
             rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
             replies.append(rows.permute(2, 0, 1, 3).flatten(1))
-        back = group.scatter_known(torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes)
+        back = group.all_to_all_known(
+            torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes
+        )
         for param_index, values in zip(numels, back.split([*numels.values()]), strict=True):
             parts[param_index].copy_(values.view(parts[param_index].shape))

@@ -278,11 +278,12 @@ class Stage3:
             RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not
                 bit-identical.
         """
-        self.weights.begin()
+        self.weights.start_publish()
         self._queue.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
-            self.weights.finish()  # else some runs would be compared before they have arrived
+            # Else some runs would be compared before they have arrived
+            self.weights.wait_for_publish()
             check_replicas(self.mesh.plans, self.weights.copies())
             if self._frozen:
                 secondary = self.config.of_frozen().plan.secondary
@@ -301,7 +302,7 @@ class Stage3:
         collectives. Collective.
         """
         self._queue.finish()
-        self.weights.finish()
+        self.weights.wait_for_publish()
         self.gradients.mode.drain()
 
     def destroy(self) -> None:
@@ -315,7 +316,7 @@ class Stage3:
         This is the state of sync, and the state of weights that masters do not determine. The
         result is one entry for DeepSpeed's dictionary, or empty if there is neither.
         """
-        self.weights.finish()
+        self.weights.wait_for_publish()
         kept = self.weights.state_dict()
         sync = self.gradients.state_dict()
         residuals = self.gradients.mode.residual_owners()

@@ -38,8 +38,8 @@ Publish under forward
     are published first, in separate runs: DeepSpeed gathers them at the end of the step, which
     waits for these runs only. Other runs follow in the order in which the model needs them:
     vectors, often a separate sub-group, are needed by the first module. A run is finished when a
-    gather first needs one of its parameters (:meth:`Weights.finish`). Each parameter has a version
-    count, and a gather of a stale version raises an error instead of reading it.
+    gather first needs one of its parameters (:meth:`Weights.wait_for_publish`). Each parameter has
+    a version count, and a gather of a stale version raises an error instead of reading it.
 
 Note [INT8 weights]
     A quantized gather rounds the weights of a shard to INT8 before it sends them, and nothing else
@@ -131,7 +131,7 @@ class Weights:
         frozen_row: the rank's own world shard of frozen parameters.
         secondary: the copies of trained parameters from which the backward pass gathers.
         frozen_secondary: those of frozen parameters; if captured, forward gathers read them too.
-        needs_masters: whether :meth:`publish` needs the FP32 masters; it then updates the
+        needs_masters: whether :meth:`mark_updated` needs the FP32 masters; it then updates the
             optimizer's rows itself.
     """
 
@@ -323,11 +323,11 @@ class Weights:
         """
         secondary = self._secondary[param_indices[0]]
         if secondary.host is None or phase == "gather_exact":
-            return self._gathering.run(partial(self._begin, param_indices, phase))
+            return self._gathering.run(partial(self._start_gather, param_indices, phase))
         ahead: tuple[list[int], Handle[Tensor]] | None = None
         if phase != "gather_forward" or param_indices[0] in self.frozen:
-            # A parameter whose publish is pending has a stale copy as soon as `_begin` has finished
-            # it.
+            # A parameter whose publish is pending has a stale copy as soon as `_start_gather` has
+            # finished it.
             done = [
                 param_index
                 for param_index in param_indices
@@ -337,17 +337,17 @@ class Weights:
             # On a stream of its own: the gathers' stream may be busy with gathers that began
             # before.
             ahead = (fresh, secondary.load(fresh)) if fresh else None
-        begun = self._gathering.run(partial(self._begin, param_indices, phase, ahead))
+        begun = self._gathering.run(partial(self._start_gather, param_indices, phase, ahead))
         return begun if ahead is None else kept_until(begun, ahead)
 
-    def _begin(
+    def _start_gather(
         self,
         param_indices: Sequence[int],
         phase: Phase,
         ahead: tuple[list[int], Handle[Tensor]] | None = None,
     ) -> Handle[list[Tensor]]:
         # A publish that runs under this forward ends where its weights are needed
-        self.finish(param_indices)
+        self.wait_for_publish(param_indices)
         secondary = self._secondary[param_indices[0]]
         if phase == "gather_forward" and not (
             secondary.captured and param_indices[0] in self.frozen
@@ -387,9 +387,11 @@ class Weights:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def publish(self, param_indices: range | None = None, masters: Tensor | None = None) -> None:
-        """Record updated optimizer rows or masters, for :meth:`begin`, which sends them to all
-        copies.
+    def mark_updated(
+        self, param_indices: range | None = None, masters: Tensor | None = None
+    ) -> None:
+        """Record updated optimizer rows or masters, for :meth:`start_publish`, which sends them to
+        all copies.
 
         Args:
             param_indices: consecutive parameters; None is all trained ones.
@@ -397,13 +399,13 @@ class Weights:
                 ended.
         """
         param_indices = self.trained if param_indices is None else param_indices
-        self.finish(param_indices)
+        self.wait_for_publish(param_indices)
         for param_index in param_indices:
             self._updated_times[param_index] += 1
         self._updates.append((param_indices, masters, self.layout.columns_of(param_indices).start))
         self._updated = recorded_event(self.primary.device)  # `begin` may run on another stream
 
-    def begin(self) -> None:
+    def start_publish(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
         updates = self._updates
         self._updates = []
@@ -486,7 +488,7 @@ class Weights:
                     batch = []
         yield from self._changes(batch)
 
-    def finish(self, param_indices: Sequence[int] | None = None) -> None:
+    def wait_for_publish(self, param_indices: Sequence[int] | None = None) -> None:
         """Finish the publish of some parameters, or of all, and renew the secondary copies;
         collective if hierarchical.
 
@@ -499,7 +501,7 @@ class Weights:
             self._updated.wait()
         needed = set(range(len(self.coded)) if param_indices is None else param_indices)
         if not all(needed.isdisjoint(updated) for updated, *_ in self._updates):
-            self.begin()
+            self.start_publish()
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -540,7 +542,7 @@ class Weights:
         """
         plan = self.layout.plan
         param_indices = self.trained if param_indices is None else param_indices
-        self.finish(param_indices)
+        self.wait_for_publish(param_indices)
         columns = self.layout.columns_of(param_indices)
         rows = self._primary_of(param_indices)
         if self._store is not None:
@@ -614,7 +616,7 @@ class Weights:
         With INT8 weights it is stored only if it was edited (Note [Exact weights]).
         """
         rows = rows_of(full.detach().reshape(-1), self.layout.plan)
-        self.finish([param_index])
+        self.wait_for_publish([param_index])
         if self._store is not None:
             own = self._owned[param_index]
             given = self.layout.subset(rows, 1, own.hierarchy.hi)

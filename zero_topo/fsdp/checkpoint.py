@@ -127,7 +127,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
                     _, first, past = owned.parameters[parameter.name]
                     begin, end = parameter.shard_range
                     table[owners, begin:end] = rows[:, first:past].to(table)
-        own = mode.peers.metered("sync").scatter(table).sum(0)
+        own = mode.peers.metered("sync").all_to_all(table).sum(0)
         plan = layout.plan
         part_rows = table.new_zeros(plan.world_size // plan.optimizer, layout.columns)
         part_rows[layout.row(plan.optimizer)] = own

@@ -408,13 +408,13 @@ class TopoStage3(Stock):
             self.param_indices[param.ds_id] for param in self.fp16_groups[sub_group_id]
         ]
         if weights.needs_masters:
-            weights.publish(range(param_indices[0], param_indices[-1] + 1), rows)
+            weights.mark_updated(range(param_indices[0], param_indices[-1] + 1), rows)
             return
         if topo.separate_masters:
             weights.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        weights.publish(range(param_indices[0], param_indices[-1] + 1))
+        weights.mark_updated(range(param_indices[0], param_indices[-1] + 1))
 
     # -- Muon --------------------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ class Parts:
     def finish(self) -> None:
         """Finish publish, which reads the masters. Collective."""
         for part in self.parts:
-            part.topo.weights.finish()
+            part.topo.weights.wait_for_publish()
 
     def settle(self) -> None:
         """Finish pending work. Collective."""

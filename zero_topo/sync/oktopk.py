@@ -230,12 +230,12 @@ class OkTopk(Sparse):
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
         numbers = self.to_host(
-            sizes, self.peers.scatter(counts_or_flag(sizes, selected.values, own)), *others
+            sizes, self.peers.all_to_all(counts_or_flag(sizes, selected.values, own)), *others
         )
         *_, begin, end, bits = numbers
         if self.config.sharded:
             selected = Selected(selected.indices % self._columns, selected.values)
-        received = self._records.scatter(
+        received = self._records.all_to_all(
             self.peers, selected, numbers[:size], numbers[size : 2 * size]
         )
         del selected
@@ -300,7 +300,7 @@ class OkTopk(Sparse):
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
-        return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
+        return self._records.all_to_all(self.peers, own, sizes, expected), ends.diff().tolist()
 
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""
@@ -364,7 +364,7 @@ class OkTopkByRow(Sparse):
         ).view(-1)
         selected = Selected(places, total[places]).rounded(self.dtype)
         packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
-        arriving = self.peers.scatter_later(packets.view(size, k, -1))
+        arriving = self.peers.all_to_all_later(packets.view(size, k, -1))
         report = Report(density=k / width)
         left: list[Tensor] = []  # of the own row, where sums stay with their owners
         errors: list[Selected] = []  # by which the chosen sums of the own row were rounded

@@ -109,7 +109,7 @@ class Quantized(Crossing):
             self.peers.size, nbytes, dtype=torch.uint8, device=rows.device
         )
         quantize(views, self.wire, messages, own)
-        across = self.peers.scatter_later(messages)
+        across = self.peers.all_to_all_later(messages)
         if self._feedback:
             dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 

@@ -116,13 +116,13 @@ class Records:
             places.bitwise_and_(0xFFFFFFFF)
         return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
-    def scatter(
+    def all_to_all(
         self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]
     ) -> Selected:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
         order of the peers.
         """
-        return self.decode(peers.scatter_known(self.encode(selected, peers), sizes, expected))
+        return self.decode(peers.all_to_all_known(self.encode(selected, peers), sizes, expected))
 
     def gather(self, peers: Group, selected: Selected, counts: Sequence[int]) -> Selected:
         """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on

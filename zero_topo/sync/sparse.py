@@ -316,7 +316,7 @@ class Sparse(Crossing):
             this rank needs no others; and a function that turns the values, given again, into their
             rounding errors, in place.
         """
-        received = self.peers.scatter_later(packed.to(self.dtype))
+        received = self.peers.all_to_all_later(packed.to(self.dtype))
         own = self.peers.index
         rounds = self.dtype != packed.dtype
         errors: list[Tensor] = []  # of the sums of the own row

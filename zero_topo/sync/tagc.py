@@ -168,7 +168,7 @@ class Tagc(Sparse):
         size = self.peers.size
         mask = torch.zeros(size, width, dtype=torch.bool, device=selected.indices.device)
         mask.view(-1)[selected.indices] = selected.values != 0
-        received = self.peers.scatter(_bits(mask))
+        received = self.peers.all_to_all(_bits(mask))
         masks = unpacked(received, 0, width)
         union = masks.any(dim=0)
         counts = self.peers.gather(counts_or_flag(union.sum(), selected.values))
@@ -181,7 +181,7 @@ class Tagc(Sparse):
         bits.
         """
         width = index.mask.shape[1]
-        received = self.peers.scatter_known(
+        received = self.peers.all_to_all_known(
             rounded.values.to(self.dtype), index.sizes, index.expected
         )
         places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
@@ -208,10 +208,10 @@ class Tagc(Sparse):
             places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
-            repeated = self.peers.scatter_known(values, counts, [len(stuck)] * size)
+            repeated = self.peers.all_to_all_known(values, counts, [len(stuck)] * size)
         sketches = ops.sketch(table, SEED, rows)
         del table
-        summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
+        summed = added_rows(self.peers.all_to_all(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
         own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), _bits(inside[None])[0], SEED, width)

@@ -78,7 +78,7 @@ class Ternary(Sparse):
         begins = begins + torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
         sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
         # Nobody reads the own entry
-        received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))
+        received = self.peers.all_to_all_later(torch.cat([sent[:own], sent[:1], sent[own:]]))
         report = Report(density=count.double() / (len(total) - width))
 
         def finish() -> Tensor:

@@ -147,13 +147,15 @@ class TopkDsa(Sparse):
         sizes = selection.counts(
             torch.arange(size + 1, dtype=torch.int64, device=total.device) * width
         )
-        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, selection.values)))
+        numbers = self.to_host(
+            sizes, self.peers.all_to_all(counts_or_flag(sizes, selection.values))
+        )
         report = Report(density=len(selection) / len(total))
         errors: list[Selected] = []
 
         def finish() -> Tensor:
             sent = Selected(selection.indices % width, selection.values)
-            received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
+            received = records.all_to_all(self.peers, sent, numbers[:size], numbers[size:])
             del sent
             own = added(received, partial(received.values.new_zeros, width))
             del received
@@ -285,7 +287,7 @@ class GTopk(Sparse):
             sizes[target] = len(selection)
         if source is not None:
             expected[source] = len(selection)
-        received = self.peers.scatter_known(
+        received = self.peers.all_to_all_known(
             records.encode(selection, self.peers)[: sum(sizes)], sizes, expected
         )
         return None if source is None else records.decode(received)
