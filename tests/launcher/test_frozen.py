@@ -72,7 +72,9 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
 def frozen_codes(engine: Any) -> list[Tensor]:
     """What a rank stores of each frozen parameter, copied."""
     weights = engine.optimizer.topo.weights
-    return [weights._shards[param_index].data.clone() for param_index in weights.frozen]
+    return [
+        weights.storage.shards[param_index].data.clone() for param_index in weights.storage.frozen
+    ]
 
 
 def spoilt(model: nn.Module) -> nn.Module:

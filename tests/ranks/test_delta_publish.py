@@ -48,7 +48,7 @@ def started(
 ) -> tuple[Stage3, Tensor]:
     """An engine with loaded weights, and the FP32 masters of its optimizer rows."""
     engine, _ = loaded(w, dtype, chunk)
-    return engine, engine.weights.own.float().clone()
+    return engine, engine.weights.storage.own.float().clone()
 
 
 def masters_of(w: World, rank: int, degree: int, step: int, rate: float) -> Tensor:
@@ -112,7 +112,7 @@ def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]
             masters = masters + rate * torch.randn(masters.shape, generator=generator)
             engine.weights.mark_updated(masters=masters)
             engine.weights.wait_for_publish()
-            rows = engine.weights.own.float()
+            rows = engine.weights.storage.own.float()
             errors.append(float((rows - masters).norm() / masters.norm()))
         return errors
 
@@ -136,7 +136,7 @@ def publish_step(engine: Stage3, masters: Tensor, param_indices: range | None = 
     """What the optimizer does with new masters, by default of all parameters."""
     param_indices = param_indices or range(len(engine.layout.numels))
     if not engine.weights.needs_masters:
-        engine.weights.own[:, engine.layout.columns_of(param_indices)].copy_(masters)
+        engine.weights.storage.own[:, engine.layout.columns_of(param_indices)].copy_(masters)
     engine.weights.mark_updated(param_indices, masters if engine.weights.needs_masters else None)
 
 

@@ -87,14 +87,14 @@ def engine_of(w: World) -> Stage3:
 
 def own_shard(engine: Stage3, param_index: int) -> Tensor:
     """The rank's own world shard of a frozen parameter."""
-    place = engine.weights.frozen[param_index]
-    return engine.weights._world_shard(range(place, place + 1))
+    place = engine.weights.storage.frozen[param_index]
+    return engine.weights.storage.world_shard(range(place, place + 1))
 
 
 def gathered(engine: Stage3, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
     """Frozen parameters, whole."""
     return engine.weights.gather(
-        [engine.weights.frozen[param_index] for param_index in param_indices], phase
+        [engine.weights.storage.frozen[param_index] for param_index in param_indices], phase
     ).wait()
 
 
@@ -144,7 +144,7 @@ def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -
     def rank_main(rank: int) -> None:
         policy, reference = bare_engine(w.config, FROZEN, torch.bfloat16), engine_of(w)
         for param_index in PARAM_INDICES:
-            own = policy.layout.parameter(policy.weights.own_row[None], param_index)[0]
+            own = policy.layout.parameter(policy.weights.storage.own_row[None], param_index)[0]
             own.copy_(shards(w.config.plan, values(param_index))[rank])
         policy.restart()
         expected = policy.weights.gather(MOVING, "gather_forward").wait()
@@ -181,7 +181,9 @@ def test_gathers_bring_the_parameters(name: str) -> None:
                     assert torch.equal(found, wanted)
                 limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
                 assert (found - wanted).abs().max() <= limit
-        return int(checksum(engine.weights.copies()[0]) + checksum(engine.weights.frozen_primary))
+        return int(
+            checksum(engine.weights.copies()[0]) + checksum(engine.weights.storage.frozen_primary)
+        )
 
     sums = run_threads(w.size, rank_main)
     for group in w.config.plan.groups(w.config.plan.weights, w.size):
@@ -198,7 +200,7 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
         engine = bare_engine(
             w.config, matrices(TRAINED), torch.bfloat16, frozen=matrices([8 * BLOCK])
         )
-        assert not engine.weights.frozen_primary.numel()
+        assert not engine.weights.storage.frozen_primary.numel()
         engine.end_step(skipped=True)
 
     run_threads(w.size, rank_main)
@@ -219,7 +221,7 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
             own_shard(engine, 2).copy_(shards(w.config.plan, new)[rank])
             engine.restart_frozen()
         else:
-            engine.weights.write_back(engine.weights.frozen[2], new)
+            engine.weights.write_back(engine.weights.storage.frozen[2], new)
         phases: tuple[Phase, ...] = ("gather_exact", "gather_forward", "gather_backward")
         found = [gathered(engine, (2, 3), phase) for phase in phases]
         assert (
@@ -227,7 +229,7 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
         )
         return [
             *engine.weights.copies(),
-            engine.weights.frozen_primary,
+            engine.weights.storage.frozen_primary,
             *(whole for of in found for whole in of),
         ]
 
@@ -304,7 +306,9 @@ def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
         for param_index in (0, 1):
             begun.append(engine.weights.gather((param_index,), "gather_forward"))
             begun.append(
-                engine.weights.gather((engine.weights.frozen[param_index + 2],), "gather_forward")
+                engine.weights.gather(
+                    (engine.weights.storage.frozen[param_index + 2],), "gather_forward"
+                )
             )
         for handle in begun if rank % 2 else reversed(begun):
             handle.wait()

@@ -60,7 +60,7 @@ def started(w: World, rank: int) -> Stage3:
     engine = bare_engine(w.config, matrices(NUMELS), torch.bfloat16, frozen=matrices(FROZEN))
     weights, plan = engine.weights, w.config.plan
     for param_index, whole in enumerate([*drawn(NUMELS, 7), *drawn(FROZEN, 8)]):
-        own = weights._world_shard(range(param_index, param_index + 1))
+        own = weights.storage.world_shard(range(param_index, param_index + 1))
         own.copy_(shards(plan, whole.bfloat16())[engine.layout.rank])
     engine.restart()
     engine.restart_frozen()
@@ -102,9 +102,9 @@ def updated(engine: Stage3) -> None:
     """An optimizer step."""
     weights = engine.weights
     if weights.needs_masters:
-        weights.mark_updated(masters=weights.own.float() * 1.5)
+        weights.mark_updated(masters=weights.storage.own.float() * 1.5)
     else:
-        weights.own.mul_(1.5)
+        weights.storage.own.mul_(1.5)
         weights.mark_updated()
     engine.end_step(skipped=False)
 
@@ -129,7 +129,7 @@ def evaluated(engine: Stage3, passes: Passes) -> None:
     passes.forward(MODULES[:1])
     passes.backward()
     passes.forward()
-    masters = engine.weights.own[:, : engine.layout.widths[0]].float()
+    masters = engine.weights.storage.own[:, : engine.layout.widths[0]].float()
     engine.weights.mark_updated(range(1), masters if engine.weights.needs_masters else None)
     passes.backward()  # of the first module, one parameter is updated and the other is not
 
@@ -141,15 +141,15 @@ def edited(engine: Stage3, passes: Passes) -> None:
         passes.forward()
         weights.write_back(
             param_index,
-            torch.full((weights.layout.numels[param_index],), 0.3, dtype=torch.bfloat16),
+            torch.full((weights.storage.layout.numels[param_index],), 0.3, dtype=torch.bfloat16),
         )
         passes.backward()
         passes.forward()
         passes.backward()
-    weights.own_row.mul_(0.5)
+    weights.storage.own_row.mul_(0.5)
     engine.restart()
     passes.backward()
-    weights.frozen_row.mul_(0.5)
+    weights.storage.frozen_row.mul_(0.5)
     engine.restart_frozen()
     passes.forward()
     passes.backward()
@@ -232,7 +232,7 @@ def test_what_is_sent_and_stored_is_the_formulas(name: str) -> None:
         return {
             "host": host,
             "weights": sum(engine.layout.widths),
-            "frozen": sum(engine.weights.layout.widths),
+            "frozen": sum(engine.weights.storage.layout.widths),
         }
 
     stored = run_threads(w.size, ranked)[0]
@@ -273,8 +273,8 @@ def test_frozen_weights_cross_nodes_once_in_a_run() -> None:
 
     def ranked(rank: int) -> None:
         engine = bare_engine(w.config, matrices(NUMELS), torch.bfloat16, frozen=matrices(FROZEN))
-        engine.weights.publish_world(engine.weights.frozen)
-        widths = engine.weights.layout.widths[len(NUMELS) :]
+        engine.weights.publish_world(engine.weights.storage.frozen)
+        widths = engine.weights.storage.layout.widths[len(NUMELS) :]
         # One row of two bytes to one peer
         assert engine.meter._step == {("publish", "world"): 2 * sum(widths)}
         engine.restart_frozen()

@@ -159,8 +159,8 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
             engine.restart()
             engine.restart_frozen()
             for param_indices, phase in (
-                (engine.weights.trained, "trained"),
-                (engine.weights.frozen, "frozen"),
+                (engine.weights.storage.trained, "trained"),
+                (engine.weights.storage.frozen, "frozen"),
             ):
                 with found.phase(phase):
                     for gather in ("gather_forward", "gather_backward"):

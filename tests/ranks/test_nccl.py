@@ -76,7 +76,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
             masters = trainer.table(trainer.masters)
             if not weights.needs_masters:
-                weights.own.copy_(masters)
+                weights.storage.own.copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = (
                     engine.layout.shard_ranges(part)[0][0],

@@ -43,14 +43,14 @@ WORLDS = {
 
 def resident(engine: Stage3) -> Weights:
     """The engine's weights, which are codes."""
-    assert engine.weights._store is not None
+    assert engine.weights.storage.store is not None
     return engine.weights
 
 
 def begun(w: World, chunk: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> Stage3:
     """An engine that holds step 0 of the walk of masters."""
     engine, _ = loaded(w, dtype, chunk)
-    engine.weights.own_row.copy_(masters_of(w, engine.layout.rank, w.size, 0, 1e-2)[0])
+    engine.weights.storage.own_row.copy_(masters_of(w, engine.layout.rank, w.size, 0, 1e-2)[0])
     engine.restart(masters_of(w, engine.layout.rank, w.size, 0, 1e-2)[0])
     return engine
 
@@ -191,7 +191,7 @@ def test_codes_go_on_bit_for_bit_from_a_checkpoint() -> None:
         fresh = []
         for saved in (engine.state_dict(), {}):
             other = w.engine(torch.bfloat16)
-            other.weights.own_row.copy_(masters)
+            other.weights.storage.own_row.copy_(masters)
             other.load_state_dict(saved)
             other.restart(masters)
             fresh.append(other.weights.copies()[0])

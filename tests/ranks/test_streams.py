@@ -95,7 +95,7 @@ class DeepSpeed:
         engine.weights.publish_world()
         intervals = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
         self.columns = [(interval[0][0], interval[-1][1]) for interval in intervals]
-        self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
+        self.masters = [engine.weights.storage.own[:, a:b].float() for a, b in self.columns]
 
     def fetch(self, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
         """As its coordinator does for one module."""
@@ -193,7 +193,7 @@ class DeepSpeed:
                 self.model.groups[group], new.clone() if self.offload else new
             )
         else:
-            weights.own[:, begin:end].copy_(new)
+            weights.storage.own[:, begin:end].copy_(new)
             self.engine.weights.mark_updated(self.model.groups[group])
 
 

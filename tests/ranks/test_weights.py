@@ -142,7 +142,9 @@ def test_publish_brings_every_optimizer_update_to_every_replica(
 
     def rank_main(rank: int) -> tuple[bool, int]:
         engine, params = loaded(w, chunk=100)
-        engine.weights.own.copy_((engine.weights.own + 1.0).to(engine.publish_dtype))
+        engine.weights.storage.own.copy_(
+            (engine.weights.storage.own + 1.0).to(engine.publish_dtype)
+        )
         engine.weights.mark_updated()
         found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
         expected = [(param + 1.0).to(engine.publish_dtype).float() for param in params]
@@ -163,7 +165,7 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w)
         engine.weights.gather(PARAM_INDICES, "gather_forward").wait()
-        engine.weights.own.mul_(2.0)
+        engine.weights.storage.own.mul_(2.0)
         engine.weights.mark_updated()
         engine.weights.gather((1, 4), "gather_forward").wait()
         found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
@@ -220,12 +222,14 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
         for _ in range(2):
             engine.end_step(skipped=False)
             engine.weights.mark_updated(
-                masters=engine.weights.own.float() if engine.weights.needs_masters else None
+                masters=engine.weights.storage.own.float() if engine.weights.needs_masters else None
             )
             engine.weights.wait_for_publish()
         if rank == 5:
-            store = engine.weights._store
-            copy: torch.Tensor = engine.weights.primary if store is None else store.codes.stored
+            store = engine.weights.storage.store
+            copy: torch.Tensor = (
+                engine.weights.storage.primary if store is None else store.codes.stored
+            )
             copy.view(-1).view(torch.uint8)[3] ^= 1
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)

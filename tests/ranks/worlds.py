@@ -214,7 +214,7 @@ def loaded(
     """
     engine, params = w.engine(dtype, chunk), w.params(dtype)
     plan, rank = w.config.plan, engine.layout.rank
-    row = engine.weights.own_row
+    row = engine.weights.storage.own_row
     for index, param in enumerate(params):
         engine.layout.parameter(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
@@ -223,13 +223,13 @@ def loaded(
 
 def whole_weights(engine: Stage3) -> Weights:
     """Of an engine that holds weights as they are, not as INT8."""
-    assert engine.weights._store is None
+    assert engine.weights.storage.store is None
     return engine.weights
 
 
 def primary(engine: Stage3) -> Tensor:
     """Their shard."""
-    return whole_weights(engine).primary
+    return whole_weights(engine).storage.primary
 
 
 def assert_weights_alike(w: World, sums: Sequence[int]) -> None:

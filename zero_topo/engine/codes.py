@@ -48,6 +48,10 @@ class CodeStore:
             parameter.
         sizes: by INT8 parameter: elements with padding, over the whole world.
         buffers: by parameter, the stored bytes, a view; empty for parameters that are not INT8.
+        message_sizes: by first parameter of each run of the last publish of a step: the bytes of
+            every rank's message.
+        loaded_scales: scales of the own world shard of all trained parameters, until the restart
+            that follows each load.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class CodeStore:
         self._bytes = list(accumulate(sizes, initial=0))
         self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(self._bytes)]
         self._own_row = layout.row(layout.plan.weights)
+        self.message_sizes = dict[int, int]()
+        self.loaded_scales = dict[range, Tensor]()
 
     def _part(self, param_indices: Sequence[int], size: int) -> Part:
         """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""

@@ -219,8 +219,8 @@ class Stage3:
         """Return log lines that depend on the model: INT8 weights, process groups, the residual of
         FP16.
         """
-        numels = self.weights.layout.numels
-        coded = self.weights.coded
+        numels = self.weights.storage.layout.numels
+        coded = self.weights.storage.coded
         int8 = None
         if self.config.resident_spec is not None:
             stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
@@ -237,16 +237,18 @@ class Stage3:
         Args:
             masters: the masters of the rank's own row, FP32 ``[F]``; None before they exist.
         """
-        self.layout.clear_padding(self.weights.own_row)
+        self.layout.clear_padding(self.weights.storage.own_row)
         self.weights.publish_world(masters=masters)
         self.gradients.zero()
         self.meter.reset_step()
 
     def restart_frozen(self) -> None:
         """Rebuild the shards of frozen parameters from each rank's own world shard. Collective."""
-        if self.weights.frozen:
-            self.weights.layout.clear_padding(self.weights.frozen_row, self.layout.columns)
-            self.weights.publish_world(self.weights.frozen)
+        if self.weights.storage.frozen:
+            self.weights.storage.layout.clear_padding(
+                self.weights.storage.frozen_row, self.layout.columns
+            )
+            self.weights.publish_world(self.weights.storage.frozen)
             self.meter.reset_step()
 
     @contextmanager
@@ -292,7 +294,8 @@ class Stage3:
                     for ranks, plan in self.mesh.plans.items()
                 }
                 check_replicas(
-                    plans, [self.weights.frozen_primary, *self.weights.frozen_secondary.shared]
+                    plans,
+                    [self.weights.storage.frozen_primary, *self.weights.frozen_secondary.shared],
                 )
         if self._counts_steps:
             self.meter.end_step()
@@ -367,10 +370,12 @@ class Stage3:
             )
         if (
             "stored" in kept
-            and getattr(kept["stored"], "shape", None) != self.weights.own_row.shape
+            and getattr(kept["stored"], "shape", None) != self.weights.storage.own_row.shape
         ):
             kept = {}
-            problem = f"its stored weights are no row of {self.weights.own_row.numel()} weights"
+            problem = (
+                f"its stored weights are no row of {self.weights.storage.own_row.numel()} weights"
+            )
         residuals, ages = carried(folder, self.parameters)
         facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
         facts["carried"] = [sorted(residuals), sorted(ages)]

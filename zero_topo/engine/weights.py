@@ -84,7 +84,6 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, Queues
 from zero_topo.collectives.transport import (
-    Hierarchy,
     all_gather,
     all_gather_rows,
     all_gather_views,
@@ -92,19 +91,19 @@ from zero_topo.collectives.transport import (
     rows_of,
 )
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.codes import Begun, CodeStore, Update
+from zero_topo.engine.codes import Begun, Update
 from zero_topo.engine.copies import Copy, Secondary, gather, kept_until
-from zero_topo.engine.shards import Layout
+from zero_topo.engine.storage import Storage
 from zero_topo.mesh import Mesh
-from zero_topo.plan import Phase, coded_params, packed_runs
+from zero_topo.plan import Phase, packed_runs
 from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, dequantize, quantize
-from zero_topo.quant.spec import BlockSpec, Format
+from zero_topo.quant.spec import Format
 from zero_topo.sync import Parameter
 
 
 class Weights:
-    """This rank's weight shards.
+    """This rank's weight shards: gathers from them, and the publish of their updates.
 
     Args:
         config: the plan and the formats.
@@ -117,28 +116,12 @@ class Weights:
         queues: the ordered queues of gathers and of publish.
 
     Attributes:
-        layout: of all parameters, the frozen ones last.
-        trained: the parameters that an optimizer updates.
-        frozen: the others (Note [Frozen]).
-        coded: by parameter, whether it is stored as INT8.
-        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters that are
-            not INT8.
-        frozen_primary: the columns of frozen parameters that are not INT8.
-        own: ``[N / O, F]``: the rows that this rank's optimizer updates, of all trained parameters;
-            a strided view of the primary if no weights are INT8.
-        own_row: ``[F]``, a view of ``own``: the rank's own world shard, DeepSpeed's flat parameter
-            buffer.
-        frozen_row: the rank's own world shard of frozen parameters.
+        storage: the memory of the weights.
         secondary: the copies of trained parameters from which the backward pass gathers.
         frozen_secondary: those of frozen parameters; if captured, forward gathers read them too.
         needs_masters: whether :meth:`mark_updated` needs the FP32 masters; it then updates the
             optimizer's rows itself.
     """
-
-    _store: CodeStore | None = None
-    _fill_hierarchy: Hierarchy | None = (
-        None  # of the copies of frozen parameters, if they are filled
-    )
 
     def __init__(
         self,
@@ -152,89 +135,53 @@ class Weights:
         queues: Queues,
     ) -> None:
         plan = config.plan
-        int8 = config.resident_spec
-        param_indices = range(len(parameters))
-        numels = tuple(p.numel for p in parameters)
-        self.trained = param_indices[:count]
-        self.frozen = param_indices[count:]
         self._mesh = mesh
-        self._meter = mesh.meter
         self._run_numel = run_numel
         self._gathering = queues.gathers
         self._queue = queues.updates
-        self.layout = layout = Layout(plan, mesh.rank, numels)
-        self.coded: Sequence[bool] = [False] * len(param_indices)
-        if int8 is not None:
-            dims = [p.dims for p in parameters]
-            persistent = [p.persistent for p in parameters]
-            self.coded = coded_params(plan, numels, dims, persistent, int8.block_size)
-        kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
-        self._rows = Layout(plan, mesh.rank, tuple(kept))
-        height, width = self._rows.shape(plan.weights)
-        split = self._rows.columns_of(self.trained).stop
-        # Two tensors, because saving a view saves its whole storage: FP32 masters are views of the
-        # primary.
-        self.primary, self.frozen_primary = (
-            like.new_zeros(height, split),
-            like.new_zeros(height, width - split),
+        # Persistent parameters are published first, the others in the order in which the model
+        # needs them.
+        urgency = [(not p.persistent, p.place) for p in parameters]
+        self._planned = partial(runs_of, urgency, run_numel)
+        plain = [cast_to(p.sent or like.dtype) for p in parameters]
+        wires = [config.weights_spec or wire for wire in plain]
+        self.storage = storage = Storage(
+            config, parameters, count, like, wires, mesh, self._planned, self._queue
         )
         # On a GPU, recorded on the stream that changed the shards last; the next reader or writer
         # waits for it.
         self._updated: torch.Event | None = None
-        # By parameter, the copies that exact gathers send, and those that gathers of a pass send.
-        hierarchy = mesh.hierarchy(1, plan.weights)
-        exact = cast_to(like.dtype)
-        self._exact = [
-            Copy(hierarchy, self._primary_of(param_indices[param_index : param_index + 1]), exact)
-            for param_index in param_indices
-        ]
-        plain = [cast_to(p.sent or like.dtype) for p in parameters]
-        sent = [config.weights_spec or wire for wire in plain]
-        self._shards = [
-            Copy(hierarchy, copy.data, wire) for copy, wire in zip(self._exact, sent, strict=True)
-        ]
-        # Persistent parameters are published first, the others in the order in which the model
-        # needs them.
-        self._planned = partial(
-            runs_of, [(not p.persistent, p.place) for p in parameters], run_numel
-        )
-        self._row_sizes = {
-            param_index: layout.padded_numels[param_index]
-            for param_index in self.trained
-            if not self.coded[param_index]
-        }
         self._hierarchy = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
         self._wire = publish
-        self.needs_masters = publish.lossy or int8 is not None
-        self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
-        self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
+        self.needs_masters = publish.lossy or storage.store is not None
         # Each begins the runs of the updated parameters that it sends in its format.
         self._codecs: list[Callable[[Sequence[Update]], Begun]] = [self._begin_rows]
-        if int8 is not None:
-            self._build_int8(int8.block_size)
+        if storage.store is not None:
             self._codecs = [self._begin_rows_of_int8, self._begin_codes]
-        self.own_row = self.own[layout.row(plan.optimizer)]
-        # By parameter: the number of updates, and the number of finished publishes. The host counts
-        # both; a gather compares them, so no weights are read between their update and the end of
-        # their publish.
-        self._updated_times = [0] * len(param_indices)
-        self._published_times = [0] * len(param_indices)
+        # By parameter: updates whose publish has not ended. The host counts them, and a gather
+        # raises unless there are none: no weights are read between an update and its publish's end.
+        self._unpublished = [0] * len(parameters)
         # Updates of this step whose publish has not begun: the first reader or the step's end
         # begins all.
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the
         # handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        self._forward = list(self._shards)
-        self.secondary = self._build_secondary(config, self.trained, plain, queues)
-        self.frozen_secondary = self._build_secondary(
-            config.of_frozen(), self.frozen, plain, queues
-        )
+        self._forward = list(storage.shards)
+        self.secondary = self._build_secondary(config, storage.trained, plain, queues)
+        of_frozen = config.of_frozen()
+        self.frozen_secondary = self._build_secondary(of_frozen, storage.frozen, plain, queues)
         # By parameter, that of the two which has its copy.
-        self._secondary = [self.secondary] * count + [self.frozen_secondary] * len(self.frozen)
-        self._filled = [
-            param_index for param_index in self.frozen if not parameters[param_index].persistent
-        ]
+        self._secondary = [self.secondary] * count
+        self._secondary += [self.frozen_secondary] * len(storage.frozen)
+        # The copies of these frozen parameters are filled, over the ranks of this hierarchy (Note
+        # [Frozen]); none unless captured.
+        self._filled: Sequence[int] = ()
+        self._fill_hierarchy = self._hierarchy
+        if self.frozen_secondary.captured:
+            self._filled = [i for i in storage.frozen if not parameters[i].persistent]
+            degree = of_frozen.plan.secondary or 1
+            self._fill_hierarchy = mesh.hierarchy(degree, plan.weights).metered("publish")
 
     def _build_secondary(
         self, config: ResolvedConfig, param_indices: range, plain: Sequence[Format], queues: Queues
@@ -247,65 +194,14 @@ class Weights:
         degree = plan.secondary if config.resident_spec is None and plan.weights > 1 else None
         queue = queues.copies if config.secondary_on == "host" else None
         wires = [spec or wire for wire in plain]
-        built = Secondary(self._rows, self._mesh, self._shards, param_indices, degree, wires, queue)
+        built = Secondary(
+            self.storage.rows, self._mesh, self.storage.shards, param_indices, degree, wires, queue
+        )
         if degree == plan.weights and spec == config.weights_spec:
             self._forward[param_indices.start : param_indices.stop] = built.copies[
                 param_indices.start : param_indices.stop
             ]
-        if built.captured and param_indices is self.frozen:
-            self._fill_hierarchy = self._mesh.hierarchy(degree or 1, plan.weights).metered(
-                "publish"
-            )
         return built
-
-    def _build_int8(self, block: int) -> None:
-        """Build the INT8 weights, the exact rows, and the publish of both (Note [INT8 weights])."""
-        plan = self.layout.plan
-        layout = self.layout
-        mesh = self._mesh
-        device = self.primary.device
-        split = layout.columns_of(self.trained).stop
-        self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
-        self.frozen_row = self.primary.new_zeros(layout.columns - split)
-        exact = self._exact[0].wire
-        rows = mesh.hierarchy(1, plan.optimizer)
-        # By parameter, the exact rows that this rank owns.
-        self._owned = [
-            Copy(rows, layout.parameter(self.own, param_index), exact)
-            for param_index in self.trained
-        ]
-        if self.frozen:
-            row = mesh.hierarchy(1, plan.world_size)
-            self._owned += [
-                Copy(row, self._world_shard(range(param_index, param_index + 1))[None], exact)
-                for param_index in self.frozen
-            ]
-        self._store = store = CodeStore(
-            layout, self.coded, block, device, self._planned, self._queue
-        )
-        sent = BlockSpec("int8", block)
-        for param_index in (param_index for param_index, coded in enumerate(self.coded) if coded):
-            self._exact[param_index] = self._owned[param_index]
-            self._shards[param_index] = Copy(
-                self._shards[param_index].hierarchy, store.buffers[param_index], sent, True, block
-            )
-        # By first parameter of each run of the last publish: the bytes of every rank's message.
-        self._sizes = dict[int, int]()
-        self._changes = partial(store.begin, self._hierarchy, self._sizes)
-        # The columns of `own`, and of the frozen row behind it, that the primary has; by the device
-        # of the masters.
-        shard_ranges = layout.shard_ranges(
-            param_index for param_index, coded in enumerate(self.coded) if not coded
-        )
-        ranges = [
-            torch.arange(*shard_range, dtype=torch.int64, device="cpu")
-            for shard_range in [(0, 0), *shard_ranges]
-        ]
-        columns = torch.cat(ranges)
-        self._columns = {columns.device: columns, device: columns.to(device)}
-        # Loaded scales of the own world shard of all trained parameters, until the restart that
-        # follows each load.
-        self._scales: dict[range, Tensor] = {}
 
     # -- gather ------------------------------------------------------------------------------------
 
@@ -325,14 +221,10 @@ class Weights:
         if secondary.host is None or phase == "gather_exact":
             return self._gathering.run(partial(self._start_gather, param_indices, phase))
         ahead: tuple[list[int], Handle[Tensor]] | None = None
-        if phase != "gather_forward" or param_indices[0] in self.frozen:
+        if phase != "gather_forward" or param_indices[0] in self.storage.frozen:
             # A parameter whose publish is pending has a stale copy as soon as `_start_gather` has
             # finished it.
-            done = [
-                param_index
-                for param_index in param_indices
-                if self._published_times[param_index] == self._updated_times[param_index]
-            ]
+            done = [i for i in param_indices if not self._unpublished[i]]
             fresh = [param_index for param_index in done if secondary.is_fresh(param_index)]
             # On a stream of its own: the gathers' stream may be busy with gathers that began
             # before.
@@ -348,27 +240,29 @@ class Weights:
     ) -> Handle[list[Tensor]]:
         # A publish that runs under this forward ends where its weights are needed
         self.wait_for_publish(param_indices)
+        storage = self.storage
+        layout = storage.layout
+        like = storage.primary
         secondary = self._secondary[param_indices[0]]
-        if phase == "gather_forward" and not (
-            secondary.captured and param_indices[0] in self.frozen
-        ):
+        filled = secondary.captured and param_indices[0] in storage.frozen
+        if phase == "gather_forward" and not filled:
             capture = secondary.capturing(param_indices)
-            return gather(self._forward, param_indices, self.layout, self.primary, phase, capture)
+            return gather(self._forward, param_indices, layout, like, phase, capture)
         # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward
         # pass gathers parameters that were not captured since their last change from the primary.
         exact = phase == "gather_exact"
         first = list[int]()
         second = list[int]()
         for param_index in param_indices:
-            apart = self.coded[param_index] if exact else secondary.is_fresh(param_index)
+            apart = storage.coded[param_index] if exact else secondary.is_fresh(param_index)
             (first if apart else second).append(param_index)
-        copies = (self._exact, self._exact) if exact else (secondary.copies, self._forward)
+        copies = (storage.exact, storage.exact) if exact else (secondary.copies, self._forward)
         message = None
         if ahead is not None:
             message = ahead[1].wait()  # this stream waits for the copy from the host
             secondary.settle()  # which comes after all copies to it
         parts = [
-            (part, gather(of, part, self.layout, self.primary, phase, None, sent))
+            (part, gather(of, part, layout, like, phase, None, sent))
             for of, part, sent in zip(copies, (first, second), (message, None), strict=True)
             if part
         ]
@@ -398,12 +292,15 @@ class Weights:
             masters: their masters ``[N / O, columns]``, if needed; unchanged until the step has
                 ended.
         """
-        param_indices = self.trained if param_indices is None else param_indices
+        storage = self.storage
+        param_indices = storage.trained if param_indices is None else param_indices
         self.wait_for_publish(param_indices)
         for param_index in param_indices:
-            self._updated_times[param_index] += 1
-        self._updates.append((param_indices, masters, self.layout.columns_of(param_indices).start))
-        self._updated = recorded_event(self.primary.device)  # `begin` may run on another stream
+            self._unpublished[param_index] += 1
+        first = storage.layout.columns_of(param_indices).start
+        self._updates.append((param_indices, masters, first))
+        # `start_publish` may run on another stream, which then waits for this event.
+        self._updated = recorded_event(storage.primary.device)
 
     def start_publish(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
@@ -411,28 +308,27 @@ class Weights:
         self._updates = []
         if not updates:
             return
-        with self._meter.timing("publish"):
+        with self._mesh.meter.timing("publish"):
             for begin in self._codecs:
                 self._pending += begin(updates)
-        if self._store is not None:
+        if self.storage.store is not None:
             # The masters were copied to the own rows
-            self._updated = recorded_event(self.primary.device)
+            self._updated = recorded_event(self.storage.primary.device)
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
         """Begin to publish rows of the primary: as they are, or quantized differences if the
         updates have masters.
         """
-        for param_indices, masters, first in self._planned(updates, self._row_sizes):
-            parts = [self._rows.shard_ranges(param_indices)]
+        rows = self.storage.rows
+        device = self.storage.primary.device
+        for param_indices, masters, first in self._planned(updates, self.storage.row_sizes):
+            parts = [rows.shard_ranges(param_indices)]
             tables = list[Tensor]()
             if masters is not None:
-                # neighbours
-                parts = [
-                    self._rows.shard_ranges(range(*part))
-                    for part in merged((i, i + 1) for i in param_indices)
-                ]
+                neighbours = merged((i, i + 1) for i in param_indices)
+                parts = [rows.shard_ranges(range(*part)) for part in neighbours]
                 tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
-                tables = [table.to(self.primary.device, torch.float32) for table in tables]
+                tables = [table.to(device, torch.float32) for table in tables]
             yield param_indices, self._queue.run(partial(self._publish_rows, parts, tables), tables)
 
     def _publish_rows(
@@ -440,7 +336,7 @@ class Weights:
     ) -> Handle[None]:
         hierarchy = self._hierarchy
         wire = self._wire
-        by_member = members(self.primary, self._hierarchy.size)
+        by_member = members(self.storage.primary, self._hierarchy.size)
         parts = [merged(shard_ranges, wire.block_size) for shard_ranges in parts]
         views = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
@@ -460,15 +356,16 @@ class Weights:
 
     def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
+        storage = self.storage
+        own = storage.own
         updated: list[Update] = []
         for param_indices, masters, first in updates:
-            columns = self._rows.columns_of(param_indices)
+            columns = storage.rows.columns_of(param_indices)
             if masters is not None and columns.start < columns.stop:
-                rows = masters.index_select(1, self._columns[masters.device][columns] - first).to(
-                    self.own
-                )
-                self._updatable[:, columns].copy_(rows)
-                self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
+                places = storage.columns[masters.device][columns] - first
+                rows = masters.index_select(1, places).to(own)
+                storage.updatable[:, columns].copy_(rows)
+                own.index_copy_(1, storage.columns[own.device][columns], rows)
                 updated.append((param_indices, None, first))
         return self._begin_rows(updated)
 
@@ -476,17 +373,24 @@ class Weights:
         """Begin to publish INT8 parameters; masters on the host are copied to the device one by
         one.
         """
+        own = self.storage.own
+        coded = self.storage.coded
         batch: list[Update] = []
         for param_indices, masters, first in updates:
-            if masters is not None and any(map(self.coded.__getitem__, param_indices)):
-                rows = masters.to(self.own.device, torch.float32)
-                self.own[:, first : first + rows.shape[1]].copy_(rows)
+            if masters is not None and any(coded[i] for i in param_indices):
+                rows = masters.to(own.device, torch.float32)
+                own[:, first : first + rows.shape[1]].copy_(rows)
                 batch.append((param_indices, rows, first))
                 # Send now: otherwise copies of all masters would be on the device at once
                 if rows is not masters:
-                    yield from self._changes(batch)
+                    yield from self._begin_changes(batch)
                     batch = []
-        yield from self._changes(batch)
+        yield from self._begin_changes(batch)
+
+    def _begin_changes(self, updates: Sequence[Update]) -> Begun:
+        store = self.storage.store
+        assert store is not None
+        return store.begin(self._hierarchy, store.message_sizes, updates)
 
     def wait_for_publish(self, param_indices: Sequence[int] | None = None) -> None:
         """Finish the publish of some parameters, or of all, and renew the secondary copies;
@@ -499,7 +403,7 @@ class Weights:
         """
         if self._updated is not None:
             self._updated.wait()
-        needed = set(range(len(self.coded)) if param_indices is None else param_indices)
+        needed = set(range(len(self.storage.coded)) if param_indices is None else param_indices)
         if not all(needed.isdisjoint(updated) for updated, *_ in self._updates):
             self.start_publish()
         changed: list[int] = []
@@ -508,17 +412,13 @@ class Weights:
             if needed.isdisjoint(part):
                 waiting.append((part, handle))
                 continue
-            with self._meter.timing("publish"):
+            with self._mesh.meter.timing("publish"):
                 handle.wait()
             changed += part
             for param_index in part:
-                self._published_times[param_index] += 1
+                self._unpublished[param_index] -= 1
         self._pending = waiting
-        stale = [
-            param_index
-            for param_index in needed
-            if self._published_times[param_index] != self._updated_times[param_index]
-        ]
+        stale = [param_index for param_index in needed if self._unpublished[param_index]]
         if stale:
             raise RuntimeError(
                 f"weights of parameters {sorted(stale)[:8]} would be read before publish updated "
@@ -540,64 +440,52 @@ class Weights:
                 them.
             anew: choose new scales for INT8 weights, except for loaded ones.
         """
-        plan = self.layout.plan
-        param_indices = self.trained if param_indices is None else param_indices
+        storage = self.storage
+        plan = storage.layout.plan
+        param_indices = storage.trained if param_indices is None else param_indices
         self.wait_for_publish(param_indices)
-        columns = self.layout.columns_of(param_indices)
-        rows = self._primary_of(param_indices)
-        if self._store is not None:
-            self._gather_rows(plan.optimizer, self.own[:, columns])
-            shard = self._world_shard(param_indices)
-            places = (
-                self._columns[shard.device][self._rows.columns_of(param_indices)] - columns.start
-            )
-            rows[self.layout.row(plan.weights)].copy_(shard[places])
-        self._gather_rows(plan.weights, rows)
-        if self._store is not None:
+        columns = storage.layout.columns_of(param_indices)
+        rows = storage.primary_of(param_indices)
+        store = storage.store
+        if store is None:
+            self._gather_rows(plan.weights, rows)
+        else:
+            self._gather_rows(plan.optimizer, storage.own[:, columns])
+            shard = storage.world_shard(param_indices)
+            places = storage.columns[shard.device][storage.rows.columns_of(param_indices)]
+            rows[storage.layout.row(plan.weights)].copy_(shard[places - columns.start])
+            self._gather_rows(plan.weights, rows)
             if anew:
-                self._store.begin_anew(param_indices, self._scales.pop(param_indices, None))
+                store.begin_anew(param_indices, store.loaded_scales.pop(param_indices, None))
             values = (shard if masters is None else masters[columns])[None].float()
             hierarchy = self._mesh.hierarchy(plan.weights, plan.world_size).metered("publish")
-            with self._meter.timing("publish"):
-                for _, handle in list(
-                    self._store.begin(hierarchy, {}, [(param_indices, values, columns.start)])
-                ):
+            with self._mesh.meter.timing("publish"):
+                begun = list(store.begin(hierarchy, {}, [(param_indices, values, columns.start)]))
+                for _, handle in begun:
                     handle.wait()
         self._renew(param_indices)
-        if self._fill_hierarchy is not None and param_indices and param_indices[0] in self.frozen:
-            self._fill_copies(
-                self._fill_hierarchy,
-                [param_index for param_index in self._filled if param_index in param_indices],
-            )
+        self._fill_copies([i for i in self._filled if i in param_indices])
 
-    def _fill_copies(self, hierarchy: Hierarchy, param_indices: Sequence[int]) -> None:
+    def _fill_copies(self, param_indices: Sequence[int]) -> None:
         """Fill the secondary copies of frozen parameters from the ranks' primary shards (Note
         [Frozen]).
         """
-        height, _ = self.layout.shape(hierarchy.lo)
+        hierarchy = self._fill_hierarchy
+        height, _ = self.storage.layout.shape(hierarchy.lo)
         for param_index in param_indices:
-            rows = self.primary.new_empty(height, self.layout.widths[param_index])
+            rows = self.storage.primary.new_empty(height, self.storage.layout.widths[param_index])
             members(rows, hierarchy.size)[hierarchy.index].copy_(
-                self._primary_of(range(param_index, param_index + 1))
+                self.storage.primary_of(range(param_index, param_index + 1))
             )
             all_gather_rows(hierarchy, rows, self._run_numel)
             self.frozen_secondary.store_now(param_index, rows)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
-        hierarchy = self._mesh.hierarchy(degree, self.layout.plan.world_size).metered("publish")
-        all_gather_rows(hierarchy, rows, self._run_numel)
-
-    def _world_shard(self, param_indices: range) -> Tensor:
-        """Return a view of the own world shard of some parameters, all trained or all frozen."""
-        own = self.own[self.layout.row(self.layout.plan.optimizer)]
-        return columns_of_two(own, self.frozen_row, self.layout.columns_of(param_indices))
-
-    def _primary_of(self, param_indices: range) -> Tensor:
-        """Return a view of some parameters' columns in the primary, all trained or all frozen."""
-        return columns_of_two(
-            self.primary, self.frozen_primary, self._rows.columns_of(param_indices)
+        hierarchy = self._mesh.hierarchy(degree, self.storage.layout.plan.world_size).metered(
+            "publish"
         )
+        all_gather_rows(hierarchy, rows, self._run_numel)
 
     def _renew(self, param_indices: Sequence[int]) -> None:
         """Expire and renew secondary copies of parameters, all trained or all frozen, whose primary
@@ -607,7 +495,8 @@ class Weights:
             secondary = self._secondary[param_indices[0]]
             secondary.expire(param_indices)
             secondary.refresh(param_indices)
-        self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
+        device = self.storage.primary.device
+        self._updated = recorded_event(device)  # gathers may be on another stream
 
     def write_back(self, param_index: int, full: Tensor) -> None:
         """Store a whole parameter, equal on every rank, in the shards (an edit under
@@ -615,36 +504,34 @@ class Weights:
 
         With INT8 weights it is stored only if it was edited (Note [Exact weights]).
         """
-        rows = rows_of(full.detach().reshape(-1), self.layout.plan)
+        storage = self.storage
+        layout = storage.layout
+        rows = rows_of(full.detach().reshape(-1), layout.plan)
         self.wait_for_publish([param_index])
-        if self._store is not None:
-            own = self._owned[param_index]
-            given = self.layout.subset(rows, 1, own.hierarchy.hi)
+        if storage.store is not None:
+            own = storage.owned(param_index, self._mesh)
+            given = layout.subset(rows, 1, own.hierarchy.hi)
             if not self._differ(own, given):
                 return
             own.data.copy_(given)
-        shard = self.layout.subset(rows, 1, self.layout.plan.weights)
-        if self._store is not None and self.coded[param_index]:
-            self._store.recode(param_index, shard.float(), self.layout.begins[param_index])
+        shard = layout.subset(rows, 1, layout.plan.weights)
+        if storage.store is not None and storage.coded[param_index]:
+            storage.store.recode(param_index, shard.float(), layout.begins[param_index])
         else:
-            self._exact[param_index].data.copy_(shard)
+            storage.exact[param_index].data.copy_(shard)
         self._renew([param_index])
-        if self._fill_hierarchy is not None and param_index in self._filled:
-            self.frozen_secondary.store_now(
-                param_index, self.layout.subset(rows, 1, self._fill_hierarchy.lo)
-            )
+        if param_index in self._filled:
+            filled = layout.subset(rows, 1, self._fill_hierarchy.lo)
+            self.frozen_secondary.store_now(param_index, filled)
 
     def _differ(self, own: Copy, given: Tensor) -> bool:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host
         synchronization.
         """
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
-        differ = (
-            (own.data.contiguous().view(bits) != given.contiguous().view(bits))
-            .any()
-            .view(1)
-            .view(torch.uint8)
-        )
+        own_bits = own.data.contiguous().view(bits)
+        given_bits = given.contiguous().view(bits)
+        differ = (own_bits != given_bits).any().view(1).view(torch.uint8)
         return bool(all_gather(own.hierarchy.metered("gather_exact"), differ).wait().any())
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -655,9 +542,9 @@ class Weights:
         For INT8 weights: the scales of the own world shard, with which masters are requantized. For
         a quantized publish: the own row, which is not the rounded masters.
         """
-        if self._store is not None:
-            return {"scales": self._store.own_scales(self.trained)}
-        return {"stored": self.own_row.detach().clone()} if self.needs_masters else {}
+        if self.storage.store is not None:
+            return {"scales": self.storage.store.own_scales(self.storage.trained)}
+        return {"stored": self.storage.own_row.detach().clone()} if self.needs_masters else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict` before :meth:`publish_world`; without it the own row stays,
@@ -666,13 +553,14 @@ class Weights:
         Saved scales are used if the number of blocks matches. Otherwise a rank chooses new ones;
         ranks still agree, because each sends its scales.
         """
-        if self._store is not None:
+        if self.storage.store is not None:
             saved = state.get("scales")
-            own = self._store.own_scales(self.trained)
+            own = self.storage.store.own_scales(self.storage.trained)
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
-            self._scales = {self.trained: own.copy_(state["scales"])} if fits else {}
+            loaded = {self.storage.trained: own.copy_(state["scales"])} if fits else {}
+            self.storage.store.loaded_scales = loaded
         elif self.needs_masters and "stored" in state:
-            self.own_row.copy_(state["stored"])
+            self.storage.own_row.copy_(state["stored"])
 
     # -- accounting --------------------------------------------------------------------------------
 
@@ -681,11 +569,10 @@ class Weights:
         """By run of the last publish of INT8 weights: the bytes of every rank's message; None
         before the first.
         """
-        return (
-            None
-            if self._store is None
-            else tuple(nbytes for _, nbytes in sorted(self._sizes.items())) or None
-        )
+        if self.storage.store is None:
+            return None
+        sizes = self.storage.store.message_sizes
+        return tuple(nbytes for _, nbytes in sorted(sizes.items())) or None
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank; frozen parameters are
@@ -693,12 +580,15 @@ class Weights:
 
         A view of the primary counts as zero bytes. "host" is what copies take of the host's memory.
         """
-        stored = [copy.data.nbytes for copy in self._shards]
-        exact = (0, 0) if self._store is None else (self.own.nbytes, self.frozen_row.nbytes)
-        count = len(self.trained)
-        sizes = {"weights": sum(stored[:count]) + exact[0], "secondary": self.secondary.nbytes}
-        if self.frozen:
-            sizes["frozen"] = sum(stored[count:]) + self.frozen_secondary.nbytes + exact[1]
+        stored = [copy.data.nbytes for copy in self.storage.shards]
+        count = len(self.storage.trained)
+        sizes = {"weights": sum(stored[:count]), "secondary": self.secondary.nbytes}
+        if self.storage.frozen:
+            sizes["frozen"] = sum(stored[count:]) + self.frozen_secondary.nbytes
+        if self.storage.store is not None:
+            sizes["weights"] += self.storage.own.nbytes
+            if self.storage.frozen:
+                sizes["frozen"] += self.storage.frozen_row.nbytes
         hosts = [
             of.host.nbytes for of in (self.secondary, self.frozen_secondary) if of.host is not None
         ]
@@ -706,17 +596,18 @@ class Weights:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        codes = [] if self._store is None else [self._store.codes.stored, self.own, self.frozen_row]
         copies = [*self.secondary.tensors, *self.frozen_secondary.tensors]
-        return [self.primary, self.frozen_primary, *codes, *copies]
+        return [*self.storage.tensors(), *copies]
 
     def copies(self) -> list[Tensor]:
         """Return replicas of trained parameters, and all INT8 weights, to compare between ranks in
         debug checks.
         """
-        if self._store is not None:
-            return [torch.cat([self._store.codes.stored, self.primary.view(-1).view(torch.uint8)])]
-        return [self.primary, *self.secondary.shared]
+        primary = self.storage.primary
+        if self.storage.store is None:
+            return [primary, *self.secondary.shared]
+        codes = self.storage.store.codes.stored
+        return [torch.cat([codes, primary.view(-1).view(torch.uint8)])]
 
 
 def runs_of(
@@ -748,16 +639,6 @@ def runs_of(
                 runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
     runs.sort(key=itemgetter(0))
     return [run for _, run in runs]
-
-
-def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
-    """Return a view of columns of two tensors laid side by side; all columns must be in one of
-    them.
-    """
-    split = left.shape[-1]
-    if columns.stop <= split:
-        return left[..., columns]
-    return right[..., columns.start - split : columns.stop - split]
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

@@ -131,7 +131,7 @@ class TopoStage3(Stock):
         self.param_indices = self._parts.param_indices
         # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are
         # replaced.
-        self.lp_param_buffer = self.topo.weights.own_row
+        self.lp_param_buffer = self.topo.weights.storage.own_row
         self.fp16_partitioned_groups_flat[:] = self._parts.flats()
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
@@ -171,7 +171,7 @@ class TopoStage3(Stock):
                 continue
             begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
-            master = topo.masters.build(topo.weights.own[:, begin:end], stock)
+            master = topo.masters.build(topo.weights.storage.own[:, begin:end], stock)
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 grad = torch.zeros_like(master)
@@ -223,10 +223,10 @@ class TopoStage3(Stock):
         topo = self._parts.of(param)
         weights = topo.weights
         param_index = self.param_indices[param.ds_id]
-        if not self._edits_reach_masters or param_index in weights.frozen:
+        if not self._edits_reach_masters or param_index in weights.storage.frozen:
             weights.write_back(param_index, param.data)
             return
-        rows = weights.layout.parameter(weights.own, param_index)
+        rows = weights.storage.layout.parameter(weights.storage.own, param_index)
         # `rows` is a view that changes: the copy shows afterwards which elements were edited
         before = rows.clone()
         weights.write_back(param_index, param.data)
@@ -411,7 +411,7 @@ class TopoStage3(Stock):
             weights.mark_updated(range(param_indices[0], param_indices[-1] + 1), rows)
             return
         if topo.separate_masters:
-            weights.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
+            weights.storage.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.mark_updated(range(param_indices[0], param_indices[-1] + 1))
@@ -710,7 +710,7 @@ class TopoStage3(Stock):
         for i, (begin, end) in enumerate(self._parts.columns):
             topo = self._parts.at(i)
             rows = topo.masters.table(self.fp32_partitioned_groups_flat[i].detach())
-            rows.copy_(topo.weights.own[:, begin:end])
+            rows.copy_(topo.weights.storage.own[:, begin:end])
 
     def destroy(self) -> None:
         if self.recorder:

@@ -300,7 +300,9 @@ class ParameterGathers:
         self._write_back = write_back or (
             lambda p: engine.weights.write_back(self.param_indices[p.ds_id], p.data)
         )
-        shards = engine.weights.frozen_row.split([param.ds_tensor.numel() for param in self.frozen])
+        shards = engine.weights.storage.frozen_row.split(
+            [param.ds_tensor.numel() for param in self.frozen]
+        )
         for param, own in zip(self.frozen, shards, strict=True):
             self._homes[param.ds_id] = own
         self._fill(self.frozen)
@@ -376,7 +378,7 @@ class ParameterGathers:
             if param_index is None:
                 others.append(param)
             else:
-                frozen = param_index in self._engine.weights.frozen
+                frozen = param_index in self._engine.weights.storage.frozen
                 sent = str(lower_dtype(param))
                 groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
         return [groups[key] for key in sorted(groups)], others

@@ -138,7 +138,7 @@ class Parts:
 
     def flats(self) -> list[Tensor]:
         """Return for each sub-group the view of its weights in the own row of its engine."""
-        rows = [self.at(index).weights.own_row for index in range(len(self.columns))]
+        rows = [self.at(index).weights.storage.own_row for index in range(len(self.columns))]
         return [row[begin:end] for row, (begin, end) in zip(rows, self.columns, strict=True)]
 
     def own_param_index(self, param: Any) -> Tensor:
@@ -265,7 +265,7 @@ class Parts:
         """
         for part in self.parts:
             topo = part.topo
-            row = topo.weights.own_row
+            row = topo.weights.storage.own_row
             # DeepSpeed filled it from the masters: rounding as publish does restores the weights
             # that the run had.
             row.copy_(row.to(topo.publish_dtype))
