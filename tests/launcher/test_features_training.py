@@ -97,7 +97,7 @@ def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
         topo, kept = engine.optimizer.topo, engine.optimizer.persistent_parameters
         assert {param.ds_status for param in kept} == {ZeroParamStatus.AVAILABLE}
         left = [run for run, _ in topo.weights._pending]
-        assert len(topo._queue._begun) == (len(left) if overlap else 0)
+        assert len(topo.queues.updates._begun) == (len(left) if overlap else 0)
         seen.append((len(left) > 0, sum(map(len, left)) + len(kept)))
 
     few = zero(stage3_param_persistence_threshold=20, sub_group_size=20)

@@ -56,7 +56,7 @@ def gather(engine: Stage3) -> None:
 def scatter(engine: Stage3) -> None:
     """One gradient, in a micro-batch that is not the last."""
     engine.gradients.scatter([1], [torch.ones(NUMELS[1])], last=False)
-    engine._queue.finish()
+    engine.queues.updates.finish()
 
 
 def sync(engine: Stage3) -> None:

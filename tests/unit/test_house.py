@@ -10,6 +10,8 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from tests.documents import DOCUMENTS
 from tests.house import Function, Source, function_lines, parameters, sources
@@ -21,6 +23,8 @@ MAX_FILE_LINES = 800
 MEDIAN_FILE_LINES = 200
 MAX_FUNCTION_LINES = 100
 MAX_KERNEL_LINES = 120
+MAX_ATTRIBUTES = 20
+DATA_PATH = ("engine", "hook", "sync", "quant", "collectives")
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 9
 
@@ -263,3 +267,26 @@ def test_notes_are_named_and_there_once() -> None:
         name for source in PACKAGE for name in re.findall(r"Note \[([\w ]+)\]", source.text)
     }
     assert in_python <= {*heads}
+
+
+def test_no_class_of_the_data_path_has_many_attributes() -> None:
+    """At most 20, without those that DeepSpeed's optimizer has itself."""
+    spec = find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    stock = (Path(spec.origin).parent / "runtime/zero/stage3.py").read_text()
+    for source in sources(*(f"zero_topo/{room}" for room in DATA_PATH)):
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                names = {name for name in attributes(node) if f"self.{name}" not in stock}
+                assert len(names) <= MAX_ATTRIBUTES, f"{source.name}: {node.name}: {sorted(names)}"
+
+
+def attributes(of: ast.ClassDef) -> Iterator[str]:
+    """The names that a class declares or its methods assign to `self`."""
+    for statement in of.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
+    for node in ast.walk(of):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = getattr(node.value, "id", None)
+            yield from [node.attr] * (owner == "self")

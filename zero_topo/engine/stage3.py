@@ -86,7 +86,6 @@ class Stage3:
         self.meter = Meter(config.meter)
         self._counts_steps = True
         self.queues = Queues(like.device, config.overlap)
-        self._queue = self.queues.updates
         self._loss_scale = loss_scale
         self._averaged = config.plan.world_size
         select(like.device, config.kinds)
@@ -203,7 +202,14 @@ class Stage3:
         run_numel = self.run_numel
         loss_scale = self._loss_scale
         return Gradients(
-            self.layout, self.mesh, mode, wire, run_numel, loss_scale, self._queue, self._averaged
+            self.layout,
+            self.mesh,
+            mode,
+            wire,
+            run_numel,
+            loss_scale,
+            self.queues.updates,
+            self._averaged,
         )
 
     @property
@@ -281,7 +287,7 @@ class Stage3:
                 bit-identical.
         """
         self.weights.start_publish()
-        self._queue.flush()
+        self.queues.updates.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
             # Else some runs would be compared before they have arrived
@@ -304,7 +310,7 @@ class Stage3:
         """Finish pending work: sync begun by a backward pass, publishes, the mode's own
         collectives. Collective.
         """
-        self._queue.finish()
+        self.queues.updates.finish()
         self.weights.wait_for_publish()
         self.gradients.mode.drain()
 
