@@ -219,11 +219,11 @@ class Plan:
 
     def groups(self, lo: int, hi: int) -> list[list[int]]:
         """Return all process groups ``(lo, hi)``; they partition the world."""
-        return [
-            [self.rank_at[p] for p in range(base + k, base + hi, lo)]
-            for base in range(0, self.world_size, hi)
-            for k in range(lo)
-        ]
+        found = []
+        for base in range(0, self.world_size, hi):
+            for first in range(base, base + lo):
+                found.append([self.rank_at[p] for p in range(first, base + hi, lo)])
+        return found
 
     def pair_of(self, phase: Phase) -> tuple[int, int]:
         """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction
@@ -338,9 +338,9 @@ def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
     sizes = {unit: topology.degree(unit) for unit in ("gpu", "node")}
     for unit, size in sizes.items():
         if degree % size and size % degree:
-            fitting = [
-                d for d in divisors(world) if not any(d % n and n % d for n in sizes.values())
-            ]
+            fitting = divisors(world)
+            for other in sizes.values():
+                fitting = [d for d in fitting if not (d % other and other % d)]
             raise ValueError(
                 f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks "
                 f"each); choose one of {fitting}"

@@ -279,11 +279,10 @@ def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str, bars:
     for ((scheme, ranks, _), price), drawn_bar in zip(prices.items(), drawn, strict=True):
         found = price.step
         within = price.range
-        shares = (
-            sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds
-            for phases in parts.values()
-        )
-        cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
+        cells = []
+        for phases in parts.values():
+            share = sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds
+            cells.append(f"{100 * share:.0f}%" if share >= 0.005 else "-")
         flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
         step = f"{found.seconds:.3g} s" if found.seconds < 1000 else f"{found.seconds:,.0f} s"

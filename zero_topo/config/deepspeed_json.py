@@ -187,7 +187,8 @@ def _no_constant(word: str) -> None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    repeated = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+    counts = Counter(key for key, _ in pairs)
+    repeated = [key for key, times in counts.items() if times > 1]
     if repeated:
         raise ValueError(
             cut(f"repeated key {', '.join(map(repr, sorted(repeated)))}; keep one of each")

@@ -496,11 +496,11 @@ def module_request(
     tree = read_modules(module, type(module).__name__)
     tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
     parameters = [*module.parameters()]
-    trained, frozen = (
-        [p for p in parameters if (p.requires_grad and trains) == which] for which in (True, False)
-    )
+    trained = [p for p in parameters if p.requires_grad and trains]
+    frozen = [p for p in parameters if not (p.requires_grad and trains)]
     if trains and not trained:
         trained, frozen = frozen, trained
-    numels, still = (tuple(math.prod(shape_of(p)) for p in group) for group in (trained, frozen))
+    numels = tuple(math.prod(shape_of(p)) for p in trained)
+    still = tuple(math.prod(shape_of(p)) for p in frozen)
     whole = tuple(bool(getattr(p, "use_muon", False)) for p in trained)  # DeepSpeed's mark
     return Request(topology, Job(tree, **job), numels, frozen=still, whole=whole)

@@ -405,10 +405,10 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
             for.
     """
     found = _careful(candidates(asked, request.tree, request.sparse), request)
-    plans = [
-        first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices)
-        for candidate in found
-    ]
+    plans = []
+    for candidate in found:
+        choices = [Priced(candidate.config, each, candidate) for each in request.choices]
+        plans.append(first_that_fits(choices))
     plans += _with_host_copies(asked, plans, request)
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:

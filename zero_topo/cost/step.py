@@ -198,10 +198,12 @@ def _run_packets(
     """
     if (job.stock or network.rates.host_codec) and not (phase == "sync" and config.sync.whole):
         return [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-    plain, coded = (
-        tuple(width for count, of in modules for width in of[kind] * count) for kind in (0, 1)
-    )
-    columns = Columns(plain, coded)
+    plain: list[int] = []
+    coded: list[int] = []
+    for count, of in modules:
+        plain += of.plain * count
+        coded += of.coded * count
+    columns = Columns(tuple(plain), tuple(coded))
     params = job.part.params
     limit = max(1, job.bucket)
     if phase == "sync":
@@ -435,9 +437,8 @@ def _passes(
         (seconds[1], backward, reduced),
     ):
         for times, parts in ((1, [*always, once]), (job.micro_batches - 1, always)):
-            overlapped, alone = (
-                [packet for part in parts for packet in part[side]] for side in (0, 1)
-            )
+            overlapped = [packet for part in parts for packet in part[0]]
+            alone = [packet for part in parts for packet in part[1]]
             yield times, compute, overlapped, alone
 
 

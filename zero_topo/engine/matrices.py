@@ -80,21 +80,15 @@ class Matrices:
             key=lambda param_index: (-layout.numels[param_index], shapes[param_index], param_index),
         )
         turns = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+        numels = [sum(map(layout.numels.__getitem__, turn)) for turn in turns]
         planned = []
-        for run in packed_runs(
-            [sum(layout.numels[param_index] for param_index in turn) for turn in turns], self._limit
-        ):
-            by_owner = [
-                [turns[t][owner] for t in run if owner < len(turns[t])] for owner in range(size)
-            ]
-            sizes = [
-                rows * sum(layout.widths[param_index] for param_index in owned)
-                for owned in by_owner
-            ]
-            alike = [
-                [list(equal) for _, equal in groupby(owned, shapes.__getitem__)]
-                for owned in by_owner
-            ]
+        for run in packed_runs(numels, self._limit):
+            alike = []
+            sizes = []
+            for owner in range(size):
+                owned = [turns[t][owner] for t in run if owner < len(turns[t])]
+                sizes.append(rows * sum(map(layout.widths.__getitem__, owned)))
+                alike.append([list(equal) for _, equal in groupby(owned, shapes.__getitem__)])
             planned.append((alike, sizes))
         return planned
 
@@ -114,10 +108,7 @@ class Matrices:
         }
         same = [sizes[group.index]] * group.size
         sent = torch.cat(
-            [
-                torch.stack([parts[param_index] for param_index in alike]).flatten()
-                for alike in groups
-            ]
+            [torch.stack(list(map(parts.__getitem__, alike))).flatten() for alike in groups]
         ).to(self._dtype)
         received = group.all_to_all_known(sent, sizes, same).view(group.size, same[0])
         tables = received.split(

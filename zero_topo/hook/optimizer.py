@@ -575,10 +575,10 @@ class TopoStage3(Stock):
         ][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        return {
-            i: {j: self._synced_param(param).float() for j, param in enumerate(group)}
-            for i, group in enumerate(self.fp16_groups)
-        }
+        found = {}
+        for i, group in enumerate(self.fp16_groups):
+            found[i] = {j: self._synced_param(param).float() for j, param in enumerate(group)}
+        return found
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]

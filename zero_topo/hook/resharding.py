@@ -197,11 +197,11 @@ class Saved:
             for of in shapes
         ]
         state = {sub_group: self._state([*of], states) for sub_group, of in enumerate(shapes)}
-        params = [
-            [s for s, group in enumerate(groups) if group == index]
-            for index in range(len(settings))
-        ]
-        settings = [{**of, "params": own} for of, own in zip(settings, params, strict=True)]
+        owned: list[dict[str, Any]] = []
+        for index, of in enumerate(settings):
+            own = [s for s, group in enumerate(groups) if group == index]
+            owned.append({**of, "params": own})
+        settings = owned
         inner = {**inner, "state": state, "param_groups": settings}
         found = {
             **whole,

@@ -303,9 +303,7 @@ def _expert_groups(engine: Any) -> list[Any]:
     found = {
         getattr(param, "ds_zero_partition_group_name", None) for param in engine.module.parameters()
     }
-    return [
-        engine.expert_data_parallel_group[name] for name in sorted(name for name in found if name)
-    ]
+    return [engine.expert_data_parallel_group[name] for name in sorted(filter(None, found))]
 
 
 def least_memory(device: torch.device) -> tuple[int, int]:

@@ -28,15 +28,12 @@ hold figures.
 def table_text(table: Table) -> str:
     """Return a table as aligned text."""
     widths = [max(map(len, column)) for column in zip(*table["rows"], strict=True)]
-    lines = [
-        (" " * GAP)
-        .join(
-            cell.ljust(width) if index < table["words"] else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        .rstrip()
-        for row in table["rows"]
-    ]
+    lines = []
+    for row in table["rows"]:
+        cells = []
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if index < table["words"] else cell.rjust(width))
+        lines.append((" " * GAP).join(cells).rstrip())
     rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
     return "\n".join([table["title"], lines[0], rule, *lines[1:], ""])
 

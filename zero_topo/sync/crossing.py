@@ -105,9 +105,8 @@ class Crossing(SyncMode, ABC):
         """Raise ValueError if a checkpoint has other entries than this run, or entries of other
         shapes.
         """
-        needed, found = (
-            {name: tuple(x.shape) for name, x in entries.items()} for entries in (own, state)
-        )
+        needed = {name: tuple(entry.shape) for name, entry in own.items()}
+        found = {name: tuple(entry.shape) for name, entry in state.items()}
         if found != needed:
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 

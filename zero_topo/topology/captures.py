@@ -113,7 +113,8 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
 
 def _nearest(text: str) -> str:
     """Return what a text resembles most, and what that must have; empty if it resembles nothing."""
-    count, nearest = max(
-        (sum(sign in text for sign in signs.split()), name) for name, (signs, _) in SIGNS.items()
-    )
+    counts = {}
+    for name, (signs, _) in SIGNS.items():
+        counts[name] = sum(sign in text for sign in signs.split())
+    count, nearest = max((count, name) for name, count in counts.items())
     return f"; it is nearest to {nearest}, but lacks {SIGNS[nearest][1]}" if count else ""

@@ -266,10 +266,11 @@ def _check_regular(units: Units, hosts: Sequence[str], what: str) -> None:
         return
     usual = max(sizes, key=lambda size: (sizes[size], size))
     odd = [unit for unit in units if len(unit) != usual]
-    named = "; ".join(
-        f"{compress(unit)} on {', '.join(sorted({hosts[rank] for rank in unit}))}"
-        for unit in odd[:4]
-    )
+    words = []
+    for unit in odd[:4]:
+        on_hosts = sorted({hosts[rank] for rank in unit})
+        words.append(f"{compress(unit)} on {', '.join(on_hosts)}")
+    named = "; ".join(words)
     raise ValueError(
         f"the {what} put most ranks into units of {usual}, but not ranks "
         f"{named}{' ...' if len(odd) > 4 else ''}: that is no regular tree; {WAY_OUT}"

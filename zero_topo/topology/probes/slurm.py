@@ -50,9 +50,8 @@ def probe(env: Mapping[str, str]) -> LauncherView | None:
             tasks.
     """
     tasks, tasks_name = first_int(env, NTASKS, least=1)
-    counts_name, hosts_name = (
-        next((name for name in names if env.get(name)), "") for names in (TASKS_PER_NODE, NODELIST)
-    )
+    counts_name = next((name for name in TASKS_PER_NODE if env.get(name)), "")
+    hosts_name = next((name for name in NODELIST if env.get(name)), "")
     counts = expand_tasks_per_node(env[counts_name], counts_name) if counts_name else None
     if tasks is None and counts is None:
         return None
