@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.bare import bare_engine, matrices
 from tests.device import DEVICE
 from tests.harness import run_threads
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config import SPARSE_MODES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
@@ -37,16 +37,13 @@ SMALL = {"block_size": 64}
 Q4: dict[str, Any] = {"mode": "quantized", "bits": 4, **SMALL}
 OKTOPK: dict[str, Any] = {"mode": "oktopk", "tau": 2, "tau_prime": 2}
 SPARSE: dict[str, dict[str, Any]] = {
-    **{
-        mode: {"mode": mode}
-        for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc", "ternary")
-    },
+    **{kind.MODE: {"mode": kind.MODE} for kind in SPARSE_MODES if kind.MODE != "scape"},
     "oktopk": OKTOPK,
     "sharded": {**OKTOPK, "sharded": True},
     "offloaded": {"mode": "topk_a", "offload_residual": True},
     "radius": {"mode": "radius", "start": 1, "interval": 2},
 }
-"""Settings of the sparse modes that any plan may have."""
+"""Settings of the sparse modes that any plan may have: a new mode is tested by all rules."""
 
 CODES: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}}
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ checks.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,11 @@ import sys
 from pathlib import Path
 
 from tests.launching import ROOT
+from tests.ranks.test_launch_budget import CASES
+from tests.unit.test_topology_presets import assert_sourced
+from zero_topo.config import SPARSE_MODES
+from zero_topo.strict import read
+from zero_topo.topology.presets import Machine
 
 PAGE = ROOT / "docs/extending.md"
 BLOCK = re.compile(r"^```\w+\n# ([^\n]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -40,3 +46,20 @@ def test_the_examples_pass_their_checks(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True
     )
     assert not done.returncode, done.stderr.decode()
+
+
+def test_the_example_of_a_preset_is_one() -> None:
+    """It has what the tests of presets ask of each."""
+    (text,) = [body for file, body in BLOCK.findall(PAGE.read_text()) if "presets/" in file]
+    assert_sourced(read(Machine, "example", json.loads(text)))
+
+
+def test_every_mode_of_sync_is_tested_by_rule() -> None:
+    """Launches and the peak of memory (tests/ranks) take their cases from here; the page has a row
+    for each mode.
+    """
+    modes = {mode.MODE for mode in SPARSE_MODES}
+    page = (ROOT / "docs/sparse.md").read_text()
+    assert {mode for mode in modes if f"| `{mode}` |" in page} == modes
+    cases = {case.partition("+")[2] for case in CASES}
+    assert modes <= cases

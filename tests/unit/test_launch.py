@@ -198,8 +198,9 @@ def test_every_preset_can_be_launched_on() -> None:
     """Same name, same ranks per node; a rack of GB200 is a node of the preset, and 18 hosts of the
     launcher.
     """
-    assert {*preset_names(), "generic"} == set(machine_names())
-    for name in preset_names():
+    names = [name for name in preset_names() if load_machine(name).launch is not None]
+    assert {*names, "generic"} == set(machine_names())
+    for name in names:
         machine = load_launch_machine(name)
         assert (machine.name, machine.preset) == (name, name)
         hosts = 18 if name == "gb200-nvl72" else 1

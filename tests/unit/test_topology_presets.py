@@ -13,7 +13,7 @@ import pytest
 
 from tests.steps import shape
 from zero_topo.topology import load_preset, preset_names
-from zero_topo.topology.presets import emulated_from_json, load_machine, machine_of_cluster
+from zero_topo.topology.presets import Machine, emulated_from_json, load_machine, machine_of_cluster
 from zero_topo.units import GB, MIB
 
 GCD = 68_702_699_520
@@ -49,7 +49,13 @@ def test_a_machine_has_its_published_shape_and_rates(
 @pytest.mark.parametrize("name", preset_names())
 def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
     machine = load_machine(name)
-    assert machine.name == name and machine.sources["shape"]
+    assert machine.name == name
+    assert_sourced(machine)
+
+
+def assert_sourced(machine: Machine) -> None:
+    """Each fact of a machine says where it was published, or that it is assumed."""
+    assert machine.sources["shape"]
     assert {f"links.{domain}" for domain in machine.links} <= set(machine.sources)
     assert ("memory_per_rank" in machine.sources) == (machine.memory_per_rank is not None)
     assert ("host_memory_per_rank" in machine.sources) == (machine.host_memory_per_rank is not None)

@@ -31,6 +31,7 @@ class Machine:
         rates: how fast a rank computes and what its links reach, or None if unknown.
         host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None if
             unknown.
+        launch: null if no file in ``launch/machines`` describes batch jobs of this machine.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Machine:
     sources: Mapping[str, str]
     rates: Rates | None = None
     host_memory_per_rank: Bytes | None = None
+    launch: bool | None = True
 
     @property
     def ranks_per_node(self) -> int | None:
