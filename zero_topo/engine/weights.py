@@ -404,8 +404,10 @@ class Weights:
         if self._updated is not None:
             self._updated.wait()
         needed = set(range(len(self.storage.coded)) if param_indices is None else param_indices)
-        if not all(needed.isdisjoint(updated) for updated, *_ in self._updates):
-            self.start_publish()
+        for updated, *_ in self._updates:
+            if not needed.isdisjoint(updated):
+                self.start_publish()
+                break
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -418,11 +420,12 @@ class Weights:
             for param_index in part:
                 self._unpublished[param_index] -= 1
         self._pending = waiting
-        stale = [param_index for param_index in needed if self._unpublished[param_index]]
-        if stale:
+        if any(map(self._unpublished.__getitem__, needed)):
+            stale = [
+                param_index for param_index in sorted(needed) if self._unpublished[param_index]
+            ]
             raise RuntimeError(
-                f"weights of parameters {sorted(stale)[:8]} would be read before publish updated "
-                "them"
+                f"weights of parameters {stale[:8]} would be read before publish updated them"
             )
         if changed:
             self._renew(changed)
