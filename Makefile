@@ -12,6 +12,7 @@ TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 # DeepSpeed ops that ranks would otherwise compile when they first need them.
 DEEPSPEED_OPS := ShareMemCommBuilder
+DEEPSPEED_TEST_OPS := FusedAdamBuilder CPUAdamBuilder
 # What the GPU's machine must have beside Python and torch; there is no wheel of DeepSpeed to download.
 GPU_WHEELS := .gpu_wheels
 GPU_PYTHON ?= 3.12
@@ -124,6 +125,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	@test -x $(VENV)/bin/mkdocs || $(PIP) install --quiet --no-build-isolation -e '.[docs]'
 	@python -m benchmarks.pictures docs/pictures
+	@python -m benchmarks.tree_figure docs/tree.svg
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
@@ -168,7 +170,10 @@ test-coverage: ops $(VENV)/bin/coverage
 	pytest $(PYTEST_ARGS) --cov=zero_topo --cov-append --cov-report=term:skip-covered tests/e2e/test_launcher_suite.py \
 		tests/e2e/test_measure.py tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
 
+# DeepSpeed's tests have a time limit, in which two cores do not compile its Adam: minutes, once.
 test-deepspeed: unlock ops
+	@for op in $(DEEPSPEED_TEST_OPS); do python -c "from deepspeed.accelerator import get_accelerator as a; \
+		a().create_op_builder('$$op').load(verbose=False)" >/dev/null || exit 1; done
 	@python -m tests.deepspeed_suite '$(DIR)' $(ARGS)
 
 release-check: unlock ops

@@ -207,6 +207,12 @@ def gain() -> str:
     return picture.svg()
 
 
+SERIES_OF = {"weights": 0, "secondary": 5, "gradients": 1, "optimizer": 2}
+"""Of each role, the series of its colour, which is that of the README's picture and of a run's
+report.
+"""
+
+
 def memory() -> str:
     """Memory of a rank by scheme: 20 billion parameters on 384 GCDs of Frontier, as in the table of
     schemes.
@@ -221,7 +227,7 @@ def memory() -> str:
         bars.append(
             Bar(
                 name,
-                [(stored.get(role, 0), index) for index, role in enumerate(ROLES)],
+                [(stored.get(role, 0), SERIES_OF[role]) for role in ROLES],
                 format_bytes(total),
             )
         )
@@ -231,7 +237,7 @@ def memory() -> str:
         "20 billion parameters on 384 GCDs of Frontier, BF16 with Adam, no activations",
     )
     picture.bars(bars)
-    picture.legend((role, index) for index, role in enumerate(ROLES))
+    picture.legend((role, SERIES_OF[role]) for role in ROLES)
     return picture.svg()
 
 

@@ -6,9 +6,26 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks.svg import DARK
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.observe.tree import tree_svg
+from zero_topo.observe.plots import ROLE_COLOURS
+from zero_topo.observe.tree import DOMAIN_FILL, EMPTY, GREY, INK, RULE, tree_svg
 from zero_topo.topology.presets import emulated
+
+IN_DARK = {
+    INK: DARK["ink"],
+    GREY: DARK["grey"],
+    RULE: DARK["line"],
+    EMPTY: DARK["line"],
+    DOMAIN_FILL["world"]: "#232730",
+    DOMAIN_FILL["node"]: DARK["paper"],
+    DOMAIN_FILL["gpu"]: "#262d3a",
+    ROLE_COLOURS["weights"]: DARK["s0"],
+    ROLE_COLOURS["secondary"]: DARK["s5"],
+    ROLE_COLOURS["gradients"]: DARK["s1"],
+    ROLE_COLOURS["optimizer"]: DARK["s2"],
+}
+"""Of each colour of the picture, the one that a dark page has."""
 
 
 def readme_svg() -> str:
@@ -19,7 +36,16 @@ def readme_svg() -> str:
         "gradients": str(config.gradients_spec),
         "sync": None,
     }
-    return tree_svg(config.plan, config.topology, bits)
+    head, rest = tree_svg(config.plan, config.topology, bits).split("\n", 1)
+    return "\n".join([head, _in_dark(), rest])
+
+
+def _in_dark() -> str:
+    """Return the style of a dark theme: a rule for each fill and stroke of a light one."""
+    rules = []
+    for light, dark in IN_DARK.items():
+        rules += [f'[{part}="{light}"]{{{part}:{dark}}}' for part in ("fill", "stroke")]
+    return f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 def main(arguments: list[str]) -> None:

@@ -24,11 +24,12 @@ PROGRAM = ROOT / "tests/e2e/programs/xpu.py"
 SUITES = {
     "weights": (["tests/ranks/test_weights.py"], "", 30),
     "agreement": (["tests/ranks/test_agreement.py"], "", 20),
+    "gradients": (["tests/ranks/test_gradients.py"], "", 50),
+    "quantized sync": (["tests/ranks/test_quantized_sync.py"], "", 35),
+    "resident": (["tests/ranks/test_resident.py"], "", 20),
     "order": (
         ["tests/ranks/test_streams.py"],
-        # In a world of one pretended rank, torch reads what no other has sent: text of any length
-        # on the host.
-        "not load and (not no_race or (no_race and True-True and (codes or q4 or oktopk)))",
+        "not no_race or (no_race and True-True and (codes or q4 or oktopk))",
         20,
     ),
 }

@@ -102,6 +102,23 @@ def test_what_is_offloaded_is_freed(name: str) -> None:
     assert run(job()).losses == undisturbed().losses
 
 
+def test_states_that_a_checkpoint_has_brought_are_offloaded(shared_path: Path) -> None:
+    """On a CPU, `torch.load` gives optimizer states memory that cannot be resized: they stay where
+    they are.
+    """
+
+    def trained(offloaded: bool) -> list[float]:
+        with running(job()) as engine:
+            losses = advance(job(), engine, 0, 2)
+            engine.save_checkpoint(str(shared_path))
+            engine.load_checkpoint(str(shared_path))
+            if offloaded:
+                there_and_back(engine, 2)
+            return losses + advance(job(), engine, 2, STEPS)
+
+    assert trained(True) == trained(False)
+
+
 def test_masters_can_be_read_and_edited_on_the_host() -> None:
     def edit(engine: Any, offloaded: bool) -> None:
         if offloaded:

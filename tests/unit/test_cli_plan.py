@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: P
     )
     most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
     assert most > 1.2 * least
+
+
+def test_lossless_plans_differ_in_what_their_rows_show(run: Run) -> None:
+    """Two plans of equal degrees and sync, of which one goes through the GPU, have rows of other
+    words.
+    """
+    _, out, _ = run(
+        "plan", "--model", "gpt-neox-20b", "--machine", "frontier", "--ranks", "64", "--recommend"
+    )
+    rows = [line.split(" no ") for line in out.splitlines() if line.startswith(" -  ")]
+    shown = {(degrees.split()[-1], re.split(r"\s{2,}", rest.strip())[0]) for degrees, rest in rows}
+    assert len(shown) == len(rows) == 8 and ("2/-/8/64", "ring, gpu") in shown
 
 
 def test_the_ten_best_plans_are_drawn(run: Run, tmp_path: Path) -> None:

@@ -260,4 +260,4 @@ def test_the_plan_of_many_ranks_shows_the_first(ranks: int) -> None:
         wide = re.findall(
             rf'width="([\d.]+)" height="15" rx="0" fill="{ROLE_COLOURS["weights"]}"', svg
         )
-        assert wide == ["40"] * 8
+        assert wide == ["24"] * 8

@@ -6,6 +6,7 @@ no runs.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,10 @@ def test_the_readmes_picture_is_what_the_script_draws() -> None:
     assert committed == tree_figure.readme_svg(), (
         "run: python -m benchmarks.tree_figure docs/tree.svg"
     )
+
+
+def test_every_colour_of_the_readmes_picture_has_one_for_a_dark_page() -> None:
+    """A colour that a dark theme lacks stays: white boxes, or dark letters on a dark page."""
+    shapes = tree_figure.readme_svg().split("</style>")[1]
+    colours = set(re.findall(r'"(#[0-9a-f]{6})"', shapes))
+    assert colours == set(tree_figure.IN_DARK)

@@ -4,14 +4,17 @@
 // PyTorch has the device type, its dispatch key and its hooks in every build, and nothing behind them. Here they get an
 // allocator, streams and events that only have numbers, page-locked memory that is ordinary memory, and kernels: every
 // operation copies its arguments to the CPU, runs there and copies results back. Views, copies and allocation are own
-// kernels, as on a GPU. Load it before PyTorch first asks for an accelerator: it keeps the answer.
+// kernels, as on a GPU: a view that ran on the CPU would be a copy, and what is written into it would be lost. Load it before PyTorch first asks for an accelerator: it keeps the answer.
 #include <ATen/ATen.h>
 #include <ATen/detail/XPUHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -244,7 +247,11 @@ at::Scalar value(const Tensor& tensor) {
   return on_host(tensor).item();
 }
 
+// A tensor that has the sizes keeps its strides: results of the CPU are copied into views of larger tensors.
 const Tensor& resize(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  if (self.sizes() == sizes) {
+    return self;
+  }
   auto* own = self.unsafeGetTensorImpl();
   own->set_sizes_contiguous(sizes);
   size_t bytes = (own->storage_offset() + own->numel()) * own->itemsize();
@@ -285,7 +292,13 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 // Memory is freed at once: whoever still uses it is found by the ordering checker, not here.
 void record_stream(Tensor&, Stream) {}
 
+// A PyTorch for CPUs has no collectives of XPUs. Those of the CPU give the group its tensors as they are; copies of them
+// would keep what it receives, because the collectives' schemas do not say which tensors they write.
 void elsewhere(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  if (operation.operator_name().getNamespace() == "c10d") {
+    operation.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    return;
+  }
   at::native::cpu_fallback(operation, stack);
 }
 
@@ -303,6 +316,7 @@ TORCH_LIBRARY_IMPL(aten, XPU, library) {
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &value);
+  library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("copy_", &copy);
   library.impl("empty.memory_format", &empty);
@@ -314,6 +328,8 @@ TORCH_LIBRARY_IMPL(aten, XPU, library) {
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("unfold", &at::native::unfold);
   library.impl("view", &at::native::view);
+  library.impl("view_as_complex", &at::native::view_as_complex);
+  library.impl("view_as_real", &at::native::view_as_real);
 }
 
 // A library that was linked in, not one that is loaded after a first tensor, registers its allocator so.

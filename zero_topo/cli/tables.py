@@ -156,6 +156,16 @@ def drawn_name(plan: Priced) -> str:
 
 
 def _sync(plan: Priced) -> str:
+    """Return the mode of a plan's sync, or its format, and whether it goes through the GPU; "-" if
+    there is no sync.
+    """
+    mode = _mode(plan)
+    if "two_hop" not in plan.candidate.settings:
+        return mode
+    return "gpu" if mode == "-" else f"{mode}, gpu"
+
+
+def _mode(plan: Priced) -> str:
     """Return the mode of a plan's sync, or its format; "-" if nothing is to be reduced across
     nodes.
     """

@@ -38,6 +38,10 @@ def offload(
     stored = {
         id(t): t for t in tensors if t.device.type == device.type and t.untyped_storage().nbytes()
     }
+    if not on_gpu(device):
+        # On a CPU, optimizer states of a checkpoint are in memory of `torch.load`, which cannot be
+        # resized. They stay.
+        stored = {key: t for key, t in stored.items() if t.untyped_storage().resizable()}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in stored.values()}
     copies = {}
     for address, storage in storages.items():

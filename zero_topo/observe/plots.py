@@ -300,8 +300,12 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
         Line2D([], [], color="black", linestyle=style, label=f"K = {count}")
         for count, style in styles.items()
     ]
-    axes.legend(handles=handles, frameon=False, fontsize=8)
-    figure.supxlabel(notes, fontsize=7, x=0.01, ha="left", parse_math=False)
+    # Lines of many schemes leave no place inside.
+    axes.legend(
+        handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
+    wrapped = "\n".join(fill(line, 115) for line in notes.splitlines())
+    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
     return figure
 
 

@@ -20,11 +20,12 @@ from zero_topo.topology.model import Topology
 INK = "#222222"
 GREY = "#666666"
 EMPTY = "#d9dfe6"
+RULE = "#b8c0cc"
 DOMAIN_FILL = {"world": "#f7f8fa", "node": "#ffffff", "gpu": "#f1f5fb"}
 LEFT = 112
-CELL = 10
+CELL = 6
 BAR = 15
-GAP = 14
+GAP = 7
 ROW = 24
 TITLE = 20  # height of a box's name
 TOP = 90  # where the first bars begin
@@ -114,7 +115,7 @@ def _domains(plan: Plan, topology: Topology) -> Iterator[str]:
             left, right = _extent(topology, first, degree)
             top = TOP - 20 - level * TITLE
             size = right - left + 2 * inset, bottom - top + inset / 2
-            yield _box(left - inset, top, *size, DOMAIN_FILL[domain], "#b8c0cc", 6)
+            yield _box(left - inset, top, *size, DOMAIN_FILL[domain], RULE, 6)
             name = f"{domain} {first // degree}" if domain != "world" else _world(topology, shown)
             yield _text(left - inset + 6, top + 14, name, 11, f'fill="{GREY}"')
     for position in range(shown):
