@@ -326,8 +326,15 @@ class FormatsOptions(Outputs):
     """Of ``benchmarks formats``."""
 
     formats: Annotated[
-        str, typer.Option(help="Of gradients: int8, int4, int4-64, nf4; or paper: weights too.")
+        str,
+        typer.Option(
+            help="Of gradients: int8, int4, int4-64, nf4; weights too: paper, topo; updates: "
+            "publish-int4."
+        ),
     ] = "int4,nf4"
+    width: Annotated[
+        int, typer.Option(help="Of the model of two layers; its context is half of it.")
+    ] = 128
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each format.")] = 8
     floors: Annotated[int, typer.Option(min=0, help="Of them with the chaos floor.")] = 3
@@ -341,8 +348,9 @@ def formats_command(options: FormatsOptions) -> None:
     """
     from benchmarks import formats  # imports torch
 
+    setup = TrainingSetup(2, options.width, options.width // 2, 4, lr=2e-3)
     wanted = formats.FormatsBench(
-        tuple(words_of(options.formats)), options.steps, options.seeds, options.floors
+        tuple(words_of(options.formats)), options.steps, options.seeds, options.floors, setup=setup
     )
     measure(options, convergence_report, len(wanted.jobs()), partial(formats.run, wanted))
 

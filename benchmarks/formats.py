@@ -52,9 +52,17 @@ RUNS: dict[str, tuple[BlockSpec | None, BlockSpec | None, float]] = {
     "int4-gpu": (BlockSpec("int4"), None, 0.0),
     "nf4-gpu": (NF4, None, 0.0),
     "paper": (BlockSpec("int4"), BlockSpec("int8"), 0.0),
+    "topo": (NF4, BlockSpec("int8"), 0.0),
+    "publish-int4": (None, None, 0.0),
+    "publish-nf4": (None, None, 0.0),
 }
 """The formats of gradients and of weights, and the standard deviation of a change of the initial
 weights.
+"""
+
+PUBLISHED = {"publish-int4": BlockSpec("int4"), "publish-nf4": NF4}
+"""The format of the differences that reach all ranks after a step; the masters keep the rounding
+error.
 """
 
 
@@ -68,6 +76,7 @@ class FormatsBench:
         seeds: of weights and data, one run each.
         floors: number of seeds that also train ``chaos``.
         warmup: steps until the full learning rate.
+        setup: model, batch and learning rate.
     """
 
     runs: tuple[str, ...]
@@ -75,6 +84,7 @@ class FormatsBench:
     seeds: int = 8
     floors: int = 3
     warmup: int = 10
+    setup: TrainingSetup = SETUP
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.runs if name not in RUNS]:
@@ -95,17 +105,12 @@ def run(bench: FormatsBench, tick: Tick) -> GrowingRecord:
     """Train everything; yield the record so far after each seed."""
     select(torch.device("cpu"))
     jobs = [{"scheme": name, "seed": seed} for name, seed in bench.jobs()]
-    settings = {
-        "setup": asdict(SETUP),
-        "ranks": RANKS,
-        "node": OF_NODE,
-        **asdict(bench),
-        "jobs": jobs,
-    }
+    settings = {"ranks": RANKS, "node": OF_NODE, **asdict(bench), "jobs": jobs}
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     for name, seed in bench.jobs():
+        summed = OF_GPU if name.endswith("-gpu") else 1
         curves.setdefault(name, {})[seed] = train(
-            *RUNS[name], bench, seed, OF_GPU if name.endswith("-gpu") else 1
+            *RUNS[name], bench, seed, summed, PUBLISHED.get(name)
         )
         tick(f"{name}, seed {seed}", 1)
         if name == bench.runs[-1]:
@@ -123,6 +128,7 @@ def train(
     bench: FormatsBench,
     seed: int,
     summed: int,
+    published: BlockSpec | None = None,
 ) -> dict[str, Any]:
     """One run: the mean loss of each step, and the evaluation loss at the end.
 
@@ -133,18 +139,22 @@ def train(
         bench: steps and warm-up.
         seed: of weights and data.
         summed: ranks whose gradients are summed, and quantized again, before they are sent on.
+        published: format of the differences that reach all ranks after a step; None sends exact
+            weights.
     """
     torch.manual_seed(seed)
-    model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
+    setup = bench.setup
+    model = GPT(setup.layers, setup.width, setup.heads, setup.context)
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in params if change else ():
             param.add_(torch.randn(param.shape, generator=generator), alpha=change)
-    adam = torch.optim.AdamW(params, SETUP.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    masters = params if published is None else [param.detach().clone() for param in params]
+    adam = torch.optim.AdamW(masters, setup.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     rates = LambdaLR(adam, partial(warm_up_and_cosine, bench.steps, bench.warmup))
-    corpus = Corpus.load(None, SETUP.context)
-    shape = (SETUP.batch, SETUP.context)
+    corpus = Corpus.load(None, setup.context)
+    shape = (setup.batch, setup.context)
     losses = []
     for step in range(bench.steps):
         data = [batch(corpus.train, shape, seed, step, rank) for rank in range(RANKS)]
@@ -170,10 +180,12 @@ def train(
                 if len(messages) == summed:
                     scatter(messages, total, spec)
                     messages.clear()
-        for param, grad in zip(params, total, strict=True):
-            param.grad = grad.div_(len(data))
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        for master, grad in zip(masters, total, strict=True):
+            master.grad = grad.div_(len(data))
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
         adam.step()
+        if published is not None:
+            publish(masters, params, published)
         rates.step()
         losses.append(loss_sum / len(data))
     with torch.no_grad(), as_gathered(params, of_weights):
@@ -201,6 +213,18 @@ def scatter(messages: Sequence[Tensor], total: Sequence[Tensor], spec: BlockSpec
             torch.stack(list(messages)), spec, torch.empty_like(found), total_numel(written)
         )
     ops.dequantize(found, spec, written, accumulate=True)
+
+
+@torch.no_grad()
+def publish(masters: Sequence[Tensor], params: Sequence[Tensor], spec: BlockSpec) -> None:
+    """Move the weights that all ranks store by their quantized differences from the masters, as
+    ``publish.delta``.
+    """
+    changes = [master - param for master, param in zip(masters, params, strict=True)]
+    read, written = (
+        at_blocks(_shards(tensors, OF_NODE), spec.block_size) for tensors in (changes, params)
+    )
+    ops.dequantize(ops.quantize(read, spec), spec, written, accumulate=True)
 
 
 @contextmanager

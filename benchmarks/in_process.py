@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, clamp
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -37,6 +38,7 @@ OPTIMIZERS: Mapping[str, Any] = MappingProxyType(
     {"AdamW": torch.optim.AdamW, "AdamS": AdamS, "AgedAdamW": AgedAdamW}
 )
 TIMEOUT_S = 36_000.0
+CLIP = 1.0
 text = cache(partial(Corpus.load, None))
 
 
@@ -68,7 +70,12 @@ class Trained(Optimizer):
     def step(self, engine: Stage3, rows: Tensor) -> None:
         """One step, shown to the mode."""
         self._weights.grad = rows.reshape(-1).clone()
-        clip_grad_norm_([self._weights], 1.0)
+        if rows.shape[0] == 1 and dist.get_world_size() > 1:
+            squares = self._weights.grad.square().sum()
+            dist.all_reduce(squares)  # each rank has the gradients of its own row
+            self._weights.grad.mul_(clamp(CLIP / (squares.sqrt() + 1e-6), max=1.0))
+        else:
+            clip_grad_norm_([self._weights], CLIP)
         with engine.watched(self._weights, 0, self._schedule.get_last_lr()[0]):
             self._adam.step()
         self._schedule.step()
@@ -102,10 +109,13 @@ def train(
         shapes = [param.shape for param in params]
         mode = Mode(shapes, data_parallel(sync))
         rows = mode.engine.gradients.optimizer_rows()
-        places = mode.flat(torch.arange(rows.numel()).view(rows.shape))
-        weights = torch.zeros(rows.numel()).index_copy_(
-            0, places, torch.cat([p.detach().view(-1) for p in params])
-        )
+        shape = (threads, rows.shape[1])
+        places = mode.flat(torch.arange(threads * rows.shape[1]).view(shape))
+        values = torch.cat([p.detach().view(-1) for p in params])
+        table = torch.zeros(shape)
+        table.view(-1).index_copy_(0, places, values)
+        sharded = rows.shape[0] < threads
+        weights = table[rank].clone() if sharded else table.view(-1)
         mode.optimizer = Trained(settings, job, weights)
         for step in range(settings["steps"]):
             loss = loss_of(
@@ -116,7 +126,11 @@ def train(
             sent += mode.end()[1] / settings["steps"]
             losses.append(float(loss.detach()))
             with torch.no_grad():
-                for param, values in zip(params, parts(weights[places], shapes), strict=True):
+                if sharded:
+                    dist.all_gather_into_tensor(table, weights.detach().view(1, -1))
+                for param, values in zip(
+                    params, parts(table.view(-1)[places], shapes), strict=True
+                ):
                     param.copy_(values)
             if rank == 0:
                 stepped(job, "step")

@@ -201,6 +201,19 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 )
             ),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
+            # In 200 steps on 8 to 48 nodes: formats with feedback, Radius, and dense or denser
+            # steps at the beginning.
+            _synced("sync-int4", INT4),
+            _synced("sync-nf4", {"mode": "quantized", "bits": "nf4"}),
+            _synced("radius-paper", {**RADIUS, "interval": 25, "start": 30}),
+            *(
+                _synced(f"{name}-{word}", {**sync, **begin}, "AgedAdamW")
+                for name, sync in (
+                    ("ternary", TERNARY),
+                    ("oktopk", {"mode": "oktopk", "density": 0.05, **SHARDED}),
+                )
+                for word, begin in (("start", {"start": 20}), ("warm", {"start": 10, "warmup": 50}))
+            ),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("tagc", {"mode": "tagc"}),
             *(

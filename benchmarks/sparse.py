@@ -109,8 +109,12 @@ def sync_of(mode: str, density: float) -> dict[str, Any]:
 
 
 def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
-    """The block of plain data parallelism: every rank stores everything, nothing is quantized."""
-    everything = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
+    """The block of plain data parallelism: every rank stores everything, nothing is quantized.
+
+    Where sums stay with their owners (``"sharded"``), the optimizer states are sharded.
+    """
+    optimizer = "world" if sync.get("sharded") else "rank"
+    everything = {"weights": "rank", "gradients": "rank", "optimizer": optimizer}
     return {**everything, "quantize": PLAIN, "sync": sync}
 
 

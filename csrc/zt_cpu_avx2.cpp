@@ -183,12 +183,12 @@ struct V {
         _mm256_storeu_si256(reinterpret_cast<I *>(mask), x);
     }
 
-private:
     ZT_INLINE void put(uint8_t *p, I x, bool stream) {
         if (stream) return _mm256_stream_si256(reinterpret_cast<I *>(p), x);
         _mm256_storeu_si256(reinterpret_cast<I *>(p), x);
     }
 
+private:
     template <int32_t D> ZT_INLINE __m128i narrowed(F x) {
         if (D == ZT_FP16) return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const I halves = rounded_to_bf16<true>(x);
@@ -214,14 +214,14 @@ private:
 /* A quantized number's value. */
 struct Scaled {
     static constexpr int64_t kScaleBytes = 4;
+    static constexpr int kGroup = 1; /* vectors that are decoded at once */
     V::F scale;
 
-    ZT_INLINE V::I code(V::F x) { return V::round(x); }
     bool finite() const {
         const float one = _mm256_cvtss_f32(scale);
         return one - one == 0.0f;
     }
-    ZT_INLINE V::F in_order(V::F x) { return x; }
+    ZT_INLINE void in_order(V::F *) {}
 
     inline __attribute__((always_inline)) V::F value(V::I q) const { return V::mul(_mm256_cvtepi32_ps(q), scale); }
 };
@@ -231,8 +231,8 @@ struct Bytes : Scaled {
     ZT_INLINE Bytes of(float scale) { return {{V::set(scale)}}; }
 
     /* The 8 values at p. */
-    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
-        return value(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+    inline __attribute__((always_inline)) void at(const uint8_t *p, V::F *x) const {
+        *x = value(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
     }
 };
 
@@ -246,49 +246,108 @@ struct Nibbles : Scaled {
     }
 
     /* The 8 values at p. */
-    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+    inline __attribute__((always_inline)) void at(const uint8_t *p, V::F *x) const {
         int32_t word;
         memcpy(&word, p, 4);
         const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
-        return value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28));
+        *x = value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28));
     }
 };
 
-alignas(32) constexpr float kLevels[16] = {ZT_NF4_LEVELS}, kTree[16] = {ZT_NF4_TREE};
+alignas(32) constexpr float kLevels[16] = {ZT_NF4_LEVELS};
+constexpr zt_nf4_cells kCells;
+alignas(16) constexpr zt_nf4_products kProducts;
 
-/* Nibbles that select a level of NF4; a permutation of eight lanes looks at three bits. */
+/* Nibbles that select a level of NF4. Note [Cells] in zt_nf4.h. */
 struct Levels {
-    static constexpr int kBits = 4;
+    static constexpr int kBits = 4, kGroup = 4;
     static constexpr int64_t kScaleBytes = 1;
-    V::F first, second; /* of nibbles 0 to 7, and of the others */
+    static constexpr float kUnit = -0x1p23f; /* what elements are multiplied with where the scale is 1 */
+    V::I parts[3]; /* bytes 1 to 3 of what the 16 nibbles stand for, in either half */
 
-    ZT_INLINE Levels of(float scale) {
-        return {V::mul(_mm256_load_ps(kLevels), V::set(scale)), V::mul(_mm256_load_ps(kLevels + 8), V::set(scale))};
+    ZT_INLINE Levels of_byte(uint8_t byte) {
+        return {{twice(kProducts.of[byte][0]), twice(kProducts.of[byte][1]), twice(kProducts.of[byte][2])}};
     }
     bool finite() const { return false; }
-    ZT_INLINE V::F in_order(V::F x) { return x; }
 
-    template <int32_t D> V::Table halves() const { return V::table_of<D>(first, second); }
-
-    /* The 8 values at p. */
-    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
-        int32_t word;
-        memcpy(&word, p, 4);
-        const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
-        const V::I q = _mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), index = _mm256_srli_epi32(q, 28);
-        const V::F low = _mm256_permutevar8x32_ps(first, index), high = _mm256_permutevar8x32_ps(second, index);
-        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(q));
+    template <int32_t D> ZT_INLINE V::Table halves(float scale) {
+        const V::F unit = V::set(scale);
+        return V::table_of<D>(V::mul(_mm256_load_ps(kLevels), unit), V::mul(_mm256_load_ps(kLevels + 8), unit));
     }
 
-    ZT_INLINE V::I code(V::F x) {
-        const V::F upper = _mm256_load_ps(kTree), leaves = _mm256_load_ps(kTree + 8);
-        V::I node = _mm256_set1_epi32(1);
-        for (int level = 0; level < 4; ++level) {
-            const V::F bound = _mm256_permutevar8x32_ps(level < 3 ? upper : leaves, node);
-            const V::I above = _mm256_castps_si256(_mm256_cmp_ps(x, bound, _CMP_GT_OQ));
-            node = _mm256_sub_epi32(_mm256_add_epi32(node, node), above);
+    /* The 32 values at p: elements 0 and 16, 4 and 20, 8 and 24, 12 and 28 begin the halves of the vectors. */
+    inline __attribute__((always_inline)) void at(const uint8_t *p, V::F *x) const {
+        const V::I pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+        const V::I index = _mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(15));
+        const V::I low = _mm256_shuffle_epi8(parts[0], index), middle = _mm256_shuffle_epi8(parts[1], index);
+        const V::I high = _mm256_shuffle_epi8(parts[2], index);
+        const V::I a = _mm256_unpacklo_epi8(V::zeros(), low), b = _mm256_unpacklo_epi8(middle, high);
+        const V::I c = _mm256_unpackhi_epi8(V::zeros(), low), d = _mm256_unpackhi_epi8(middle, high);
+        x[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, b));
+        x[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, b));
+        x[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(c, d));
+        x[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(c, d));
+    }
+
+    ZT_INLINE void in_order(V::F *x) {
+        const V::F a = x[0], b = x[1], c = x[2], d = x[3];
+        x[0] = _mm256_permute2f128_ps(a, b, 0x20);
+        x[1] = _mm256_permute2f128_ps(c, d, 0x20);
+        x[2] = _mm256_permute2f128_ps(a, b, 0x31);
+        x[3] = _mm256_permute2f128_ps(c, d, 0x31);
+    }
+
+    /* 64 elements -> 32 bytes. Elements of even and of odd places are kept apart until they are nibbles. */
+    template <int32_t D>
+    ZT_INLINE void put(const uint8_t *x, V::F unit, uint8_t *out, bool stream) {
+        constexpr int64_t half = D == ZT_FP32 ? 128 : 64;
+        const V::I both = _mm256_packus_epi16(pairs<D>(x, unit), pairs<D>(x + half, unit));
+        const __m128i order = D == ZT_BF16 ? _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+                                           : _mm_setr_epi8(0, 2, 8, 10, 4, 6, 12, 14, 1, 3, 9, 11, 5, 7, 13, 15);
+        V::put(out, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(both, 0xd8), _mm256_broadcastsi128_si256(order)), stream);
+    }
+
+private:
+    /* The elements of even and of odd places of 16; BF16 in order, others as shuffles leave them. */
+    template <int32_t D> ZT_INLINE void split(const uint8_t *x, V::F *even, V::F *odd) {
+        if (D == ZT_BF16) {
+            const V::I words = _mm256_loadu_si256(reinterpret_cast<const V::I *>(x));
+            *even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+            *odd = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-0x10000)));
+        } else {
+            const V::F a = V::load<D>(x), b = V::load<D>(x + 8 * (D == ZT_FP32 ? 4 : 2));
+            *even = _mm256_shuffle_ps(a, b, 0x88);
+            *odd = _mm256_shuffle_ps(a, b, 0xdd);
         }
-        return _mm256_sub_epi32(node, _mm256_set1_epi32(24));
+    }
+
+    /* 256 x, rounded down to an even number and saturated: of a and b in turns. From 2^25 on, which x = 4 is, floats are
+     * integers, so that the conversion is exact; nearer to 0 there is no bound. */
+    ZT_INLINE V::I fixed(V::F a, V::F b) {
+        const V::I high = _mm256_blend_epi16(_mm256_srli_epi32(V::round(a), 16), V::round(b), 0xaa);
+        return _mm256_adds_epi16(high, high);
+    }
+
+    /* 32 elements -> 16 bytes in 16-bit lanes: elements 0 and 1, 16 and 17, and so on. */
+    template <int32_t D> ZT_INLINE V::I pairs(const uint8_t *x, V::F unit) {
+        V::F even[2], odd[2];
+        split<D>(x, even, odd);
+        split<D>(x + (D == ZT_FP32 ? 64 : 32), even + 1, odd + 1);
+        const V::I low = fixed(V::mul(even[0], unit), V::mul(even[1], unit));
+        const V::I high = fixed(V::mul(odd[0], unit), V::mul(odd[1], unit));
+        const V::I odds = _mm256_set1_epi16(-0x100);
+        const V::I cell = _mm256_blendv_epi8(_mm256_srai_epi16(low, 11), _mm256_srai_epi16(high, 3), odds);
+        const V::I place = _mm256_blendv_epi8(_mm256_srli_epi16(low, 7), _mm256_slli_epi16(high, 1), odds);
+        /* A shuffle gives 0 where the highest bit of the index is set. */
+        const V::I upper = _mm256_shuffle_epi8(twice(kCells.start), cell);
+        const V::I lower = _mm256_shuffle_epi8(twice(kCells.start + 16), _mm256_xor_si256(cell, _mm256_set1_epi8(-0x80)));
+        const V::I code = _mm256_sub_epi8(_mm256_or_si256(upper, lower), place);
+        const V::I nibbles = _mm256_and_si256(code, _mm256_set1_epi8(-0x10));
+        return _mm256_srli_epi16(_mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001)), 4);
+    }
+
+    ZT_INLINE V::I twice(const uint8_t *p) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
     }
 };
 

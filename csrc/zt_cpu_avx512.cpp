@@ -118,7 +118,11 @@ struct V {
 
     /* 64 numbers -> 32 bytes, the even ones in the low nibbles. */
     ZT_INLINE void pack4(uint8_t *p, I a, I b, I c, I d, bool stream) {
-        const I low = _mm512_and_si512(bytes(a, b, c, d), _mm512_set1_epi8(0x0f));
+        put_nibbles(p, _mm512_and_si512(bytes(a, b, c, d), _mm512_set1_epi8(0x0f)), stream);
+    }
+
+    /* 64 bytes below 16 -> 32 bytes. */
+    ZT_INLINE void put_nibbles(uint8_t *p, I low, bool stream) {
         const __m256i x = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(low, _mm512_set1_epi16(0x1001)));
         if (stream) return _mm256_stream_si256(reinterpret_cast<__m256i *>(p), x);
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), x);
@@ -175,6 +179,11 @@ struct V {
         return _mm256_mask_mov_epi16(rounded, nan, _mm256_set1_epi16(0x7fc0));
     }
 
+    /* Bytes in the order in which two steps of packing leave them -> in order. */
+    ZT_INLINE I in_order(I mixed) {
+        return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), mixed);
+    }
+
 private:
     ZT_INLINE void put(uint8_t *p, I x, bool stream) {
         if (stream) return _mm512_stream_si512(reinterpret_cast<I *>(p), x);
@@ -199,39 +208,36 @@ private:
     }
 
     ZT_INLINE I bytes(I a, I b, I c, I d) {
-        const I mixed = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
-        return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), mixed);
+        return in_order(_mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d)));
     }
 };
 
 struct Bytes {
-    static constexpr int kBits = 8;
+    static constexpr int kBits = 8, kGroup = 1; /* vectors that are decoded at once */
     static constexpr int64_t kScaleBytes = 4;
     V::F scale;
 
     ZT_INLINE Bytes of(float scale) { return {V::set(scale)}; }
-    ZT_INLINE V::I code(V::F x) { return V::round(x); }
     bool finite() const {
         const float one = _mm512_cvtss_f32(scale);
         return one - one == 0.0f;
     }
-    ZT_INLINE V::F in_order(V::F x) { return x; }
+    ZT_INLINE void in_order(V::F *) {}
 
     /* The 16 values at p. */
-    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+    inline __attribute__((always_inline)) void at(const uint8_t *p, V::F *x) const {
         const V::I q = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-        return V::mul(_mm512_cvtepi32_ps(q), scale);
+        *x = V::mul(_mm512_cvtepi32_ps(q), scale);
     }
 };
 
 /* What each of the 16 nibbles stands for is computed once and looked up: one permutation for a conversion and a
  * product. */
 struct Nibbles {
-    static constexpr int kBits = 4;
+    static constexpr int kBits = 4, kGroup = 1;
     static constexpr int64_t kScaleBytes = 4;
     V::F table;
 
-    ZT_INLINE V::I code(V::F x) { return V::round(x); }
 
     template <int32_t D> V::I halves() const {
         const __m256i once = V::narrowed<D>(table);
@@ -244,36 +250,48 @@ struct Nibbles {
     }
 
     /* The 16 values at p: even lanes hold the first eight, odd lanes the others. */
-    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+    inline __attribute__((always_inline)) void at(const uint8_t *p, V::F *x) const {
         int64_t word;
         memcpy(&word, p, 8);
         const V::I shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
-        return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shifts), table);
+        *x = _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shifts), table);
     }
 
-    ZT_INLINE V::F in_order(V::F x) {
-        return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), x);
+    ZT_INLINE void in_order(V::F *x) {
+        *x = _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), *x);
     }
 };
 
-alignas(64) constexpr float kLevels[16] = {ZT_NF4_LEVELS}, kTree[16] = {ZT_NF4_TREE};
+alignas(64) constexpr float kLevels[16] = {ZT_NF4_LEVELS};
+constexpr zt_nf4_cells kCells;
 
-/* Nibbles that select a level of NF4. */
+/* Nibbles that select a level of NF4. Note [Cells] in zt_nf4.h. */
 struct Levels : Nibbles {
     static constexpr int64_t kScaleBytes = 1;
+    static constexpr float kUnit = -256.0f; /* what elements are multiplied with where the scale is 1 */
 
     ZT_INLINE Levels of(float scale) { return {{V::mul(_mm512_load_ps(kLevels), V::set(scale))}}; }
+    ZT_INLINE Levels of_byte(uint8_t byte) { return of(_mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(zt_nf4_scale(byte)))))); }
+    template <int32_t D> ZT_INLINE V::I halves(float scale) { return of(scale).Nibbles::halves<D>(); }
 
-    ZT_INLINE V::I code(V::F x) {
-        const V::F tree = _mm512_load_ps(kTree);
-        const V::I one = _mm512_set1_epi32(1);
-        V::I node = one;
-        for (int level = 0; level < 4; ++level) {
-            const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_permutexvar_ps(node, tree), _CMP_GT_OQ);
-            node = _mm512_add_epi32(node, node);
-            node = _mm512_mask_add_epi32(node, above, node, one);
-        }
-        return _mm512_sub_epi32(node, _mm512_set1_epi32(24));
+    /* 64 elements -> 32 bytes. */
+    template <int32_t D>
+    ZT_INLINE void put(const uint8_t *x, V::F unit, uint8_t *out, bool stream) {
+        constexpr int64_t stride = D == ZT_FP32 ? 64 : 32;
+        const V::I low = _mm512_packs_epi32(floor<D>(x, unit), floor<D>(x + stride, unit));
+        const V::I high = _mm512_packs_epi32(floor<D>(x + 2 * stride, unit), floor<D>(x + 3 * stride, unit));
+        V::put_nibbles(out, V::in_order(_mm512_packus_epi16(codes(low), codes(high))), stream);
+    }
+
+private:
+    template <int32_t D> ZT_INLINE V::I floor(const uint8_t *x, V::F unit) {
+        return _mm512_cvt_roundps_epi32(V::mul(V::load<D>(x), unit), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    }
+
+    ZT_INLINE V::I codes(V::I n) {
+        const V::I cells = _mm512_loadu_si512(kCells.wide);
+        const V::I first = _mm512_permutexvar_epi16(_mm512_srli_epi16(n, 11), cells);
+        return _mm512_srli_epi16(_mm512_sub_epi16(first, n), 12);
     }
 };
 

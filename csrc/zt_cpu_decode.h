@@ -16,9 +16,10 @@ ZT_INLINE float float_at(const uint8_t *p) {
 /* What the values of a block of one message stand for. */
 template <class Q> ZT_INLINE Q meaning(const Terms &terms, const uint8_t *data, int64_t block) {
     const uint8_t *scale = data + terms.scales + Q::kScaleBytes * block;
-    if constexpr (Q::kScaleBytes == 4) return Q::of(float_at(scale));
-    const uint32_t bits = zt_nf4_scale(*scale);
-    return Q::of(float_at(reinterpret_cast<const uint8_t *>(&bits)));
+    if constexpr (Q::kScaleBytes == 4)
+        return Q::of(float_at(scale));
+    else
+        return Q::of_byte(*scale);
 }
 
 /* One tile of one message: N vectors, which begin at byte `offset`; its successor `ahead` is prefetched. */
@@ -29,7 +30,11 @@ ZT_INLINE void add_tile(const Terms &terms, int32_t source, int64_t block, int64
     const Q q = meaning<Q>(terms, data, block);
     for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + ahead + line);
     __builtin_prefetch(data + terms.scales + Q::kScaleBytes * block + 128);
-    for (int i = 0; i < N; ++i) total[i] = FIRST ? q.at(values + i * step) : V::add(total[i], q.at(values + i * step));
+    for (int i = 0; i < N; i += Q::kGroup) {
+        V::F term[Q::kGroup];
+        q.at(values + i * step, term);
+        for (int k = 0; k < Q::kGroup; ++k) total[i + k] = FIRST ? term[k] : V::add(total[i + k], term[k]);
+    }
 }
 
 /* `nan`: a BF16 may be NaN. */
@@ -61,7 +66,7 @@ void sum_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) 
             V::F total[N];
             add_tile<Q, N, true>(terms, 0, b, offset, ahead, total);
             for (int32_t s = 1; s < terms.count; ++s) add_tile<Q, N, false>(terms, s, b, offset, ahead, total);
-            for (int k = 0; k < N; ++k) total[k] = Q::in_order(total[k]);
+            for (int k = 0; k < N; k += Q::kGroup) Q::in_order(total + k);
             finish_tile<D, N>(terms, total, out, how);
         }
     }
@@ -79,18 +84,43 @@ void decode_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing ho
         for (const uint8_t *end = values + bytes; values < end; values += N * step, out += N * stride) {
             for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + kSourceAhead + line);
             V::F total[N];
-            for (int i = 0; i < N; ++i) total[i] = Q::in_order(q.at(values + i * step));
+            for (int i = 0; i < N; i += Q::kGroup) {
+                q.at(values + i * step, total + i);
+                Q::in_order(total + i);
+            }
             store_tile<D, N>(total, out, nan, how.stream);
         }
     }
 }
 
-/* As decode_blocks; what each of the 16 nibbles stands for is rounded once a block. */
+/* What the nibbles of NF4 stand for, by the byte of their scale. */
+template <int32_t D> struct Meanings {
+    decltype(Levels::halves<D>(0.0f)) of[256];
+
+    Meanings() {
+        for (uint32_t byte = 0; byte < 256; ++byte) {
+            const uint32_t bits = zt_nf4_scale(byte);
+            of[byte] = Levels::halves<D>(float_at(reinterpret_cast<const uint8_t *>(&bits)));
+        }
+    }
+
+    static const Meanings &all() {
+        static const Meanings made;
+        return made;
+    }
+};
+
+/* As decode_blocks; what each of the 16 nibbles stands for is rounded once a block, or once for all blocks of NF4. */
 template <int32_t D, class Q> void look_up_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     const int64_t size = terms.spec.block_size;
+    const Meanings<D> &meanings = Meanings<D>::all();
     const uint8_t *data = source_of(terms, 0), *values = data + blocks.begin * (size / 2);
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-        const auto table = meaning<Q>(terms, data, b).template halves<D>();
+        auto table = meanings.of[0];
+        if constexpr (Q::kScaleBytes == 1)
+            table = meanings.of[data[terms.scales + b]];
+        else
+            table = meaning<Q>(terms, data, b).template halves<D>();
         for (int64_t i = 0; i < size; i += 64, values += 32, out += 128) {
             __builtin_prefetch(values + kSourceAhead);
             V::look_up(out, values, table, how.stream);

@@ -31,7 +31,7 @@ ZT_INLINE Scaling scaling(__m128 span, float top) {
     return {_mm_castps_si128(_mm_or_ps(scale, nan)), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_movemask_ps(bad)};
 }
 
-/* As zt_nf4_byte and zt_nf4_scale. */
+/* As zt_nf4_byte and zt_nf4_scale; the inverse is in units of what Levels encodes. */
 ZT_INLINE Scaling nf4_scaling(__m128 span) {
     const __m128i unit = _mm_castps_si128(_mm_div_ps(span, _mm_set1_ps(127.0f))), all = _mm_set1_epi32(255);
     const __m128i step = _mm_srai_epi32(_mm_sub_epi32(unit, _mm_set1_epi32(ZT_NF4_SCALE - ZT_NF4_NEAREST)), 21);
@@ -39,7 +39,7 @@ ZT_INLINE Scaling nf4_scaling(__m128 span) {
     const __m128i scale = _mm_add_epi32(_mm_slli_epi32(byte, 21), _mm_set1_epi32(ZT_NF4_SCALE));
     const __m128i bytes = _mm_packus_epi16(_mm_packus_epi32(byte, byte), _mm_setzero_si128());
     const int bad = _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(byte, all)));
-    return {bytes, _mm_div_ps(_mm_set1_ps(1.0f), _mm_castsi128_ps(scale)), bad};
+    return {bytes, _mm_div_ps(_mm_set1_ps(Levels::kUnit), _mm_castsi128_ps(scale)), bad};
 }
 
 /* The largest magnitude of a block. */
@@ -70,8 +70,19 @@ template <int32_t D> struct Extent {
     }
 };
 
-template <int32_t D, class Q> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse) {
-    return Q::code(V::mul(V::load<D>(x), inverse));
+template <int32_t D> ZT_INLINE V::I rounded(const uint8_t *x, V::F inverse) {
+    return V::round(V::mul(V::load<D>(x), inverse));
+}
+
+/* 4 kLanes elements -> integers. */
+template <int32_t D, class Q> ZT_INLINE void put_rounded(const uint8_t *x, V::F inverse, uint8_t *out, bool stream) {
+    constexpr int64_t stride = V::kLanes * kSize<D>;
+    const V::I a = rounded<D>(x, inverse), b = rounded<D>(x + stride, inverse);
+    const V::I c = rounded<D>(x + 2 * stride, inverse), d = rounded<D>(x + 3 * stride, inverse);
+    if (Q::kBits == 8)
+        V::pack8(out, a, b, c, d, stream);
+    else
+        V::pack4(out, a, b, c, d, stream);
 }
 
 /* One block, while another one of the same size is measured. No value leaves its range, so none is clamped: the largest
@@ -79,18 +90,17 @@ template <int32_t D, class Q> ZT_INLINE V::I encoded(const uint8_t *x, V::F inve
 template <int32_t D, class Q>
 ZT_INLINE Extent<D> encode(const uint8_t *x, int64_t block, float factor, uint8_t *out, bool stream,
                            const uint8_t *other) {
-    constexpr int64_t step = 4 * V::kLanes, stride = V::kLanes * kSize<D>;
+    constexpr bool levels = Q::kScaleBytes == 1; /* NF4: 64 elements at a time */
+    constexpr int64_t step = levels ? 64 : 4 * V::kLanes, bytes = step * kSize<D>;
     const V::F inverse = V::set(factor);
     auto extent = Extent<D>::none();
-    for (int64_t i = 0; i < block; i += step, x += 4 * stride, other += 4 * stride, out += step * Q::kBits / 8) {
-        for (int64_t line = 0; line < 4 * stride; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
-        extent.add(other);
-        const V::I a = encoded<D, Q>(x, inverse), b = encoded<D, Q>(x + stride, inverse);
-        const V::I c = encoded<D, Q>(x + 2 * stride, inverse), d = encoded<D, Q>(x + 3 * stride, inverse);
-        if (Q::kBits == 8)
-            V::pack8(out, a, b, c, d, stream);
+    for (int64_t i = 0; i < block; i += step, x += bytes, other += bytes, out += step * Q::kBits / 8) {
+        for (int64_t line = 0; line < bytes; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
+        for (int64_t part = 0; part < step; part += 4 * V::kLanes) extent.add(other + part * kSize<D>);
+        if constexpr (levels)
+            Q::template put<D>(x, inverse, out, stream);
         else
-            V::pack4(out, a, b, c, d, stream);
+            put_rounded<D, Q>(x, inverse, out, stream);
     }
     return extent;
 }
@@ -103,6 +113,7 @@ struct Group {
 
 ZT_INLINE void put_some(uint8_t *out, __m128i x, int64_t bytes) {
     if (bytes == 16) return _mm_storeu_si128(reinterpret_cast<__m128i *>(out), x);
+    if (bytes == 4) return _mm_storeu_si32(out, x); /* no call for the scales of NF4 */
     uint8_t all[16];
     _mm_storeu_si128(reinterpret_cast<__m128i *>(all), x);
     memcpy(out, all, static_cast<size_t>(bytes));
@@ -125,7 +136,8 @@ template <int32_t D, class Q> ZT_INLINE Group scaled(const Extent<D> *extents, i
 
 /* Note [Four blocks at once]. */
 template <int32_t D, class Q>
-void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
+void quantize_blocks(int64_t size, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
+    const int64_t block = Q::kScaleBytes == 1 ? 64 : size; /* NF4 has no other, which saves it a loop */
     const int64_t bytes = block * kSize<D>, packed = block * Q::kBits / 8, step = 4 * V::kLanes * kSize<D>;
     const int64_t most = block < kGroup ? kGroup / block : 1;
     Extent<D> extents[kGroup / 64];

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import scatter
-from tests.documents import record, row
+from benchmarks.training_setup import TrainingSetup
+from tests.documents import ROOT, record, row
 from zero_topo.units import format_bytes
 
 
@@ -36,6 +37,67 @@ def formats_rows() -> list[str]:
     """
     found = *convergence_rows("formats", "exact"), *convergence_rows("formats-gpu")[1:]
     return [*found, convergence_rows("formats-paper")[-1]]
+
+
+def defaults_rows() -> list[str]:
+    """The table of the formats of schemes, of updated weights, and of sync with feedback, which has
+    its own floor.
+    """
+    ours, sync = (
+        convergence_rows("formats-defaults", "exact"),
+        convergence_rows("formats-sync", "exact, 8 nodes"),
+    )
+    return [*ours, sync[0], *sync[2:]]
+
+
+NODES = (8, 16, 32, 48)
+
+
+def nodes_rows() -> list[str]:
+    """The table of sync by the number of nodes: training loss against stock, and bits of a weight
+    in a step.
+    """
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    jobs: dict[str, Mapping[str, Any]] = {}
+    numel = 0
+    for nodes in NODES:
+        names = [f"sparse-nodes-{nodes}{part}" for part in ("", "-others", "-scape")]
+        for name in [*names, *(["formats-sync"] if nodes == NODES[0] else [])]:
+            if not (ROOT / f"benchmarks/records/{name}.json").exists():
+                continue
+            content = record(name)
+            numel = TrainingSetup(**content["settings"]["setup"]).parameters
+            jobs |= {job["scheme"]: job for job in content["settings"]["jobs"]}
+            for result in content["results"]:
+                if result["crossing_bytes"] is not None:
+                    found.setdefault(result["scheme"], {})[nodes] = result
+    rows = []
+    for scheme, by_nodes in found.items():
+        cells = [f"`{scheme}`", _sync_cell(jobs[scheme]["block"]), jobs[scheme]["optimizer"]]
+        cells += [_gap(by_nodes.get(nodes)) for nodes in NODES]
+        bits = [
+            f"{8 * by_nodes[nodes]['crossing_bytes'] / numel:.1f}"
+            for nodes in (min(by_nodes), max(by_nodes))
+        ]
+        rows.append(row([*cells, " to ".join(dict.fromkeys(bits))]))
+    return rows
+
+
+def _gap(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    difference = result["last"]["difference"]
+    return f"{100 * difference['mean']:+.2f}% ({len(difference['by_seed'])})"
+
+
+def beginning_rows() -> list[str]:
+    """The table of what a dense beginning and a longer training change, on eight nodes."""
+    rows = []
+    for name in ("sparse-nodes-8", "sparse-nodes-8-begin", "sparse-nodes-8-long"):
+        steps = str(record(name)["settings"]["steps"])
+        found = [cells for cells in _trainings(name) if cells[0] != "`chaos`"]
+        rows += [row([cells[0], cells[1], steps, *cells[3:5], cells[6]]) for cells in found]
+    return rows
 
 
 def scatter_rows() -> list[str]:
@@ -212,6 +274,9 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
         "formats": formats_rows,
+        "formats, defaults": defaults_rows,
+        "sparse, nodes": nodes_rows,
+        "sparse, beginning": beginning_rows,
         "scatter": scatter_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),

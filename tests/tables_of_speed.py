@@ -150,6 +150,19 @@ def quantizer_rows(name: str) -> list[str]:
     return rows
 
 
+def turns_sentences() -> list[str]:
+    """What the page says of NF4 beside INT4, from the record in which both were timed in turns."""
+    ratio = {
+        (row["dtype"], row["op"]): row["ratio"]["median"]
+        for row in record("quantizers-nf4-turns")["results"]
+    }
+    operations = ("quantize", "dequantize", "dequantize_reduce")
+    return [
+        f"{', '.join(f'{ratio[dtype, op]:.2f}' for op in operations)} for {dtype.upper()}"
+        for dtype in ("fp32", "bf16")
+    ]
+
+
 def scale_rows() -> list[str]:
     """The table of launches, from the record committed."""
     results = record("scale")["results"]

@@ -11,7 +11,7 @@ import torch
 from tests.kernels import golden, golden_members
 from tests.kernels.operators import Operators, limited
 from zero_topo.quant.operands import DTYPES, FLOATS, View, to_members
-from zero_topo.quant.spec import BlockSpec, Cast
+from zero_topo.quant.spec import NF4, BlockSpec, Cast
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
@@ -77,6 +77,24 @@ def test_split_work(split: Operators, fmt: golden.Format) -> None:
     """Any split of the blocks among calls, in any order, gives the same bytes."""
     golden.check_operations(split, fmt, sources=(1, 2))
     golden.check_requantize(split, fmt.spec, sources=(3,))
+
+
+def test_nf4_at_the_middle_of_two_levels(split: Operators) -> None:
+    """The lower level, in every dtype; the upper one from the next number on. So too at the ends,
+    which scales that are rounded down leave above 128.
+    """
+    middles = torch.tensor(
+        [-109.5, -81.5, -63.5, -49.5, -37, -25.5, -15, -5, 6, 17.5, 29.5, 43, 58.5, 77.5, 107.5]
+    )
+    ends = torch.tensor([-142.0, -128, -127, 127, 128, 142])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        exact = torch.cat([middles, ends]).to(dtype)
+        bits = exact.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        near = torch.cat([exact, (bits + 1).view(dtype), (bits - 1).view(dtype)])[:62]
+        for scale in (1.0, 1.25, 1.5, 1.75):
+            for largest in (127.0, 142.0):
+                block = torch.cat([near, torch.tensor([largest, -largest], dtype=dtype)]) * scale
+                golden.same_message(split, [View(block.to(dtype), 1, 64, 64)], NF4)
 
 
 LARGE = [

@@ -15,7 +15,7 @@ from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
 FLAT = Topology("flat", nodes=2, gpus_per_node=4, ranks_per_gpu=1)
-INT8, INT4 = BlockSpec("int8"), BlockSpec("int4")
+INT8, INT4, NF4 = BlockSpec("int8"), BlockSpec("int4"), BlockSpec("nf4", 64)
 
 
 def degrees(config: ResolvedConfig) -> tuple[int | None, ...]:
@@ -34,8 +34,8 @@ def specs(config: ResolvedConfig) -> tuple[BlockSpec | None, ...]:
         ("mics", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("hsdp", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("paper", (2, 2, 4, 8), (INT8, INT8, INT4), "all_reduce"),
-        ("topo", (2, None, 4, 8), (INT8, None, INT4), "reduce_scatter"),
-        ("topo-zero2", (1, None, 4, 8), (INT8, None, INT4), "reduce_scatter"),
+        ("topo", (2, None, 4, 8), (INT8, None, NF4), "reduce_scatter"),
+        ("topo-zero2", (1, None, 4, 8), (INT8, None, NF4), "reduce_scatter"),
     ],
 )
 def test_a_scheme_is_the_row_of_its_paper(
@@ -83,7 +83,7 @@ def test_user_degrees_override_the_schemes_and_those_that_follow_the_weights_fol
 
 def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -> None:
     config = resolve(scheme="topo", quantize={"weights": None, "block_size": 64})
-    assert specs(config) == (None, BlockSpec("int8", 64), BlockSpec("int4", 64))
+    assert specs(config) == (None, BlockSpec("int8", 64), NF4)
     assert specs(resolve(scheme="zero++", quantize={"secondary": "int8"})) == (INT8, INT8, INT4)
 
 
@@ -159,7 +159,7 @@ def test_the_resolved_config_is_json_for_reports() -> None:
     formats = {
         "weights": "int8/256",
         "secondary": None,
-        "gradients": "int4/256",
+        "gradients": "nf4/64",
         "resident": "int8/256",
     }
     assert report["quantize"] == formats

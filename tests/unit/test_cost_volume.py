@@ -253,7 +253,7 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
                 [
                     {"reduce": "reduce_scatter"},
                     {"reduce": "all_reduce"},
-                    {"mode": "quantized", "block_size": 64},
+                    {"mode": "quantized", "bits": 4, "block_size": 64},
                     {"mode": "quantized", "bits": "nf4"},
                 ]
             )

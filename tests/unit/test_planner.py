@@ -233,7 +233,7 @@ def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
 
 
 def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
-    """Next to sync in INT4, in place of INT4 differences; also where every rank stores all weights,
+    """Next to sync in NF4, in place of INT4 differences; also where every rank stores all weights,
     which loses bits.
     """
     found = [plan for plan in candidates(ASKED, FRONTIER) if plan.config.resident_spec]
@@ -242,7 +242,7 @@ def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
         plan.config.publish.delta is None and plan.losses[0][0] == "int8 weights" for plan in found
     )
     named = {plan.name: plan.losses[1:] for plan in found if plan.config.scheme == "topo"}
-    assert list(named.values()) == [(), (("int4 sync",),)] * 2  # also through the GPU
+    assert list(named.values()) == [(), (("nf4 sync",),)] * 2  # also through the GPU
     alone = [
         plan
         for plan in found
@@ -334,8 +334,13 @@ def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bo
 
 
 def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
-    """The losses in the planner's reasons are those of the convergence record."""
-    rows = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())["results"]
+    """The losses in the planner's reasons are those of the records."""
+    names = ("formats-defaults", "convergence")
+    rows = [
+        row
+        for name in names
+        for row in json.loads((ROOT / f"benchmarks/records/{name}.json").read_text())["results"]
+    ]
     last = {row["scheme"]: row["last"]["difference"] for row in rows}
     for scheme, (_, mean, worst) in RISKS.items():
         assert (mean, worst) == pytest.approx(

@@ -81,11 +81,11 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     message = (
         0 if stored["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
     )
-    bits = 0.52 if "int4 gradients" in plan["losses"] else 2
+    bits = 0.52 if {"int4 gradients", "nf4 gradients"} & set(plan["losses"]) else 2
     largest = max(5e8, h * model["vocab"])  # a gradient that exceeds the bucket is one
     bucket = largest * (4 if stored["gradients"] == 1 else 2 * bits)
     if stored["gradients"] < stored["optimizer"]:
-        bucket += 2 * 5e8 * (0.52 if "int4 sync" in plan["losses"] else 2) / stored["gradients"]
+        bucket += 2 * 5e8 * (0.52 if "nf4 sync" in plan["losses"] else 2) / stored["gradients"]
     flight = 2 * whole + 2 * largest + max(message, bucket)
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a
     # byte

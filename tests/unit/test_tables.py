@@ -30,6 +30,7 @@ from tests.tables_of_speed import (
     muon_sentences,
     scale_sentences,
     stock_sentences,
+    turns_sentences,
 )
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
 from zero_topo.cli.inputs import machine
@@ -69,12 +70,14 @@ def place(config: ResolvedConfig, role: str) -> str:
         spec.get(role),
         " stored" if role == "weights" and config.resident_spec else "",
     )
-    return config.topology.domain(degree) + (f", INT{quantized.bits}{stored}" if quantized else "")
+    return config.topology.domain(degree) + (
+        f", {quantized.name.upper()}{stored}" if quantized else ""
+    )
 
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
-ROWS["`topo` with INT4 sync"] = {"sync": {"mode": "quantized"}}
-ROWS["`topo` with INT4 sync and publish"] = {
+ROWS["`topo` with NF4 sync"] = {"sync": {"mode": "quantized"}}
+ROWS["`topo` with NF4 sync, INT4 publish"] = {
     "sync": {"mode": "quantized"},
     "publish": {"delta": "int4"},
 }
@@ -310,6 +313,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/optimizers.md", muon_steps),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (ROOT / "docs/kernels.md", block_sentences),
+        (ROOT / "docs/kernels.md", turns_sentences),
         (README, loss_sentences),
         (README, stock_sentences),
         (ROOT / "docs/losses.md", fragment_sentences),
@@ -399,7 +403,7 @@ def test_the_remark_on_single_micro_batches_is_true() -> None:
     """
     topology = load_preset("frontier", RANKS)
     sent = {}
-    few = "`topo` with INT4 sync and publish"
+    few = "`topo` with NF4 sync, INT4 publish"
     for name in ("`zero++`", "`topo`", few):
         config = resolve(topology, **ROWS[name])
         for batches in (1, MICRO_BATCHES):

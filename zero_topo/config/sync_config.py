@@ -247,7 +247,7 @@ class QuantizedSync(SyncSettings):
         "quantized", description="Block-quantize what crosses between gradient domains."
     )
     bits: Literal[8, 4, "nf4"] = Field(
-        4,
+        "nf4",
         description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits '
         "in a codebook, in blocks of 64 with scales of one byte.",
     )
@@ -262,7 +262,7 @@ class QuantizedSync(SyncSettings):
     @model_validator(mode="before")
     @classmethod
     def _block_of_nf4(cls, given: Any) -> Any:
-        nf4 = isinstance(given, Mapping) and given.get("bits") == NF4.name
+        nf4 = isinstance(given, Mapping) and given.get("bits", NF4.name) == NF4.name
         return {"block_size": NF4.block_size, **given} if nf4 else given
 
     def problem(self, plan: Plan) -> str | None:
@@ -270,8 +270,8 @@ class QuantizedSync(SyncSettings):
         if self.block_size == self.spec.block_size:
             return None
         return (
-            f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove '
-            '"block_size"'
+            f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove it, '
+            'or set "bits" to 4'
         )
 
     @property

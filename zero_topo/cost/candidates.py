@@ -42,7 +42,7 @@ from zero_topo.topology.presets import load_machine, preset_names
 Block = Mapping[str, Any]
 PAPER_BITS: Block = {"weights": "int8", "secondary": "int8", "gradients": "int4"}
 RING: Block = {"sync": {"mode": "dense", "reduce": "ring"}}
-FEW_BITS: Block = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
+FEW_BITS: Block = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,10 @@ def _name(own: Block, config: ResolvedConfig) -> str:
         parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:
         sync = own.get("sync", FEW_BITS["sync"])
-        mode = {"quantized": "int4", "dense": "ring"}.get(sync["mode"], sync["mode"])
-        parts.append(f"{mode} {' and '.join(moving)}")
+        mode = {"quantized": "nf4", "dense": "ring"}.get(sync["mode"], sync["mode"])
+        parts.append(
+            " and ".join({"sync": f"{mode} sync", "publish": "int4 publish"}[key] for key in moving)
+        )
     if "two_hop" in own:
         parts.append("through the GPU")
     return ", ".join(parts)

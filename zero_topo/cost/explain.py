@@ -33,13 +33,14 @@ from zero_topo.units import format_bytes, format_count, format_seconds
 
 OWN_WORK = ("compute", "optimizer")
 RISKS: Mapping[str, tuple[str, float, float]] = {
+    "topo": ("int8 weights and nf4 gradients, the formats of topo", 0.0003, 0.0015),
     "topo-scatter4": ("int4 gradients inside the node alone", 0.0037, 0.0076),
-    "topo-q4": ("all of topo's bits with int4 sync and publish", 0.0045, 0.0123),
+    "topo-q4": ("int8 weights, int4 gradients, int4 sync and publish", 0.0045, 0.0123),
     "chaos": ("a change of the weights by 1e-6, which says what is noise", 0.0003, 0.0017),
 }
-"""Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of
-``benchmarks/records/convergence.json`` -> what is quantized, mean and worst of eight seeds (chaos:
-five).
+"""Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of the
+records ``convergence.json`` and (topo) ``formats-defaults.json`` -> what is quantized, mean and
+worst of eight seeds (chaos: five).
 """
 SURE = ("weights", "frozen", "secondary", "gradients", "residual")
 """Roles whose bytes follow from the plan alone; an optimizer may store less than Adam."""
