@@ -91,9 +91,8 @@ class Meter:
             self._open.append(phase)
             try:
                 yield
-            except (
-                RuntimeError
-            ) as error:  # backends raise it when a rank has died; it names an address at best
+            except RuntimeError as error:
+                # Backends raise it when a rank has died; it names an address at best.
                 error.add_note(f"zero_topo: in {phase} of step {self.steps}")
                 raise
             finally:

@@ -367,9 +367,8 @@ class Registered(Group):
         # One pool for all groups: what one receives, another may send. There is none before the
         # first exchange.
         self._pools = pools
-        self._registered: list[
-            Any
-        ] = []  # shared by all copies of this group, like the process group
+        # Shared by all copies of this group, like the process group.
+        self._registered: list[Any] = []
 
     def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._pools:

@@ -92,7 +92,6 @@ class Surroundings:
         known = machine_of_cluster(slurm.cluster(self.env))
         if known is not None:
             return known.name
-        system = self.env.get(
-            "LMOD_SYSTEM_NAME", ""
-        ).lower()  # set by the modules of OLCF's machines
+        # Set by the modules of OLCF's machines.
+        system = self.env.get("LMOD_SYSTEM_NAME", "").lower()
         return system if system in preset_names() else None

@@ -54,9 +54,8 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
     call = inspect.signature(load).bind(engine, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    given[
-        "load_module_only"
-    ] |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+    without_optimizer = not engine.optimizer.topo.parameters
+    given["load_module_only"] |= without_optimizer
     given["load_optimizer_states"] &= not given["load_module_only"]
     contents: Contents = {}
     tag, groups = _agreed(

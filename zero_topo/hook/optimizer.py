@@ -97,9 +97,8 @@ class TopoStage3(Stock):
         )
         self.reduce_scatter = True
         self._read_autocast_scale()
-        self._reloads: list[
-            Callable[[bool], None]
-        ] = []  # each reloads what one call of `offload_states` has moved
+        # Each reloads what one call of `offload_states` has moved.
+        self._reloads: list[Callable[[bool], None]] = []
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
         store = meeting_place()
@@ -274,16 +273,13 @@ class TopoStage3(Stock):
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
         grads = [p.grad for p in params_to_reduce]
-        gradients = self._parts.of(
-            params_to_reduce[0]
-        ).gradients  # a bucket has parameters of one process group
+        # A bucket has parameters of one process group.
+        gradients = self._parts.of(params_to_reduce[0]).gradients
         repeated = gradients.scatter(param_indices, grads, last, communication_data_type)
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
-            if (
-                dist.get_rank() == 0
-                and self.topo.config.plan.gradients < self.topo.config.plan.world_size
-            ):
+            plan = self.topo.config.plan
+            if dist.get_rank() == 0 and plan.gradients < plan.world_size:
                 logger.warning(SEVERAL_BACKWARDS)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:

@@ -102,9 +102,8 @@ class AtomicSaves:
         self._stock = stock
         self._device = device
         self._points = points
-        self.last: list[
-            Callable[[], object]
-        ] = []  # this rank's actions once all ranks have renamed their files
+        # This rank's actions once all ranks have renamed their files.
+        self.last: list[Callable[[], object]] = []
         self._written: list[Path] = []
         self._problem: str | None = None
 
@@ -161,9 +160,8 @@ class AtomicSaves:
         """Store the first error with a path until all ranks reach a check in ``commit``."""
         try:
             yield
-        except (
-            Exception
-        ) as error:  # torch raises RuntimeError for a full disk, pickle its own errors
+        except Exception as error:
+            # Torch raises RuntimeError for a full disk, pickle its own errors.
             self._problem = self._problem or _sentence(Path(path), error, content)
 
     def _write(self, path: Path, fill: Callable[[Any], object]) -> None:

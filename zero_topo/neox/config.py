@@ -75,12 +75,8 @@ def _load(path: Path) -> dict[str, Any]:
         ) from None
     try:
         value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:  # dates and keys raise other types
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        # Dates and keys raise other types than YAMLError.
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
         raise ValueError(

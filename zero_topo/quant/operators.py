@@ -280,9 +280,8 @@ def _why_it_does_not_run(device: torch.device) -> str | None:
     try:
         OPS.mask_pack(flags, bits)
         packed = int(bits)
-    except (
-        Exception
-    ) as error:  # whatever a compiler, a driver or a kernel runs into, there are other backends
+    except Exception as error:
+        # Whatever a compiler, a driver or a kernel runs into, there are other backends.
         reason = str(error).strip().splitlines() or [repr(error)]
         return f"a first kernel failed ({reason[0]})"
     return None if packed == PACKED else f"its first kernel packed {packed} where {PACKED} is right"

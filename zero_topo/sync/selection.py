@@ -227,9 +227,9 @@ def _likely(x: Tensor, k: int) -> Tensor | None:
         return None
     rank = _surely(k / stride)
     within = torch.arange(SAMPLE, dtype=torch.int64, device=x.device)
-    sample = x[
-        within * stride + within * 2654435761 % stride
-    ].abs()  # scattered, so that no period is missed
+    # Scattered, so that no period is missed.
+    places = within * stride + within * 2654435761 % stride
+    sample = x[places].abs()
     room = stride * _surely(rank)
     indices, _, found = ops.compact_above(x, float(sample.topk(rank).values[-1]), room)
     count = int(found)

@@ -217,9 +217,8 @@ class GTopk(Sparse):
         k = share(self.density, len(total))
         first = largest(total, k)
         records = Records(self.dtype, len(total))
-        dropped: list[
-            Selected
-        ] = []  # sums that this rank does not pass on, or their rounding errors
+        # Sums that this rank does not pass on, or their rounding errors.
+        dropped: list[Selected] = []
         report = Report(density=k / numel)
 
         def finish() -> Tensor:
