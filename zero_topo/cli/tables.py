@@ -149,10 +149,14 @@ def ranking_table(
 
 
 def drawn_name(plan: Priced) -> str:
-    """Return a plan's scheme, degrees and sync, for a picture."""
+    """Return a plan's scheme, degrees and sync, for a picture; in a second line what it
+    quantizes.
+    """
     scheme = plan.candidate.settings.get("scheme")
     words = [degrees(plan.config)] if scheme is None else [str(scheme), degrees(plan.config)]
-    return " ".join(words if _sync(plan) == "-" else [*words, _sync(plan)])
+    name = " ".join(words if _sync(plan) == "-" else [*words, _sync(plan)])
+    quantized = ", ".join(plan.candidate.words)
+    return f"{name}\n{quantized}" if quantized else name
 
 
 def _sync(plan: Priced) -> str:

@@ -40,7 +40,7 @@ from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
 
 Block = Mapping[str, Any]
-PAPER_BITS: Block = {"weights": "int8", "secondary": "int8", "gradients": "int4"}
+QUANTIZED: Block = {"weights": "int8", "secondary": "int8", "gradients": "nf4"}
 RING: Block = {"sync": {"mode": "dense", "reduce": "ring"}}
 FEW_BITS: Block = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
 
@@ -266,7 +266,7 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
                 for codes in (
                     (False, True) if secondary is None and weights < optimizer else (False,)
                 ):
-                    quantize = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}
+                    quantize = {**QUANTIZED, **({"resident": "int8"} if codes else {})}
                     for more in ({}, *_between_nodes(sparse, codes)):
                         yield {
                             **block,
