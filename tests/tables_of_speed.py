@@ -151,7 +151,7 @@ def quantizer_rows(name: str) -> list[str]:
 
 
 def turns_sentences() -> list[str]:
-    """What the page says of NF4 beside INT4, from the record in which both were timed in turns."""
+    """What the page says of NF4 next to INT4, from the record in which both were timed in turns."""
     ratio = {
         (row["dtype"], row["op"]): row["ratio"]["median"]
         for row in record("quantizers-nf4-turns")["results"]

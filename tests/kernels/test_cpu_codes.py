@@ -145,7 +145,7 @@ def test_tables_that_lead_out_of_bounds_are_refused(whole: Operators, name: str)
     """No parameter may end beyond what is stored or, where masters are read, their columns; nor may
     changes.
     """
-    damages: list[tuple[str, Any, list[int]]] = [("slot_of", 4, [-1, 6, 2**31 - 1])]
+    damages: list[tuple[str, Any, list[int]]] = [("param_index_of", 4, [-1, 6, 2**31 - 1])]
     damages += [("param_indices", (1, column), [-1, 2**57, 2**63 - 1]) for column in range(6)]
     damages += [
         ("param_indices", (0, 0), [10_000]),

@@ -32,7 +32,7 @@ WORDS = {
     "owed": (r"\b(owe[ds]?|owing|debts?)\b", "residual"),
     "carry": (r"(?<!topo )\bcarr(y|ies|ied)\b.{0,20}\bresidual", "store"),
     "told": (r"\btold\b", "reported; flag"),
-    "look": (r"\b(an?|one|each|no|per|of|the) looks?\b|\blooks at\b", "synchronization"),
+    "look": (r"\b(an?|one|each|no|per|of|the) looks?\b(?!-)|\blooks at\b", "synchronization"),
     "pick": (r"\bpick(s|ed|ing)?\b", "selected element"),
     "held": (
         r"\bheld\b|\b(ranks?|[GC]PUs?|plans?|modes?|memory|machine|who|what (it|each)) (alone "
