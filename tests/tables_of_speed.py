@@ -93,6 +93,15 @@ def muon_rows() -> list[str]:
     return rows
 
 
+def fsdp_rows() -> list[str]:
+    """The table of FSDP2 on the emulated cluster, with one micro-batch, from the record."""
+    rows = []
+    for (name, _), (result, faster) in _cluster("cluster-t8-fsdp", "fsdp").items():
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(row([f"`{name}`", sent, _spread(result), faster]))
+    return rows
+
+
 def muon_sentences() -> list[str]:
     """What the page of optimizers says of the bytes in that table."""
     sent = {
@@ -297,6 +306,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
             cluster_rows, "all-reduce", ("all-reduce", *DENSE[3:], *TERNARY, *SPARSE)
         ),
         "cluster, muon": muon_rows,
+        "cluster, fsdp": fsdp_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
         "quantizers, GPU": partial(quantizer_rows, "quantizers-gpu"),
