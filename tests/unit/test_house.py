@@ -19,9 +19,9 @@ from tests.launching import ROOT
 
 LICENCE = "# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0"
 
-MAX_FILE_LINES = 800
+MAX_FILE_LINES = 740
 MEDIAN_FILE_LINES = 200
-MAX_FUNCTION_LINES = 100
+MAX_FUNCTION_LINES = 75
 MAX_KERNEL_LINES = 120
 MAX_ATTRIBUTES = 20
 DATA_PATH = ("engine", "hook", "sync", "quant", "collectives")
@@ -78,7 +78,7 @@ def test_files_say_what_they_are_for() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """No file has over 800 lines, and the median file of the package at most 200."""
+    """No file has over 740 lines, and the median file of the package at most 200."""
     assert not [
         f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES
     ]
@@ -86,7 +86,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_no_function_is_long() -> None:
-    """No function has over 100 lines (kernels: 120), and 9 in 10 of the package have at most 35."""
+    """No function has over 75 lines (kernels: 120), and 9 in 10 of the package have at most 35."""
     for where, function in functions(EVERYTHING):
         limit = MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES
         assert function_lines(function) <= limit, f"{where} has {function_lines(function)} lines"
@@ -287,6 +287,7 @@ def attributes(of: ast.ClassDef) -> Iterator[str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id
     for node in ast.walk(of):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            owner = getattr(node.value, "id", None)
-            yield from [node.attr] * (owner == "self")
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+            continue
+        if getattr(node.value, "id", None) == "self":
+            yield node.attr

@@ -226,6 +226,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     plan = config.plan
     param_indices = range(len(work.numels))
     coded = work.coded(config)
+    trained = list(zip(work.shards(plan), coded, strict=True))
     sent: Counter[Key] = Counter()
 
     def book(phase: Phase, moves: Iterable[Move], times: int = 1) -> None:
@@ -233,13 +234,14 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
     def add(
-        phase: Phase, columns: Columns, itemsize: int, times: int = 1, message: int | None = None
+        phase: Phase, of: Columns, itemsize: int, times: int = 1, message: int | None = None
     ) -> None:
-        book(
-            phase,
-            phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, message)[0],
-            times,
-        )
+        own = sent_as(config, phase, stock)
+        moves, _ = phase_moves(own, phase, of, itemsize, message)
+        book(phase, moves, times)
+
+    def columns(part: Iterable[int]) -> Columns:
+        return Columns.of(trained[param_index] for param_index in part)
 
     for of in filter(None, (work, work.frozen)):
         parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
@@ -264,41 +266,21 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
                 (width, stored) for width, stored, persistent in parameters if persistent
             )
             add("gather_exact", exact, of.itemsize)
-    trained = list(zip(work.shards(plan), coded, strict=True))
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
-        bucket = Columns.of(trained[param_index] for param_index in part)
-        add("scatter", bucket, itemsize, work.micro_batches * (2 if all_reduces else 1))
-    for run in param_runs(
-        plan, work, param_indices, config.sync.run_numel(work.run_numel, sum(work.numels))
-    ):
-        add("sync", Columns.of(trained[param_index] for param_index in run), work.sync_itemsize)
+        add("scatter", columns(part), itemsize, work.micro_batches * (2 if all_reduces else 1))
+    limit = config.sync.run_numel(work.run_numel, sum(work.numels))
+    for run in param_runs(plan, work, param_indices, limit):
+        add("sync", columns(run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
-    for run in param_runs(
-        plan,
-        work,
-        [param_index for param_index in param_indices if not coded[param_index]],
-        work.run_numel,
-    ):
-        add(
-            "publish",
-            Columns.of(trained[param_index] for param_index in run),
-            work.publish_itemsize,
-        )
-    changed = param_runs(
-        plan,
-        work,
-        [param_index for param_index in param_indices if coded[param_index]],
-        work.run_numel,
-    )
+    plain = [i for i in param_indices if not coded[i]]
+    for run in param_runs(plan, work, plain, work.run_numel):
+        add("publish", columns(run), work.publish_itemsize)
+    int8 = [i for i in param_indices if coded[i]]
+    changed = param_runs(plan, work, int8, work.run_numel)
     book("publish", count_moves(plan, len(changed)))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add(
-            "publish",
-            Columns.of(trained[param_index] for param_index in run),
-            work.publish_itemsize,
-            message=message,
-        )
+        add("publish", columns(run), work.publish_itemsize, message=message)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
