@@ -277,10 +277,8 @@ class Secondary:
                 for param_index in param_indices
             }
             if not lossy or copying is not None:
-                for param_index in param_indices:
-                    self.copies[param_index] = Copy(
-                        hierarchy, rows[param_index], wires[param_index]
-                    )
+                for param_index, row in rows.items():
+                    self.copies[param_index] = Copy(hierarchy, row, wires[param_index])
                 return
             self._cut = rows
         height, _ = layout.shape(degree)
@@ -290,19 +288,14 @@ class Secondary:
             wires[param_index].nbytes(n) if packs else n * plain
             for param_index, n in zip(param_indices, numels, strict=True)
         ]
-        nbytes = sum(sizes)
-        device = self._like.device
-        stored = (
-            self._like.new_zeros(nbytes, dtype=torch.uint8)
-            if copying is None
-            else on_host(nbytes, device)
-        )
+        if copying is None:
+            stored = self._like.new_zeros(sum(sizes), dtype=torch.uint8)
+        else:
+            stored = on_host(sum(sizes), self._like.device)
         for param_index, part in zip(param_indices, stored.split(sizes), strict=True):
-            data = (
-                part
-                if packs
-                else part.view(self._like.dtype).view(height, layout.widths[param_index])
-            )
+            data = part
+            if not packs:
+                data = part.view(self._like.dtype).view(height, layout.widths[param_index])
             self.copies[param_index] = Copy(hierarchy, data, wires[param_index], packed=packs)
         if copying is not None:
             self.host = stored
