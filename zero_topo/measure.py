@@ -20,6 +20,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -256,8 +257,6 @@ def _rate(topology: Topology, domain: str, samples: Sequence[Samples]) -> float:
     rates = []
     for first in range(0, topology.world_size, degree):
         ranks = [samples[topology.rank_at(position)] for position in range(first, first + degree)]
-        last = [
-            (each[0][0], max(seconds for _, seconds in each)) for each in zip(*ranks, strict=True)
-        ]
+        last = [max(each, key=itemgetter(1)) for each in zip(*ranks, strict=True)]
         rates.append(fit(last).bandwidth)
     return median(rates)

@@ -141,9 +141,7 @@ def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
     stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
-    rings = machine.rates.rings.items()
-    kept = {
-        collective: {name: of[name] for name in of if name not in stated}
-        for collective, of in rings
-    }
+    kept = {}
+    for collective, of in machine.rates.rings.items():
+        kept[collective] = {name: of[name] for name in of if name not in stated}
     return replace(machine.rates, rings=kept)

@@ -173,12 +173,10 @@ def _packet(
         matrices = _matrices(config, columns.all)
         apart = [phase_moves(sent, phase, Columns((width,)), itemsize)[0] for width in matrices]
         scaled = phase != "scatter" and gather_spec(config, phase) is not None
-        scales = [
-            [move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart
-        ]
-        found = [
-            move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent
-        ]
+        found = [move for moves in apart for move in moves]
+        if scaled:
+            found += [move._replace(sent=move.sent // SCALES_PER_BYTES) for move in found]
+        found = [move for move in found if move.sent]
         found *= 2 if job.muon and phase == "scatter" else 1  # an all-reduce
     exact = phase == "sync" or config.gradients_spec is None
     reduces = "reduce ring" if job.stock and exact else "direct"
@@ -375,10 +373,12 @@ def _collectives(
     phase.
     """
     modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.part.parts]
-    packets = {
-        phase: [_packet(config, job, network, phase, columns, count) for count, columns in modules]
-        for phase in ("gather_forward", "gather_backward", "scatter")
-    }
+    packets: dict[str, list[Packet]] = {}
+    phase: Phase
+    for phase in ("gather_forward", "gather_backward", "scatter"):
+        packets[phase] = [
+            _packet(config, job, network, phase, columns, count) for count, columns in modules
+        ]
     for phase in ("sync", "publish"):
         packets[phase] = _run_packets(config, job, network, phase, modules)
     packets[HOST] = []

@@ -76,10 +76,9 @@ def _sections(
         return
     yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
-    stored = {
-        name: {row["role"]: row[key] or 0 for row in measured["memory"]}
-        for name, key in columns.items()
-    }
+    stored = {}
+    for name, key in columns.items():
+        stored[name] = {row["role"]: row[key] or 0 for row in measured["memory"]}
     yield _section("Memory", plots.memory_bars(stored), table=memory_table(measured))
     config = measured["config"]
     topology = Topology.from_json(measured["topology"])

@@ -104,9 +104,8 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
 
     rows = measured["sent"]
     batches = measured["micro_batches"]
-    unit, name = decimal_unit(
-        max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0)
-    )
+    sent = sum(row["max"] for row in rows)
+    unit, name = decimal_unit(max(sent, sum(row["zero3"] for row in rows)))
     figure, axes = _figure(7, 4.6)
     for place, key, label in ((-0.2, "max", "this run"), (0.2, "zero3", "ZeRO-3")):
         for index, domain in enumerate(LINKED_DOMAINS):
@@ -321,9 +320,8 @@ def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> st
     """Return notes for :func:`scaling`: the model, the number of ranks, and the size of an
     optimizer step.
     """
-    counts, batches = (
-        ", ".join(f"{n:,}" for n in sorted(set(numbers))) for numbers in (ranks, micro_batches)
-    )
+    counts = ", ".join(f"{n:,}" for n in sorted(set(ranks)))
+    batches = ", ".join(f"{n:,}" for n in sorted(set(micro_batches)))
     model = job.model
     each = f"{job.micro_batch} x {job.model.sequence:,} tokens"
     of = f"{model.name} ({format_count(model.params)} parameters)"

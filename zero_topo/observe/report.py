@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -136,14 +137,12 @@ def build_report(
     folder.mkdir(parents=True, exist_ok=True)
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
     steps = [line for line in metrics if "lr" in line]
-    losses, evaluations = (
-        [line[key] for line in metrics if key in line] for key in ("loss", "eval_loss")
-    )
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    evaluations = [line["eval_loss"] for line in metrics if "eval_loss" in line]
     seconds = [line["seconds"] for line in steps]
-    pace = {
-        key: _median([line[key] for line in steps if key in line])
-        for key in ("tokens_per_s", "tflops", "mfu")
-    }
+    pace = {}
+    for key in ("tokens_per_s", "tflops", "mfu"):
+        pace[key] = _median([line[key] for line in steps if key in line])
     report = {
         "format": FORMAT,
         "title": title,
@@ -218,12 +217,9 @@ def _sent_rows(
     step.
     """
     seen = {key for table in (*measured, formula, zero3) for key in table}
-    order: dict[tuple[str, str], int] = {
-        key: place
-        for place, key in enumerate(
-            (phase, domain) for domain in LINKED_DOMAINS for phase in PHASES
-        )
-    }
+    order: dict[tuple[str, str], int] = {}
+    for link, kind in product(LINKED_DOMAINS, PHASES):
+        order[kind, link] = len(order)
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
         row = {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,7 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
     rows = [("domain", "phase", "measured", "formula", "ZeRO-3")]
     for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
         of_domain = [row for row in measured["sent"] if row["domain"] == domain]
-        total = {
-            key: sum(row[key] for row in of_domain) for key in ("min", "max", "formula", "zero3")
-        }
+        total = _summed(of_domain, ("min", "max", "formula", "zero3"))
         for row in (*of_domain, {"domain": domain, "phase": "all", **total}):
             figures = _range(row), *(bytes_or_dash(row[key]) for key in ("formula", "zero3"))
             rows.append((domain, row["phase"].replace("_", ", "), *figures))
@@ -138,11 +136,21 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
     keys = ("formula", "padding", "zero3")
     on_device = [row for row in measured["memory"] if row["role"] != HOST]
-    total = {key: sum(row[key] or 0 for row in on_device) for key in ("min", "max", *keys)}
-    rows = (*measured["memory"], {"role": "all", **total})
-    cells = [(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys)) for row in rows]
-    heads = ("role", "measured", "formula", "of it padding", "ZeRO-3")
-    return {"title": f"Memory of {_who(measured)}", "words": 1, "rows": [heads, *cells]}
+    total = _summed(on_device, ("min", "max", *keys))
+    rows = [("role", "measured", "formula", "of it padding", "ZeRO-3")]
+    for row in (*measured["memory"], {"role": "all", **total}):
+        figures = [bytes_or_dash(row[key]) for key in keys]
+        rows.append((row["role"], _range(row), *figures))
+    return {"title": f"Memory of {_who(measured)}", "words": 1, "rows": rows}
+
+
+def _summed(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, int]:
+    """Return the sums of columns of a table; a missing number counts as 0."""
+    sums = dict.fromkeys(keys, 0)
+    for row in rows:
+        for key in sums:
+            sums[key] += row[key] or 0
+    return sums
 
 
 def _who(measured: Mapping[str, Any]) -> str:
