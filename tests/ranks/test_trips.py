@@ -86,9 +86,9 @@ def publish(engine: Stage3) -> None:
         (sync, TOPO, (12, 153)),
         (sync, BLOCKS["q4"], (12, 156)),
         (sync, SHARDED, (15, 303)),
-        (publish, TOPO, (11, 155)),
-        (publish, BLOCKS["topo"], (10, 117)),
-        (publish, BLOCKS["q4"], (10, 132)),
+        (publish, TOPO, (11, 138)),
+        (publish, BLOCKS["topo"], (10, 115)),
+        (publish, BLOCKS["q4"], (10, 130)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

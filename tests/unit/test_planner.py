@@ -263,8 +263,8 @@ def test_messages_of_publish_are_counted_as_if_all_blocks_were_sent_whole() -> N
         resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None)
     )
     message = ChangeSpec(256).largest(blocks)
-    assert publish_bytes(config, work) == 48 * message + 192 * message
-    assert 1.9 < publish_bytes(whole, work) / publish_bytes(config, work) < 2
+    assert publish_bytes(config, work, None) == 48 * message + 192 * message
+    assert 1.9 < publish_bytes(whole, work, None) / publish_bytes(config, work, None) < 2
 
 
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:

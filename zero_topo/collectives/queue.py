@@ -147,6 +147,7 @@ class OrderedQueue:
         """
         if self._stream is not None:
             for tensor in reads:
+                # The allocator then keeps the memory until this stream has passed the last use.
                 tensor.record_stream(self._stream)
         begun = self._on_stream(start)
         self._begun.append(begun)
@@ -169,6 +170,7 @@ class OrderedQueue:
         if begun in self._begun:
             self._end(len(self._begun) - 1 - self._begun.index(begun))
         if begun.event is not None:
+            # The reader's stream waits for the queue's, not the host.
             begun.event.wait()
         return begun.wait()
 
@@ -176,6 +178,7 @@ class OrderedQueue:
         """Take all runs but the newest one stage further, the newer first, and finish all but two
         of them.
         """
+        # The newest has just begun its first exchange; each older one begins its next.
         for begun in list(self._begun)[-2::-1]:
             self._on_stream(partial(begun.wait, 1))
         self._end(3)
@@ -188,6 +191,7 @@ class OrderedQueue:
             oldest = self._begun.popleft()
             self._on_stream(oldest.wait)
             if self._on_gpu:
+                # Behind the last kernel of this run on the queue's stream.
                 oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _on_stream(self, work: Callable[[], T]) -> T:
@@ -200,6 +204,7 @@ class OrderedQueue:
         if self._stream is None:
             return work()
         caller = torch.accelerator.current_stream()
+        # An event on the caller's stream: the host does not wait.
         self._stream.wait_stream(caller)
         torch.accelerator.set_stream(self._stream)  # torch.Stream is a context from torch 2.7 on
         try:

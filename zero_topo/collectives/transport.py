@@ -202,6 +202,7 @@ class Group:
         *arguments: Any,
     ) -> Handle[Tensor]:
         """Begin and count an exchange; if the meter's listener times it, also finish it."""
+        # Counted when it begins, whether or not it is waited for.
         self.meter.record(self.phase, self.domain, nbytes)
         timing = (
             None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
@@ -239,6 +240,7 @@ class Group:
         ``[1, ...]``, as uint8.
         """
         send = table if self.in_order else self._in_order(table, self.members)
+        # Of uint8 nothing can be summed: the caller has viewed the table as values.
         received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
         name = (
@@ -278,6 +280,7 @@ class Group:
         cpu = torch.device("cpu")
         members = _index(self.members, cpu)
         lengths = host_counts(sizes)
+        # torch takes sizes in the order of group ranks, and sends and receives in that order.
         due = host_counts(expected)[members]
         send = _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
@@ -332,10 +335,12 @@ class Gloo(Group):
         members = self.members
         size = self.size
         own = self.group_ranks[self.index]
+        # The own part is not sent.
         places[self.index].copy_(parts[self.index])
         works: list[Any] = []
         nbytes = 0
         for distance in range(1, size):
+            # A receive is posted before each send, so that a message finds its place.
             source = (own - distance) % size
             target = (own + distance) % size
             if (place := places[members[source]]).numel():
@@ -349,6 +354,7 @@ class Gloo(Group):
         def wait() -> None:
             for work in works:
                 work.wait()
+            # The previous works are destroyed only now; see Note [Works that are kept].
             done[:] = works
             works.clear()
 
@@ -373,6 +379,7 @@ class Registered(Group):
     def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._pools:
             return torch.empty(*size, dtype=dtype, device=device)
+        # Whatever is allocated here, NCCL registers with its communicator.
         with torch.cuda.use_mem_pool(self._pools[0]):
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -580,6 +587,7 @@ def all_gather_rows(hierarchy: Hierarchy, rows: Tensor, chunk_numel: int = 1 << 
     width = max(1, chunk_numel // rows.shape[0])
     for begin in range(0, rows.shape[1], width):
         by_member = members(rows[:, begin : begin + width], hierarchy.size)
+        # In pieces, so that no collective needs memory of the shard's size.
         own = by_member[hierarchy.index].contiguous()
         received = all_gather(hierarchy, own.view(-1)).wait()
         by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
@@ -625,6 +633,7 @@ def reduce_scatter(
         sums nothing, and does not quantize.
     """
     if hierarchy.size == 1:
+        # One member: values only move to their place, and are added.
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
         return Handle(None, (), lambda: None)
@@ -645,6 +654,7 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
+    # Two groups: the inner one first, so that each byte crosses nodes once.
     begin = last if outer is first else first.all_to_all_later
     received = begin(send)
     if outer is not first:
@@ -681,6 +691,7 @@ def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     host).
     """
     lengths = sizes[order]
+    # Where a group of rows begins in the old order, less where it begins in the new one.
     begins = (sizes.cumsum(0) - sizes)[order]
     shifts = begins - (lengths.cumsum(0) - lengths)
     counts = lengths.to(rows.device, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -121,6 +122,15 @@ class Job:
     def part(self) -> Model:
         """Return a rank's part of the model: all of it without tensor parallelism."""
         return part_of(self.model, self.tensor)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Return the most elements that DeepSpeed has gathered: of a module and those gathered
+        ahead, or all that it keeps.
+        """
+        sizes = self.part.module_sizes
+        ahead = max(sum(sizes[index : index + self.prefetch + 1]) for index in range(len(sizes)))
+        return min(self.part.params, max(self.live, ahead))
 
     @property
     def flops(self) -> float:

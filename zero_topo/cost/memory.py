@@ -39,9 +39,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import partial
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
@@ -77,8 +76,7 @@ def memory_bytes(
         weight shard is a view of it and costs nothing.
     """
     plan = config.plan
-    shards = work.shards(plan)
-    columns = sum(shards)
+    columns = work.columns(plan)
     n = plan.world_size
     secondary, host = _secondary_bytes(config, work)
     sizes = {
@@ -134,15 +132,20 @@ def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
     plan = config.plan
     spec = config.resident_spec
     rows = plan.world_size // plan.weights
-    shards = work.shards(plan)
+    columns = work.columns(plan)
     if spec is None:
-        return rows * sum(shards) * work.itemsize
-    coded = Counter(width for width, kept in zip(shards, work.coded(config), strict=True) if kept)
-    plain = sum(shards) - sum(coded.elements())
-    own = plan.world_size // plan.optimizer * sum(shards)
-    codes = sum(
-        count * rows_message(rows, (width,), spec, work.itemsize) for width, count in coded.items()
+        return rows * columns * work.itemsize
+    pairs = zip(work.shards(plan), work.coded(config), strict=True)
+    coded = work.once(
+        ("coded sizes", plan.world_size, spec.block_size),
+        lambda: Counter(width for width, kept in pairs if kept),
     )
+    plain = columns
+    codes = 0
+    for width, count in coded.items():
+        plain -= count * width
+        codes += count * rows_message(rows, (width,), spec, work.itemsize)
+    own = plan.world_size // plan.optimizer * columns
     return (rows * plain + own) * work.itemsize + codes
 
 
@@ -159,7 +162,9 @@ def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
     copied = 0
     shards = work.shards(plan)
     for itemsize, part in work.by_itemsize(work.itemsize):
-        sizes = Counter(shards[param_index] for param_index in part)
+        sizes: Counter[int] = work.once(
+            ("sizes", plan.world_size, itemsize), partial(Counter, map(shards.__getitem__, part))
+        )
         stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
         copied += sum(
             count * message_bytes(rows * width, spec, stored) for width, count in sizes.items()
@@ -190,7 +195,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
     states -= VARIANCE_BYTES if config.sync.OPTIMIZER == "AdamS" else 0
     sizes = memory_bytes(config, work, accumulated, states)
-    columns = sum(work.shards(config.plan))
+    columns = work.columns(config.plan)
     if job.offload:
         if HOST in sizes:
             sizes[HOST] += sizes["optimizer"]
@@ -222,21 +227,18 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
         5. Publish after the optimizer step.
     """
     plan = config.plan
-    work = replace(work, run_numel=job.bucket)
-    columns = sum(work.shards(plan))
-    run = widest_run(
-        config, replace(work, run_numel=config.sync.run_numel(job.bucket, sum(work.numels)))
-    )
+    columns = work.columns(plan)
+    run = widest_run(config, work, config.sync.run_numel(job.bucket, work.params))
     dtype = getattr(config.sync, "dtype", None) or config.accumulation_dtype
     peak, kept = config.sync.scratch(
         plan, columns, run, ITEMSIZES[dtype] if dtype else work.itemsize
     )
-    publish = publish_bytes(config, work)
+    publish = publish_bytes(config, work, job.bucket)
     rows = plan.world_size // plan.optimizer * columns
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, job.bucket, work)
     complete, coming = gathered_bytes(config, job, work.itemsize)
-    waiting = min(max([job.bucket, *work.numels]), sum(work.numels)) * work.itemsize
+    waiting = min(max(job.bucket, work.largest), work.params) * work.itemsize
     computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
     extra = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
@@ -264,14 +266,13 @@ def gathered_bytes(config: ResolvedConfig, job: Job, itemsize: int) -> tuple[int
         module is in flight, for which this rank stores its own buffer and those received from the
         outermost group.
     """
-    sizes = [sum(numels) for numels in job.part.modules()]
-    ahead = max(sum(sizes[index : index + job.prefetch + 1]) for index in range(len(sizes)))
-    whole = min(job.part.params, max(job.live, ahead)) * itemsize
+    whole = job.gathered * itemsize
+    largest = max(job.part.module_sizes)
     complete = coming = 0
     for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
         members = config.plan.pair_of(phase)[1]
         lo, hi = config.plan.stages(*config.plan.pair_of(phase))[-1]
-        message = message_bytes(max(sizes), gather_spec(config, phase), itemsize)
+        message = message_bytes(largest, gather_spec(config, phase), itemsize)
         complete = max(complete, message)
         coming = max(coming, message * (1 + hi // lo) // members)
     return whole + complete, whole + coming
@@ -315,24 +316,30 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
         return bucket * FP32
     if spec is None:
         return 2 * bucket * work.scatter_itemsize
-    sizes = [plan.world_size // plan.gradients * width for width in widest_run(config, work)]
+    run = widest_run(config, work, bucket)
+    sizes = [plan.world_size // plan.gradients * width for width in run]
     added = sum(-size % spec.block_size for size in sizes)
     return 2 * spec.nbytes(bucket + plan.gradients * added)
 
 
-def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
+def publish_bytes(config: ResolvedConfig, work: Workload, limit: int | None) -> int:
     """Return the bytes of a publish of one run of weights: differences, their packed buffer, and
     the receive buffer.
 
     For INT8 weights the packed buffer is the largest possible one, in which every block is sent
     whole.
+
+    Args:
+        config: plan and formats.
+        work: the parameters.
+        limit: elements of a run; None is all.
     """
     plan = config.plan
     spec = config.publish.spec
     codes = config.resident_spec
     rows = plan.world_size // plan.optimizer
     size = plan.optimizer // plan.weights
-    widths, coded = (widest_run(config, work, kind) for kind in (False, True))
+    widths, coded = (widest_run(config, work, limit, kind) for kind in (False, True))
     itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
     own = rows_message(rows, widths, spec, itemsize)
     if codes is not None:
@@ -347,24 +354,27 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
     return max(differences + own + came if spec else 0, came + own * size)
 
 
-def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> Sequence[int]:
+def widest_run(
+    config: ResolvedConfig, work: Workload, limit: int | None, coded: bool | None = None
+) -> Sequence[int]:
     """Return the elements, in a world shard, of each parameter of the largest run.
 
-    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None
-    takes all.
+    Args:
+        config: plan and formats.
+        work: the parameters.
+        limit: elements of a run; None is all.
+        coded: selects parameters stored as INT8 (True) or not (False), as publish packs them; None
+            takes all.
     """
-    kinds = work.coded(config) if coded is not None else ()
-    return _widest(work.shards(config.plan), config.plan.world_size, kinds, coded, work.run_numel)
+    plan = config.plan
+    int8 = config.resident_spec
 
+    def widest() -> Sequence[int]:
+        widths = work.shards(plan)
+        if coded is not None:
+            pairs = zip(widths, work.coded(config), strict=True)
+            widths = [width for width, kept in pairs if kept == coded]
+        runs = packed_runs([plan.world_size * width for width in widths], limit)
+        return max((widths[run.start : run.stop] for run in runs), key=sum, default=())
 
-@lru_cache  # the planner asks for the same run in most of its plans
-def _widest(
-    shards: Sequence[int], ranks: int, kinds: Sequence[bool], coded: bool | None, limit: int | None
-) -> Sequence[int]:
-    widths = (
-        shards
-        if coded is None
-        else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
-    )
-    runs = packed_runs([ranks * width for width in widths], limit)
-    return max((widths[run.start : run.stop] for run in runs), key=sum, default=())
+    return work.once(("widest", plan.world_size, limit, coded, int8), widest)

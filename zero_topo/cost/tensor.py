@@ -19,6 +19,7 @@ Note [Tensor parallelism]
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -121,4 +122,9 @@ def tree_of(topology: Topology, ranks: int) -> Topology:
             f"{ranks} tensor parallel ranks do not divide the {topology.ranks_per_node} ranks of a "
             f"node of {topology.name} along its GPUs; choose one of {sizes}"
         )
-    return topology.among(range(0, topology.world_size, ranks))
+    if topology.order is not None:
+        return topology.among(range(0, topology.world_size, ranks))
+    # All nodes are cut alike: one is looked at, however many there are.
+    node = replace(topology, nodes=1, hosts=None)
+    tree = node.among(range(0, topology.ranks_per_node, ranks))
+    return replace(tree, nodes=topology.nodes, hosts=topology.hosts)

@@ -98,6 +98,11 @@ class Model:
         )
 
     @cached_property
+    def module_sizes(self) -> tuple[int, ...]:
+        """Return the elements of each gathered module, in forward order."""
+        return tuple(map(sum, self.modules()))
+
+    @cached_property
     def params(self) -> int:
         """Return the total number of parameters, each counted once."""
         return sum(part.count * sum(map(math.prod, part.shapes)) for part in self.parts)

@@ -44,11 +44,11 @@ VII and section III.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property
 from math import ceil, comb
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
@@ -59,6 +59,7 @@ from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
+T = TypeVar("T")
 # Per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
 COUNT_BYTES = 16
 LOWERED = 2  # bytes of an element in a lower dtype of `torch_autocast`
@@ -133,39 +134,68 @@ class Workload:
         """Return the elements of each parameter whose update is Muon's."""
         return tuple(numel for numel, whole in zip(self.numels, self.whole, strict=False) if whole)
 
-    def by_itemsize(self, usual: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the bytes of an unquantized element, and the parameters that are sent in so many.
+    def by_itemsize(self, usual: int) -> list[tuple[int, Sequence[int]]]:
+        """Return the bytes of an unquantized element, and the parameters that are sent in so many.
 
         Args:
             usual: the bytes where ``torch_autocast`` sends no lower dtype.
         """
         param_indices = range(len(self.numels))
-        lowered = self.lowered or (False,) * len(param_indices)
-        for lower in sorted({*lowered}):
-            yield (
-                LOWERED if lower else usual,
-                [param_index for param_index in param_indices if lowered[param_index] is lower],
-            )
+        if not self.lowered:
+            return [(usual, param_indices)] if self.numels else []
+        found: list[tuple[int, Sequence[int]]] = []
+        for lower in sorted({*self.lowered}):
+            part = [
+                param_index for param_index in param_indices if self.lowered[param_index] is lower
+            ]
+            found.append((LOWERED if lower else usual, part))
+        return found
+
+    @cached_property
+    def params(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.numels)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(self.numels, default=0)
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        """What :meth:`once` has computed, by key."""
+        return {}
+
+    def once(self, key: object, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returned for a key when it was first asked for.
+
+        A planner prices hundreds of plans of one model: most of them ask for the same shards, and a
+        model may have tens of thousands of parameters.
+        """
+        if key not in self._known:
+            self._known[key] = compute()
+        found: T = self._known[key]
+        return found
 
     def shards(self, plan: Plan) -> Sequence[int]:
         """Return the elements of a world shard of each parameter."""
-        return _shards(plan.world_size, self.numels)
+        return self.once(plan.world_size, lambda: tuple(map(plan.shard_numel, self.numels)))
+
+    def columns(self, plan: Plan) -> int:
+        """Return the elements of a world shard of all parameters."""
+        return self.once(("columns", plan.world_size), lambda: sum(self.shards(plan)))
 
     def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
         """Return for each parameter whether it is stored as INT8."""
+        plan = config.plan
         spec = config.resident_spec
         if spec is None:
             return (False,) * len(self.numels)
-        return _coded(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
-
-
-@lru_cache  # every plan on a machine has the same world shards
-def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
-    return tuple(-(-numel // ranks) for numel in numels)
-
-
-# A plan's costs ask several times which weights are INT8.
-_coded = lru_cache(coded_params)
+        size = spec.block_size
+        return self.once(
+            ("coded", plan.world_size, size),
+            lambda: coded_params(plan, self.numels, self.dims, self.persistent, size),
+        )
 
 
 # -- DeepSpeed itself ------------------------------------------------------------------------------
@@ -269,7 +299,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
         add("scatter", columns(part), itemsize, work.micro_batches * (2 if all_reduces else 1))
-    limit = config.sync.run_numel(work.run_numel, sum(work.numels))
+    limit = config.sync.run_numel(work.run_numel, work.params)
     for run in param_runs(plan, work, param_indices, limit):
         add("sync", columns(run), work.sync_itemsize)
     book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))

@@ -128,6 +128,7 @@ class CodeStore:
         ].zero_()
         if scales is not None:
             for param_index in param_indices:
+                # Codes that no weight has: every block differs, and is sent whole.
                 blocks = self._ends[param_index + 1] - self._ends[param_index]
                 self.buffers[param_index][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
             self.codes.stored.view(torch.float32)[self._scales_of(param_indices)] = (
@@ -166,14 +167,15 @@ class CodeStore:
             assert masters is not None
             own = Masters(masters, first, hierarchy.index)
             part = self._part(param_indices, hierarchy.size)
+            # All runs are assessed before any is sent: their sizes then take one host
+            # synchronization.
             assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
-        agreed = self._agreed_sizes(
-            hierarchy, [(part.blocks, change) for _, part, change in assessed]
-        )
+        agreed = self._agreed_sizes(hierarchy, [change for *_, change in assessed])
         for (param_indices, *_), (own, part, change), nbytes in zip(
             runs, assessed, agreed, strict=True
         ):
             sizes[param_indices[0]] = nbytes
+            # The queue's stream reads them after this function has returned.
             reads = [own.table, change.scales, change.counts, change.steps, change.ends]
             yield (
                 param_indices,
@@ -182,25 +184,24 @@ class CodeStore:
                 ),
             )
 
-    def _agreed_sizes(
-        self, hierarchy: Hierarchy, changes: Sequence[tuple[int, Change]]
-    ) -> list[int]:
-        """Return the bytes of the messages of each run, given its blocks: enough for the changes of
-        every rank.
+    def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[Change]) -> list[int]:
+        """Return the bytes of the messages of each run: enough for the changes of every rank.
 
         This is the only host synchronization of a publish, one for all its runs.
         """
         if not changes:
             return []
         # Blocks sent whole, bytes of changes
-        totals = torch.cat([change.ends[-1:] for _, change in changes])
+        totals = torch.cat([change.ends[-1:] for change in changes])
         gathered = all_gather(hierarchy, totals.view(-1).view(torch.uint8)).wait()
         most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
-        return [
-            min(spec.nbytes(blocks, *largest), spec.largest(blocks))
-            for (blocks, _), largest in zip(changes, most, strict=True)
-        ]
+        sizes = []
+        for change, largest in zip(changes, most, strict=True):
+            blocks = len(change.scales)
+            # Where nearly all blocks change, whole blocks are the shorter message.
+            sizes.append(min(spec.nbytes(blocks, *largest), spec.largest(blocks)))
+        return sizes
 
     def _publish(
         self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int

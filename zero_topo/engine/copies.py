@@ -92,6 +92,7 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     them.
     """
     stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
+    # Several messages that all must be encoded: each directly at its place in the buffer.
     if len(stored) > 1 and all(part is None for part in stored):
         first = copies[messages[0][0]]
         buffer = first.hierarchy.groups[-1].allocate(
@@ -144,6 +145,7 @@ def gather(
     def decode(message: Sequence[int], buffers: Tensor) -> None:
         places = []
         for param_index in message:
+            # Allocated on the stream that decodes, when it decodes: nothing waits in memory.
             flats[param_index] = flat = like.new_empty(layout.padded_numels[param_index])
             places.append(copies[param_index].received(flat, world_size))
         dequantize(buffers, copies[message[0]].wire, places)
@@ -165,6 +167,7 @@ def gather(
 
     def finish(buffers: Tensor) -> list[Tensor]:
         table = buffers[None]  # of one source: here once for all messages
+        # A column of the table is one message of all members, one launch.
         parts = table.split(sizes, dim=-1) if len(sizes) > 1 else (table,)
         for message, part in zip(messages, parts, strict=True):
             decode(message, part)
@@ -270,12 +273,15 @@ class Secondary:
         self._like = shards[param_indices[0]].data
         hierarchy = mesh.hierarchy(1, degree)
         lossy = wires[param_indices[0]].lossy
+        # A copy on the host is stored as it is sent, so that no launch follows a load.
         packs = lossy or (self.captured and copying is not None)
         if not self.captured:
             rows = {
                 param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree)
                 for param_index in param_indices
             }
+            # Unquantized: the copy is rows of the primary. On the host: they are quantized for each
+            # gather.
             if not lossy or copying is not None:
                 for param_index, row in rows.items():
                     self.copies[param_index] = Copy(hierarchy, row, wires[param_index])
@@ -283,6 +289,7 @@ class Secondary:
             self._cut = rows
         height, _ = layout.shape(degree)
         numels = [height * layout.widths[param_index] for param_index in param_indices]
+        # One tensor for all copies, cut parameter by parameter.
         plain = self._like.itemsize
         sizes = [
             wires[param_index].nbytes(n) if packs else n * plain

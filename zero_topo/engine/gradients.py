@@ -137,9 +137,11 @@ class Gradients:
         plan = self.layout.plan
         wire = self._wire if self._wire.lossy or sent is None else cast_to(sent)
         with self._meter.timing("scatter"):
+            # Read in place where ranks are placed in tree order; else one copy a gradient.
             flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
             parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
             views = range_views(self.buffer, self.layout.shard_ranges(param_indices))
+            # The mean of all ranks, before sums leave the node: no scale depends on the plan.
             mean = 1.0 / self._averaged
             reduce_scatter(self._hierarchy, parts, wire, views, mean, accumulate=True).wait()
         self.mark_added(param_indices, last)
@@ -172,6 +174,7 @@ class Gradients:
         self._added = True
         self._current = False
         if last and self._queue.overlaps:
+            # In one order, since ranks must begin the same collectives.
             runs = sorted({self._run_of[param_index] for param_index in param_indices})
             for param_index in param_indices:
                 self._missing[self._run_of[param_index]].discard(param_index)
@@ -194,6 +197,7 @@ class Gradients:
     def _reopen(self, runs: Sequence[int]) -> None:
         with self._meter.timing("sync"):
             for run in runs:
+                # Sync writes to the run's columns until then.
                 self._started.pop(run).wait()
                 self.mode.reopen(self.buffer, self.layout.shard_ranges(self._runs[run]))
 

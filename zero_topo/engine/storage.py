@@ -119,6 +119,8 @@ class Storage:
         layout = self.layout
         device = self.primary.device
         split = layout.columns_of(self.trained).stop
+        # The optimizer's rows get memory of their own: the primary has no columns of INT8
+        # parameters.
         self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
         self.frozen_row = self.primary.new_zeros(layout.columns - split)
         self.store = CodeStore(layout, self.coded, block, device, planned, queue)
@@ -126,6 +128,8 @@ class Storage:
         columns = [torch.arange(0, dtype=torch.int64, device="cpu")]
         for param_index, coded in enumerate(self.coded):
             if coded:
+                # Exact values are with the owners alone; forward gathers send the codes as they are
+                # stored.
                 self.exact[param_index] = self.owned(param_index, mesh)
                 buffer = self.store.buffers[param_index]
                 hierarchy = self.shards[param_index].hierarchy

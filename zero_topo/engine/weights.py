@@ -325,6 +325,7 @@ class Weights:
             parts = [rows.shard_ranges(param_indices)]
             tables = list[Tensor]()
             if masters is not None:
+                # Each run of adjacent parameters is one slice of the masters.
                 neighbours = merged((i, i + 1) for i in param_indices)
                 parts = [rows.shard_ranges(range(*part)) for part in neighbours]
                 tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
@@ -351,6 +352,7 @@ class Weights:
             differ = rows - own[:, shard_ranges[0][0] : shard_ranges[-1][1]]
             differences += range_views(differ, packed_ranges(shard_ranges), wire.block_size)
         message = quantize(differences, wire, allocate=hierarchy.groups[-1].allocate)
+        # The owner applies its own message too, so that all copies have the same bits.
         dequantize(message, wire, [view.member(hierarchy.index) for view in views], accumulate=True)
         return all_gather_views(hierarchy, views, wire, message, accumulate=True)
 
@@ -362,6 +364,7 @@ class Weights:
         for param_indices, masters, first in updates:
             columns = storage.rows.columns_of(param_indices)
             if masters is not None and columns.start < columns.stop:
+                # The primary has other columns than the masters: those that are not INT8.
                 places = storage.columns[masters.device][columns] - first
                 rows = masters.index_select(1, places).to(own)
                 storage.updatable[:, columns].copy_(rows)
@@ -416,6 +419,7 @@ class Weights:
                 continue
             with self._mesh.meter.timing("publish"):
                 handle.wait()
+            # On a GPU the stream waits for an event; the host goes on.
             changed += part
             for param_index in part:
                 self._unpublished[param_index] -= 1
@@ -460,6 +464,7 @@ class Weights:
             self._gather_rows(plan.weights, rows)
             if anew:
                 store.begin_anew(param_indices, store.loaded_scales.pop(param_indices, None))
+            # Every rank requantizes its own world shard, and sends it to the ranks that store it.
             values = (shard if masters is None else masters[columns])[None].float()
             hierarchy = self._mesh.hierarchy(plan.weights, plan.world_size).metered("publish")
             with self._mesh.meter.timing("publish"):
@@ -531,6 +536,7 @@ class Weights:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host
         synchronization.
         """
+        # Bits are compared, so that NaN equals itself and -0 differs from 0.
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
         own_bits = own.data.contiguous().view(bits)
         given_bits = given.contiguous().view(bits)
@@ -637,7 +643,10 @@ def runs_of(
                 for param_index in param_indices
                 if param_index in sizes and urgency[param_index][0] is later
             ]
+            if not part:
+                continue
             for run in packed_runs([sizes[param_index] for param_index in part], limit):
+                # A run is as urgent as the first of its parameters that the model needs.
                 carried = part[run.start : run.stop]
                 runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
     runs.sort(key=itemgetter(0))

@@ -53,6 +53,7 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     named = [arguments.get(name) for name in CONFIG_ARGUMENTS]
     named.append(getattr(arguments.get("args"), "deepspeed_config", None))
+    # As DeepSpeed chooses among its arguments: the first that is given.
     config = next((value for value in named if value is not None), None)
     if not isinstance(config, str | Mapping):
         return None
@@ -77,6 +78,7 @@ def checked_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     with refusals():
         check_call(call.arguments, config)
         translation = translate(config, call.arguments.get("optimizer") is not None)
+        # DeepSpeed gets the config without the keys that the block replaces.
         call.arguments |= own_config(call.arguments, translation, say=builds_engine)
         if builds_engine:
             call.arguments |= own_optimizer(call.arguments, translation.config)
@@ -160,6 +162,7 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     mpu = arguments.get("mpu")
     _refuse_stages(mpu)
     ranks = int(world) if world else None
+    # Groups of an mpu exist, but their order on the machine is known only later.
     if _divides(mpu, ranks):  # its groups are read once all ranks have built the engine
         _checked(config)
     else:
@@ -259,6 +262,7 @@ def resolve_block(
         return before_a_model(block, tree)
     if memory is not None and not topology.emulated:
         device, host = memory
+        # On CPUs the device of a rank is its share of the host.
         device //= topology.ranks_per_node if engine.device.type == "cpu" else 1
         host //= topology.ranks_per_node
         device = min(device, topology.memory_per_rank or device)
@@ -303,6 +307,7 @@ def resolve_experts(
     machine = dense.topology if dense.groups is None else dense.groups.machine
     groups = Groups(machine, tuple(members), "experts")
     tree = groups.tree(rank)
+    # Degrees by domain: those of the dense plan, in ranks that the experts' tree has there.
     if is_automatic(block, dense.topology):
         return replace(on_tree(dense, tree), groups=groups, notes=())
     if dense.scheme is not None:  # else a scheme by default is that of the experts' tree

@@ -55,6 +55,7 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
     call.apply_defaults()
     given = call.arguments
     without_optimizer = not engine.optimizer.topo.parameters
+    # An engine without an optimizer has no states to load.
     given["load_module_only"] |= without_optimizer
     given["load_optimizer_states"] &= not given["load_module_only"]
     contents: Contents = {}
@@ -92,6 +93,7 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
         if universal or not contents:
             return list(search(engine, *place)) if universal else []
         own = next(iter(contents))
+        # The name says which rank's file was read: the others of that model part lie next to it.
         rank = int(re.findall(r"zero_pp_rank_(\d+)_", own.name)[0])
         return [
             str(own.with_name(file_name(rank, "model", of))) for of in range(engine.mp_world_size)
@@ -163,6 +165,7 @@ def _agreed(
                 facts |= _own_files(engine, contents, folder, states)
             else:
                 facts["skipped"] = str(tag)  # a save skips an engine without an optimizer
+    # Kept, not raised: the other ranks wait in the comparison below.
     except Exception as error:  # a damaged file has any content
         problem = (
             str(error)
@@ -198,6 +201,7 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
     found = _read(engine, path, contents)
     facts = _model(found)
     if not states:  # frozen weights are then loaded by name with the other weights
+        # Without fragments DeepSpeed does not look for frozen weights of its own layout.
         contents[path] = {**found, FRAGMENTS: None}
         return facts
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
@@ -300,6 +304,7 @@ def _universal(
             path = zero / name / f"{key}.pt"
             found = mapped(path)
             saved = found["param"] if isinstance(found, dict) else found
+            # A file has the whole parameter, of which a tensor-parallel rank has a part.
             split = tensor > 1 and saved.numel() > numel
             if saved.numel() != numel and not split:
                 raise ValueError(

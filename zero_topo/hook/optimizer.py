@@ -119,6 +119,7 @@ class TopoStage3(Stock):
         # zero.Init stores them on the host if its config has offload_param
         for param in self.module.parameters():
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
+        # DeepSpeed makes its flat buffer; ours then take its values, and it is freed.
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         self._parts.build(
             self,
@@ -143,6 +144,7 @@ class TopoStage3(Stock):
         rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
         trained = sum(param.ds_numel for param in self._parts.trained()) / max(numel, 1)
+        # Without a known peak of the device there is no MFU.
         self.pace = Pace(numel, None if rates is None else rates.peak_flops, trained)
 
     def _setup_for_real_optimizer(self) -> None:
@@ -153,6 +155,7 @@ class TopoStage3(Stock):
         # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay
         # on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
+        # DeepSpeed copies from these views to the host, and takes norms of them.
         views = {param.ds_id: self._parts.own_param_index(param) for param in self._parts.trained()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         self._replace_masters()
@@ -171,6 +174,7 @@ class TopoStage3(Stock):
             begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
             master = topo.masters.build(topo.weights.storage.own[:, begin:end], stock)
+            # DeepSpeed finds a master's swapped state by this number.
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 grad = torch.zeros_like(master)
@@ -269,6 +273,7 @@ class TopoStage3(Stock):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
+        # DeepSpeed calls this on its reduction's stream, once for each full bucket.
         param_indices = [self.param_indices[p.ds_id] for p in params_to_reduce]
         # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = self._passes.outer and at_boundary(self) and not self.offload_optimizer
@@ -276,6 +281,7 @@ class TopoStage3(Stock):
         # A bucket has parameters of one process group.
         gradients = self._parts.of(params_to_reduce[0]).gradients
         repeated = gradients.scatter(param_indices, grads, last, communication_data_type)
+        # Several forward passes before a step, each reduced as the last: a sum crosses nodes again.
         if repeated and self._forwards > 1 and not self._hinted:
             self._hinted = True
             plan = self.topo.config.plan
@@ -286,6 +292,7 @@ class TopoStage3(Stock):
         for param in params_to_release:
             # DeepSpeed scatters on a separate stream
             if not get_accelerator().is_synchronized_device():
+                # Autograd allocated it on the computation's stream, to which its memory returns.
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
@@ -473,6 +480,7 @@ class TopoStage3(Stock):
         blended = rows.float()
         beta = settings["momentum"]
         added = blended.to(momentum.device)
+        # Where a value is not finite the momentum moves towards itself, and stays.
         torch.where(finite.to(momentum.device), added, momentum, out=added)
         momentum.lerp_(added, 1 - beta)
         blended.lerp_(momentum.to(rows.device), beta)
@@ -623,6 +631,7 @@ class TopoStage3(Stock):
             ],
             LP_GRADS: [*self._parts.gradient_tensors(), self.grad_partitions_flat_buffer],
         }
+        # Views and their bases: a storage is moved once, and all views follow it.
         tensors = [tensor for kind in kinds for tensor in stored.get(kind, ())]
         self._reloads.append(offload(tensors, self.topo.like.device, pin_memory))
         super().offload_states(
@@ -636,6 +645,7 @@ class TopoStage3(Stock):
         Args:
             non_blocking: only queue the copies.
         """
+        # Newest first: a later call may have moved views of what an earlier one left.
         while self._reloads:
             self._reloads.pop()(non_blocking)
         self.offloaded_states.intersection_update({BUCKET})
@@ -691,6 +701,7 @@ class TopoStage3(Stock):
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
+            # The padding is whatever a file had; it may set the scale of a block.
             self._parts.clean(self.fp32_partitioned_groups_flat, self.optimizer.state)
         own = state_dict_list[self.topo.mesh.rank] if isinstance(state_dict_list, list) else None
         folder = kwargs.get("checkpoint_folder")

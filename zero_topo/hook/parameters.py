@@ -53,6 +53,7 @@ def _split_by_owner(
     params = options.pop("param_list", params)
     if params is None:
         return stock(**options)
+    # In the order of first parameters, which is the same on all ranks.
     parts: dict[ParameterGathers | None, list[Any]] = {}
     for param in params:
         parts.setdefault(served_by(param), []).append(param)
@@ -86,6 +87,7 @@ class ParameterHandle(Handle[None]):
 def served_by(param: Any) -> ParameterGathers | None:
     """Return what serves a parameter's calls for a zero_topo engine; None if DeepSpeed does."""
     call = getattr(param, "partition", None)
+    # Our calls are partials of bound methods; DeepSpeed's are plain functions.
     bound: Any = call.func if isinstance(call, partial) else None
     return getattr(bound, "__self__", None)
 
@@ -117,6 +119,7 @@ class Calls:
 def calls_of(param: Any) -> Calls:
     """Return a parameter's calls; DeepSpeed's own are kept once, by the first engine."""
     if not hasattr(param, "zero_topo_calls"):
+        # Kept with the parameter, not with an engine: engines end in any order.
         own = {name: getattr(param, name) for name in METHODS}
         param.zero_topo_calls = Calls(own, [])
     found: Calls = param.zero_topo_calls
@@ -344,6 +347,7 @@ class ParameterGathers:
         for param in (*self.trained, *self.frozen):
             calls = calls_of(param)
             active = served_by(param) is self
+            # Any engine may end first; only the newest one of a parameter hands it back.
             calls.servers.remove(self)
             if not active:
                 continue

@@ -106,6 +106,8 @@ class Parts:
                     moments=read_moments,
                 )
             else:
+                # Experts share queues and meter with the dense engine, so that collectives begin in
+                # one order.
                 topo = self.parts[0].topo.alongside(config, *described, read_moments)
             key = f"{STATE_KEY}_{config.groups.name}" if self.parts and config.groups else STATE_KEY
             self.parts.append(Part(topo, gathers, mine, key))
@@ -190,6 +192,7 @@ class Parts:
             tracker: a boolean on the accelerator, which DeepSpeed reduces over all ranks and clears
                 in the step.
         """
+        # Its own flat buffer is the row of the first engine.
         for part in self.parts[1:]:
             tracker.logical_or_(~part.topo.gradients.own_row.isfinite().all())
 
@@ -355,6 +358,7 @@ class Replicated:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         count = len(self._names)
         places = torch.arange(count, dtype=torch.int64, device=device)
+        # The number of the first that differs, or how many there are if none does.
         first = torch.where(least == most, count, places).min()
         dist.all_reduce(first, dist.ReduceOp.MIN)  # of all groups, so that every rank raises
         if int(first) < count:
@@ -375,6 +379,7 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
     if group is None or dist.get_world_size(group) == 1:
         return None
     config = part.topo.config
+    # A row of the table then has other elements on each tensor-parallel rank.
     orders = {tree.order for tree in config.groups.trees} if config.groups else set()
     if len(orders) > 1 and isinstance(config.sync, SPARSE_MODES):
         raise ValueError(

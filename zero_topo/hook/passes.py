@@ -50,6 +50,7 @@ class BackwardPasses:
             return
         self._open.add(task)
         if task != -1:
+            # A pass that fails never calls back: its task stays open, which is the sign.
             ended = partial(self._open.discard, task)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 

@@ -307,6 +307,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return a function's parameter names, also through DeepSpeed's tracing decorator
     (``*args, **kwargs``).
     """
+    # The innermost layer that names its parameters is the function itself.
     every = [tuple(inspect.signature(layer).parameters) for layer in _layers(function)]
     return next((names for names in every if names != ("args", "kwargs")), every[-1])
 
@@ -316,6 +317,7 @@ def _layers(function: Any) -> list[Any]:
     itself.
     """
     found = [function]
+    # The list grows while it is walked, until no closure adds a function.
     for layer in found:
         for cell in getattr(layer, "__closure__", None) or ():
             with suppress(ValueError):  # an empty cell
@@ -343,6 +345,7 @@ class Builder:
             setattr(self._config, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        # Methods of the engine, bound to this object, which has only what they read.
         return inspect.getattr_static(DeepSpeedEngine, name).__get__(self, DeepSpeedEngine)
 
     def optimizer(self, parameters: list[Any]) -> Any:

@@ -81,6 +81,7 @@ def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
     group = sharding_group(engine.mpu)
     size = dist.get_world_size(group)
     for name, param in model.named_parameters():
+        # Set by `zero.Init`; a parameter that is whole has none yet.
         own = getattr(param, "ds_process_group", None)
         experts = getattr(param, "ds_zero_partition_group_name", None) is not None
         if own is not None and not experts and dist.get_world_size(own) != size:
@@ -122,6 +123,7 @@ def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]
     first = torch.tensor(
         [min(dist.get_process_group_ranks(group))], dtype=torch.int64, device=device
     )
+    # Ranks of one group send one number, which names it.
     firsts = first.new_empty(world)
     dist.all_gather_into_tensor(firsts, first)
     return groups_from(firsts.tolist())
@@ -222,7 +224,9 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         device: the device of the world group's tensors.
     """
     listed = [names.get(param) for group in optimizer.param_groups for param in group["params"]]
+    # Seven bytes fit a positive int64.
     digest = int.from_bytes(sha256(repr(listed).encode()).digest()[:7], "little")
+    # Least and most in one reduction: they sum to 0 if all digests are equal.
     least = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     if int(least.sum()) == 0:
@@ -291,6 +295,7 @@ def _largest(request: Request, device: torch.device) -> Request:
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([own], dtype=torch.int64, device=device))
     stored = [request]
+    # Only parts of different sizes need one rank's request; else each rank has the same.
     if int(sizes.min()) < int(sizes.max()):
         dist.broadcast_object_list(stored, src=int(sizes.argmax()))
     return stored[0]

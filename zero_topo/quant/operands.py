@@ -70,6 +70,7 @@ class View:
         self.width = width
         self.numel = self.rows * self.columns
         self.shape = self.rows, self.columns, width, self.stride, self.member_stride
+        # Checked here once, so that no kernel needs to.
         if flat.dtype not in FLOATS:
             raise ValueError(
                 f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}"
@@ -96,6 +97,7 @@ class View:
         """Return the elements of ``flat``, a tensor without missing elements, as
         ``[members, rows, width]``.
         """
+        # A view of the memory in place: rows that are apart, of all members.
         strides = (self.member_stride, self.stride, 1)
         return flat.as_strided((self.members, self.rows, self.width), strides)
 
@@ -114,6 +116,7 @@ class View:
             self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device
         )
         missing = self._missing()
+        # The reference reads beyond the end from a padded copy; kernels compare indices.
         flat = pad(self.flat, (0, missing)) if missing else self.flat
         out[..., : self.width].copy_(self._table(flat))
         return out.view(self.members, self.numel)
@@ -125,6 +128,7 @@ class View:
         if not missing:
             self._table(self.flat).copy_(values)
             return
+        # Written as a padded copy, of which only what exists is copied back.
         whole = pad(self.flat, (0, missing))
         self._table(whole).copy_(values)
         self.flat.copy_(whole[: self.flat.numel()])
@@ -152,6 +156,7 @@ def view_of(tensor: Tensor, block: int = 1) -> View:
     table = tensor if tensor.dim() == 3 else tensor[None]
     members, rows, columns = table.shape
     member_stride, stride, _ = table.stride()
+    # Up to the last element: a table may be columns of a wider one.
     extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
     flat = table.as_strided((extent,), (1,))
     filled = -(-columns // block) * block
@@ -200,6 +205,7 @@ def at_blocks(views: Sequence[View], block: int) -> list[View]:
     parts: list[View] = []
     begin = 0
     for view in views:
+        # A view of no elements reads as zeros.
         if missing := -begin % block:
             parts.append(View(view.flat[:0], 1, missing, missing, view.members))
         parts.append(view)
@@ -225,6 +231,7 @@ def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
     """Merge neighbouring ranges of columns wherever a block ends between them."""
     fewer: list[Range] = []
     for begin, end in ranges:
+        # Neighbours in memory, and no block across their border: one view instead of two.
         if fewer and fewer[-1][1] == begin and (fewer[-1][1] - fewer[-1][0]) % block == 0:
             begin = fewer.pop()[0]
         fewer.append((begin, end))
@@ -345,6 +352,7 @@ class Codes:
             blocks = wire.blocks(width)
             numel = rows * blocks * block
             param_indices.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
+            # Kernels find the parameter of a block column by this table.
             param_index_of += [index] * blocks
             at = at + wire.nbytes(numel)
             before = before + blocks

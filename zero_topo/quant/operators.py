@@ -121,6 +121,7 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
     def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
         backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
 
+    # Operators whose arguments a backend takes as they are.
     same = {name: getattr(backend, name) for name in map(_name, SCHEMAS) if name not in locals()}
     own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
     return same | {kernel.__name__: kernel for kernel in own}
@@ -151,6 +152,7 @@ _LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")
 def _define() -> None:
     for schema in SCHEMAS:
         _LIBRARY.define(schema)
+        # `torch.compile` runs the fake kernels to learn shapes.
         fake = _number if schema.endswith("-> Tensor") else _nothing
         torch.library.register_fake(f"zero_topo::{_name(schema)}", fake, lib=_LIBRARY)
     for name, kernel in kernels_of(reference).items():
@@ -256,9 +258,11 @@ class _Serving:
         with self._lock:
             before, withdraw = self._by_type.get(device.type, ("reference", lambda: None))
             if name != before:
+                # Loaded before the old one is withdrawn: if this raises, that one stays.
                 serve = BACKENDS[name](device)
                 withdraw()
                 self._by_type[device.type] = name, serve(device.type.upper())
+                # A module may load and yet not run, such as one built for another GPU.
                 reason = _why_it_does_not_run(device)
                 if reason:
                     self._take_back(device)

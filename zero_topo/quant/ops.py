@@ -111,6 +111,7 @@ def dequantize(
     Raises:
         ValueError: if a message does not hold as many values of this format as there is room for.
     """
+    # Indexing with None is one call for any number of missing dimensions.
     table = messages if messages.dim() == 4 else messages[(None,) * (4 - messages.dim())]
     return _reduced(table, (-1, without), spec, out, factor, accumulate)
 
@@ -189,6 +190,7 @@ def _check(
         raise ValueError("nothing to reduce: give at least one message")
     if outer * inner != members:
         raise ValueError(f"{outer * inner} messages are not one for each of {members} members")
+    # Sizes depend on the format, so a message of another one is found here.
     if size != nbytes or table.dtype != torch.uint8 or (size > 1 and table.stride(3) != 1):
         raise ValueError(
             f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple "
@@ -218,16 +220,17 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     """
     _check_masters(masters, part)
     _check_devices(masters.table, codes.stored)
-    spec = ChangeSpec(codes.block)
+    tile = ChangeSpec(codes.block).tile
+    tiles = codes.block // tile
+    blocks = part.blocks
     device = codes.stored.device
-    scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
-    counts = torch.empty(part.blocks, spec.tiles, dtype=torch.uint8, device=device)
-    steps = torch.empty(
-        part.blocks, spec.tiles, 2, spec.tile // 8, dtype=torch.uint8, device=device
-    )
-    sizes = torch.empty(part.blocks, 2, dtype=torch.int64, device=device)
+    scales = torch.empty(blocks, dtype=torch.float32, device=device)
+    counts = torch.empty(blocks, tiles, dtype=torch.uint8, device=device)
+    steps = torch.empty(blocks, tiles, 2, tile // 8, dtype=torch.uint8, device=device)
+    sizes = torch.empty(blocks, 2, dtype=torch.int64, device=device)
+    own = [masters.first, masters.member]
     OPS.codes_assess.default(
-        *_own_arguments(masters), *_code_arguments(codes, part), scales, counts, steps, sizes
+        masters.table, own, *_code_arguments(codes, part), scales, counts, steps, sizes
     )
     # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which
     # walks all rows.
@@ -259,14 +262,17 @@ def encode_changes(
     """
     _check_devices(masters.table, codes.stored, change.scales)
     message = allocate(nbytes, dtype=torch.uint8, device=codes.stored.device)
-    chunks = -(-part.blocks // CHUNK)
-    at = ChangeSpec(codes.block).counts_offset(part.blocks)
+    blocks = part.blocks
+    chunks = -(-blocks // CHUNK)
+    at = ChangeSpec(codes.block).counts_offset(blocks)
+    # Sums after every 32nd block; the last entry is that of the last block.
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
-    ends[: part.blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
+    ends[: blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
     ends[-1:].copy_(change.ends[-1:])
     message[at : at + change.counts.numel()].copy_(change.counts.view(-1))
+    own = [masters.first, masters.member]
     made = change.scales, change.counts, change.steps, change.ends, message
-    OPS.codes_emit.default(*_own_arguments(masters), *_code_arguments(codes, part), *made)
+    OPS.codes_emit.default(masters.table, own, *_code_arguments(codes, part), *made)
     return message
 
 
@@ -302,10 +308,6 @@ def _check_masters(masters: Masters, part: Part) -> None:
             f"{table.shape[0]} rows of member {masters.member} are not {part.rows} of "
             f"{part.members}"
         )
-
-
-def _own_arguments(masters: Masters) -> tuple[Tensor, list[int]]:
-    return masters.table, [masters.first, masters.member]
 
 
 def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, list[int]]:
@@ -547,6 +549,7 @@ def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]
         settings: the factor by which all weights decay, the square root of the second moment's bias
             correction, epsilon, and minus the learning rate over the momentum's bias correction.
     """
+    # Kernels exist for FP32 alone.
     in_fp32 = state[0].dtype == state[1].dtype == torch.float32
     update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference.aged_adamw
     update(*state, table, settings)

@@ -104,6 +104,7 @@ def requantize(
 
 def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) -> Tensor:
     total = _values(messages[0], numel, spec)
+    # In the order given, one rounding a sum: every backend adds in this order.
     for message in messages[1:]:
         total.add_(_values(message, numel, spec))
     return (
@@ -118,6 +119,7 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         out.copy_(x.to(DTYPES[spec.dtype]).view(torch.uint8))
         return
     numel = x.numel()
+    # The planes are padded with zeros, so that equal values are equal bytes.
     q, scale = (_nf4_quantized if spec.name == "nf4" else _quantized)(_blocks(x, spec), spec)
     values_end = spec.blocks(numel) * spec.block_bytes
     scales = spec.scales_offset(numel)
@@ -129,6 +131,7 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
 
 
 def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
+    # The tail of the last block counts as zeros.
     blocks = x.new_zeros(spec.blocks(x.numel()) * spec.block_size)
     blocks[: x.numel()].copy_(x)
     return blocks.view(-1, spec.block_size)
@@ -136,6 +139,7 @@ def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
 
 def _quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(dim=1)
+    # A tensor: on a GPU torch divides by a Python number through its reciprocal.
     levels = torch.full_like(absmax, spec.levels)
     bad = ~torch.isfinite(absmax)
     tiny = absmax < SMALLEST
@@ -147,11 +151,13 @@ def _quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
 
 def _nf4_quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(dim=1)
+    # The upper bits of a float are its exponent and two bits of mantissa: the byte of the scale.
     bits = (absmax / torch.full_like(absmax, INT8_LEVELS)).view(torch.int32)
     steps = ((bits - (NF4_SCALE - NF4_NEAREST)) >> 21).clamp_(min=0)
     steps = steps.masked_fill_(~torch.isfinite(absmax) | (steps > 254), 255)
     scale = _nf4_scale(steps)
     bounds = torch.tensor(NF4_BOUNDS, dtype=torch.float32, device=blocks.device)
+    # The number of bounds below a value; on a bound, that of the level below.
     q = torch.bucketize(blocks.mul_((torch.ones_like(scale) / scale)[:, None]), bounds) - 8
     return q.masked_fill_((steps == 255)[:, None], 0).to(torch.int8), steps.to(torch.uint8)
 
@@ -168,6 +174,7 @@ def _pack(q: Tensor, bits: int) -> Tensor:
     flat = q.view(-1)
     if bits == 8:
         return flat.view(torch.uint8)
+    # The low nibble is the even element.
     pairs = flat.view(torch.uint8).view(-1, 2)
     return (pairs[:, 0] & 0xF) | (pairs[:, 1] << 4)
 
@@ -177,6 +184,7 @@ def _unpack(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return signed.to(torch.float32)
     out = torch.empty(values.numel(), 2, dtype=torch.float32, device=values.device)
+    # Shifts of signed bytes extend the sign.
     out[:, 0] = (signed << 4) >> 4
     out[:, 1] = signed >> 4
     return out.view(-1)
@@ -184,6 +192,7 @@ def _unpack(values: Tensor, bits: int) -> Tensor:
 
 def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
     if isinstance(spec, Cast):
+        # A message may begin at any byte: a copy is aligned.
         return message.clone().view(DTYPES[spec.dtype]).to(torch.float32)
     blocks = spec.blocks(numel)
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
@@ -213,15 +222,18 @@ def codes_assess(
     x = _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
+    # What would change: an element changes where its code does.
     tiles = (_coded(x, scales) - old_codes).view(*counts.shape, -1)
     number = (tiles != 0).sum(2)
     large = tiles.abs().amax(2) > 1
+    # Bits are compared: a scale that is NaN equals itself here.
     whole = (number > spec.most).any(1) | (scales.view(torch.int32) != old.view(torch.int32))
     counts.copy_(number + LARGE * large).masked_fill_(whole[:, None], WHOLE)
     sizes[:, 0] = whole
     sizes[:, 1] = (
         _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape).sum(1).masked_fill_(whole, 0)
     )
+    # Two masks of each tile, one behind the other.
     mask_pack(torch.stack([tiles != 0, tiles < 0], 2).view(-1), steps.view(-1))
 
 
@@ -247,17 +259,21 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     masks = torch.empty(8 * change.steps.numel(), dtype=torch.bool, device=message.device)
     mask_unpack(change.steps.view(-1), masks)
     changed, less = masks.view(-1, 2, spec.tile).unbind(1)
+    # Small changes are steps of the stored codes, so that an edit of the masters in between changes
+    # none.
     new = _stored(codes, part, masters.member)[0].view(-1, spec.tile)
     fresh = _coded(_masters_in_blocks(masters, codes, part), change.scales).view(-1, spec.tile)
     large = (change.counts.view(-1) >= LARGE)[:, None]
     stepped = new + changed.to(torch.int8) - 2 * less.to(torch.int8)
     new = torch.where(changed, torch.where(large, fresh, stepped), new)
+    # From here on in the order of the message: scales, whole blocks, changes.
     new.view(n, block)[whole] = fresh.view(n, block)[whole]
     at = spec.scales_offset(n)
     message[at : at + 4 * count].copy_(change.scales[whole].view(torch.uint8))
     new = new.to(torch.int8).view(torch.uint8)
     at = spec.codes_offset(n, count)
     message[at : at + block * count].copy_(new.view(n, block)[whole].view(-1))
+    # Tiles of the blocks that are not sent whole.
     sent = ~whole.repeat_interleave(spec.tiles)
     packed = _Tiles(change.counts.view(-1)[sent], spec.tile).packed(
         changed[sent], less[sent], new[sent]
@@ -303,16 +319,20 @@ class _Tiles:
         self._size = size
         self._large = counts >= LARGE
         self._number = counts % LARGE
+        # Bytes behind the positions: new codes of large changes; of small ones the signs, if a
+        # mask.
         values = torch.where(self._large, self._number, (self._number + 7) // 8)
         self._listed = self._number <= size // 8 + values.masked_fill(self._large, 0)
         self._positions = torch.where(self._listed, self._number, size // 8)  # bytes
         self.sizes = self._positions + values.masked_fill(self._listed & ~self._large, 0)
+        # Where each tile begins: the sizes of those before it.
         self._starts = self.sizes.cumsum(0) - self.sizes
 
     def packed(self, changed: Tensor, less: Tensor, new: Tensor) -> Tensor:
         """Encode two masks ``[tiles, T]``, which values change and which decrease, and the new
         codes.
         """
+        # One entry for each change, tile after tile, in ascending position.
         tile, position = changed.nonzero(as_tuple=True)
         start = self._starts[tile]
         listed = self._listed[tile]
@@ -321,11 +341,14 @@ class _Tiles:
         minus = less[tile, position].long().masked_fill(large, 0)
         values = start + self._positions[tile]
         out = torch.zeros(int(self.sizes.sum()), dtype=torch.int64, device=changed.device)
+        # A list: a byte for each change.
         out[(start + rank)[listed]] = (position + 128 * minus)[listed]
+        # The new codes of tiles with large changes.
         out[(values + rank)[large]] = new[tile, position][large].to(torch.int64)
         out.index_add_(
             0, (start + position // 8)[~listed], (torch.ones_like(minus) << position % 8)[~listed]
         )
+        # A mask of small changes: signs, eight to a byte, in the order of the changes.
         signed = ~listed & ~large
         out.index_add_(0, (values + rank // 8)[signed], (minus << rank % 8)[signed])
         return out.to(torch.uint8)
@@ -336,13 +359,16 @@ class _Tiles:
         starts = self._starts + at
 
         def byte(index: Tensor) -> Tensor:
+            # A message from another rank never leads a read out of it.
             return message[index.clamp(max=len(message) - 1)].to(torch.int64)
 
+        # Lists: entry number `rank` of each tile.
         lengths = self._number.masked_fill(~self._listed, 0)[:, None]
         listed = torch.arange(size, dtype=torch.int64, device=codes.device) < lengths
         tile, rank = listed.nonzero(as_tuple=True)
         entry = byte(starts[tile] + rank)
         position = torch.arange(size, dtype=torch.int64, device=codes.device)
+        # Masks: all positions of all tiles, of which those of lists are left out.
         mask = byte(starts[:, None] + position // 8) >> position % 8 & 1
         ranks = mask.cumsum(1) - 1
         of, place = (
@@ -352,6 +378,7 @@ class _Tiles:
         tile = torch.cat([tile, of])
         position = torch.cat([entry % size, place])
         rank = torch.cat([rank, ranks[of, place]])
+        # Both forms together: a step by the sign, or the new code.
         minus = torch.cat([entry // 128, sign])
         fresh = byte(starts[tile] + self._positions[tile] + rank).to(torch.uint8).view(torch.int8)
         codes[tile, position] = torch.where(
@@ -428,6 +455,7 @@ def mask_pack(mask: Tensor, bits: Tensor) -> None:
     """
     padded = mask.new_zeros(8 * bits.numel())
     padded[: mask.numel()] = mask
+    # torch has no packing of bits: a weighted sum of eight.
     weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
     bits.copy_((padded.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8))
 
@@ -492,6 +520,7 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     """
     size = x.view(torch.int32) & 0x7FFFFFFF
     k = indices.shape[1]
+    # All above the k-th largest, then the first that equal it, as many as are left.
     kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     largest = size > kth
     equal = size == kth
@@ -509,6 +538,7 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
         The number of elements that are sent, int64 ``[1]``.
     """
     block, selections, low, dtype = form
+    # A zero is void: it is counted, and not sent.
     sizes = x.gather(1, indices).abs_()
     void = sizes == 0
     count = selections - void.sum(dim=1, keepdim=True)
@@ -524,6 +554,7 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     del void
     device = x.device
     rows = len(packets)
+    # Elias-Fano: the upper bits in unary, as set bits of a bitmap; the lower ones as they are.
     ones = (index >> low) + torch.arange(selections, dtype=torch.int64, device=device)
     high = torch.zeros(
         len(x), selections + (block >> low), dtype=torch.bool, device=device
@@ -567,6 +598,7 @@ def ternary_decode(
     index = ((ones - torch.arange(selections, dtype=torch.int64, device=device)) << low) + lower
     scale = scales.float().view(blocks, 1)
     signed = torch.where(signs.reshape(blocks, selections), -scale, scale)
+    # A repeated position stands for an element that was void.
     signed[:, 1:].masked_fill_(index.diff(dim=1) == 0, 0)
     indices.copy_((index + begins.reshape(blocks, 1)).view(-1))
     values.copy_(signed.view(-1))
@@ -622,6 +654,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
             table[row] -= torch.where(resolved & (chosen != j), sign * value, 0.0)
         return True
 
+    # A list, so that every block is visited in every pass.
     while any([visit(block) for block in range(blocks)]):
         pass
     # The remaining elements get the median of their three rows
@@ -669,6 +702,7 @@ def aged_adamw(
     settings: Sequence[float],
 ) -> None:
     """Update weights ``p``, both moments and ages, ``[n]`` each; see ``ops.aged_adamw``."""
+    # In chunks, as each step below makes a temporary of its length.
     for chunk in zip(*(part.split(UPDATED) for part in (p, g, mean, square, age)), strict=True):
         _update_aged(chunk, table, settings)
 

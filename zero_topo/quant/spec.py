@@ -271,4 +271,4 @@ class ChangeSpec:
 
     def largest(self, blocks: int) -> int:
         """Return the bytes of the largest message: all blocks are sent whole."""
-        return self.nbytes(blocks, blocks, 0)
+        return self.changes_offset(blocks, blocks)

@@ -41,6 +41,7 @@ from zero_topo.quant.triton_sparse import (  # noqa: F401
 def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
     """Quantize the concatenated views of each member into its message."""
     if isinstance(spec, Cast):
+        # Floats have no blocks: each view is one launch into its part of the messages.
         for view, values in _parts(views, spec, out):
             _quantize(view, spec, values)
     elif len(views) == 1:
@@ -136,6 +137,7 @@ def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
     flat = torch.empty(members * numel, dtype=DTYPES[name], device=views[0].flat.device)
     if not all(view.flat.numel() for view in views):
         flat.zero_()
+    # The buffer is one flat row for each member.
     copy = View(flat, 1, numel, numel, members, numel)
     return copy, Cast(name), to_members(flat.view(torch.uint8).view(members, -1))
 
@@ -146,6 +148,7 @@ def _placed(view: View, spec: Format) -> tuple[Place, Fold]:
     columns, present, stride = (
         (0, view.rows * view.width, 0) if flat else (view.columns, view.width, view.stride)
     )
+    # Values that are adjacent in memory whatever the row: one address serves a group.
     group = 1 if columns % ALIGNED.value else ALIGNED.value
     even = not any(number % ALIGNED.value for number in (columns, stride, member_stride))
     fold = Fold(flat, not flat and columns < size_of(spec), group, 4 if even else 16)
@@ -162,6 +165,7 @@ def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, 
     skipped = members if messages.without_member < 0 else messages.without_member
     hole = sources if messages.without_source < 0 else messages.without_source
     numbers = tiles, skipped, sources - (hole < sources), hole
+    # Such numbers are neither 1 nor multiples of 16, for which Triton would compile again.
     work = Work._make([*(4 * number + 2 for number in numbers), factor])
     return work, tiles * (members - (skipped < members))
 

@@ -136,6 +136,7 @@ def quantize_tile(
     """Quantize a tile of a view into its blocks of the message."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
+    # Groups of adjacent values become the blocks of the message.
     x = widened(loaded(place.data + offsets, exists, whole)).reshape(
         TILE // size_of(SPEC), size_of(SPEC)
     )
@@ -156,6 +157,7 @@ def reduce_tile(
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     total = _sum(messages, work, place.numel, SPEC).reshape(offsets.shape)
     pointers: tl.tensor = place.data + offsets
+    # A constant at compile time, so that no value of the view is read where it is overwritten.
     if ACCUMULATE:
         total = widened(loaded(pointers, exists, whole)) + total
     _stored(pointers, total, exists, whole)
@@ -173,6 +175,7 @@ def requantize_tile(
     """Quantize a tile of the messages' sum into its blocks of another message."""
     tile, _ = _mine(work)
     total = _sum(messages, work, numel, SOURCE)
+    # Padding of the sources may be anything; it must not set the scale of the last block.
     _encode(tl.where(_index(tile, SPEC) < numel, total, 0.0), message, work, numel, SPEC)
 
 
@@ -221,6 +224,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
     last = tile * TILE + (TILE - 1)
     begin = tl.cast(member, tl.int64) * place.member_stride
     if FOLD.flat:
+        # One row: an index is an offset, and what exists ends at one place.
         limit = tl.minimum(place.limit - begin, place.present)
         offsets = (first + within)[:, :, None] + group
         return begin + offsets, offsets < limit, last < limit
@@ -228,6 +232,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
         row = first // place.columns
         column = first - row * place.columns + within
         if FOLD.narrow:
+            # A block may span many short rows, which takes a division; else it spans two.
             over = (column.to(tl.int32) // tl.cast(place.columns, tl.int32)).to(tl.int64)
         else:
             over = (column >= place.columns).to(tl.int64)
@@ -235,6 +240,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
         offsets = (begin + (row + over) * place.stride + column)[:, :, None] + group
         exists = ((first + within)[:, :, None] + group < place.numel) & (offsets < place.limit)
         end = last % place.columns
+        # Whether no value of this tile is padding of a row: then no load or store needs a mask.
         filled = (place.present == place.columns) | ((end < place.present) & (end >= TILE - 1))
         whole = (
             filled
@@ -276,6 +282,7 @@ def _encode_blocks(
     block = _blocks(tile, SPEC)
     bits = x.to(tl.int32, bitcast=True)
     largest = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    # Inf or NaN in a block makes its scale NaN.
     good = (largest.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     if SPEC.name == "nf4":
         unit = tl.div_rn(largest, tl.full(largest.shape, 127, tl.float32)).to(
@@ -285,6 +292,7 @@ def _encode_blocks(
         good &= step < 255
         stored = tl.where(good, step, 255).to(tl.uint8)
         inverse = tl.div_rn(tl.full(largest.shape, 1, tl.float32), _nf4_scale(step))
+        # The number of bounds below a value is its level; comparisons in a row take no memory.
         y = x * inverse[:, None]
         q = tl.full(x.shape, -8, tl.int32)
         for k in tl.static_range(15):
@@ -296,8 +304,10 @@ def _encode_blocks(
         stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(largest, levels)), float("nan"))
         inverse = tl.where(tiny, 0.0, tl.div_rn(levels, largest))
         q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
+    # Blocks of NaN and blocks behind the last value have codes of zero.
     q = tl.where((good & (block * SPEC.block_size < numel))[:, None], q, 0)
     if SPEC.bits == 4:
+        # The low nibble is the even element.
         even, odd = tl.split(q.reshape(TILE // SPEC.block_size, SPEC.block_bytes, 2))
         q = (even & 15) | (odd << 4)
     place = block[:, None] * SPEC.block_bytes + tl.arange(0, SPEC.block_bytes)[None, :]
@@ -352,6 +362,7 @@ def _decode(
     present = block * SPEC.block_size < numel
     place = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     words = tl.load(message.to(tl.pointer_type(tl.int32)) + place, mask=present[:, None], other=0)
+    # A word has 4 or 8 values, which new dimensions of 2 put into their order.
     q = _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size)
     if SPEC.name == "nf4":
         step = tl.load(message + planes.scales + block, mask=present, other=0).to(tl.int32)
@@ -385,6 +396,7 @@ def _unpack(
             _unpack(words, AT, 2 * STEP, SPEC), _unpack(words, AT + STEP, 2 * STEP, SPEC)
         )
     else:
+        # The bits of a value become the mantissa of a float with a known exponent; see the head.
         bits = ((words >> (AT - SHIFT)) & MASK) ^ FLOAT
         return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + HALF)
 

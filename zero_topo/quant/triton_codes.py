@@ -114,6 +114,8 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
         sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
         changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
         arguments = _weights(codes, part), _own(masters), codes.block, spec.tile
+        # The second launch follows the first on the same stream: both write codes, of different
+        # tiles.
         for kernel in (_emit, _emit_new):
             launch(kernel, triton.cdiv(n, FEWER.value // codes.block), changes, *arguments)
 
@@ -169,7 +171,9 @@ def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.con
     column = block - row * width + (weights.begin >> 2)
     param_index = weights.param_indices + tl.load(weights.param_index_of + column).to(tl.int64) * 6
     here = column - tl.load(param_index + 3)
+    # Row r of member m is row m + r * members of the shard.
     index = (row * (weights.members >> 2) + member) * tl.load(param_index + 2) + here
+    # A block has a multiple of 64 codes, so each thread may read 16 bytes at once.
     codes = tl.multiple_of(tl.load(param_index) + index * SIZE, 16)
     inside = here * SIZE
     return (
@@ -209,6 +213,7 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     usable = scale > 0
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     code = tl.where(usable[:, None], x * inverse[:, None], 0.0)
+    # Adding and subtracting the number rounds to an integer, half to even.
     return (tl.minimum(tl.maximum(code, -LEVELS), LEVELS) + ROUNDER) - ROUNDER
 
 
@@ -227,13 +232,16 @@ def _assess(
     change, and sizes.
     """
     n = weights.blocks >> 2
+    # Beyond the last block it is read again, and nothing is stored.
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
     codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
     x = _values(own, row, first, left, SIZE)
     old = tl.load(_floats(weights.data + scales_at))
+    # Magnitudes of floats are ordered as their bits are, and NaN is the largest of all.
     top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
+    # A quotient that is Inf or NaN makes the scale NaN, so that overflow is seen after a gather.
     fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
     # The product may be Inf
     fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))
@@ -242,9 +250,11 @@ def _assess(
     changed = (change != 0).to(tl.int32)
     less = (change < 0).to(tl.int32)
     tile = tl.arange(0, SIZE // VALUES)[None, :]
+    # By tile: how many codes change, and whether one of them by more than 1.
     number = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
     far = tl.max(tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2) > 1
     whole = tl.max(number, axis=1) > VALUES - VALUES // 8
+    # Bits are compared: a scale that is NaN differs from itself, yet the copies have it already.
     whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
     count = tl.where(whole[:, None], WHOLLY, number + LARGELY * far.to(tl.int32))
     tl.store(
@@ -255,6 +265,7 @@ def _assess(
     size = tl.where(whole, 0, tl.sum(_tile_bytes(count, VALUES), axis=1))
     tl.store(sizes + 2 * mine, whole.to(tl.int64), mask=mine < n)
     tl.store(sizes + 2 * mine + 1, size.to(tl.int64), mask=mine < n)
+    # Two masks of each tile, one behind the other: which codes change, and which decrease.
     byte = tl.arange(0, SIZE // 8)[None, :]
     at = (
         steps
@@ -302,6 +313,7 @@ def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
     """
     n = tl.cast(weights.blocks >> 2, tl.int64)
     nbytes = tl.cast(changes.nbytes >> 2, tl.int64)
+    # The last entry has the sums over all blocks: those sent whole, and the bytes of changes.
     every = tl.load(changes.ends + 2 * n - 2)
     total = tl.load(changes.ends + 2 * n - 1)
     whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
@@ -324,7 +336,9 @@ def _emit(
         mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
         block = tl.minimum(mine, n - 1)
         whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
+        # The sums up to the block before this one say where its part of the message begins.
         before = changes.ends + 2 * block - 2
+        # Most programs have no such block, and skip its loads.
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             rank = tl.load(before, mask=block > 0, other=0)
             _emit_whole(changes, weights, own, (block, (mine < n) & whole, rank, whole_at), SIZE)
@@ -368,6 +382,7 @@ def _emit_tiles(
     size = _tile_bytes(count, VALUES)
     number = count % LARGELY
     listed = _listed(count, VALUES)
+    # Tiles of a block follow each other: the exclusive sum of their bytes is where each begins.
     out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
     masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
     of_value = masks[:, :, None] + value // 8
@@ -376,6 +391,7 @@ def _emit_tiles(
     ]
     less = (tl.load(of_value + VALUES // 8) >> value % 8 & 1).to(tl.int32) & changed
     less = tl.where((count < LARGELY)[:, :, None], less, 0)
+    # Small changes are applied here; `_emit_new` stores the others, of which it has the values.
     codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
     pointers = (
         (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None]
@@ -389,6 +405,7 @@ def _emit_tiles(
     tl.store(
         out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed[:, :, None]
     )
+    # A mask of a tile is copied as it was assessed; then follow the signs, eight to a byte.
     if tl.min(tl.min(listed.to(tl.int32), axis=1), axis=0) == 0:
         byte = tl.arange(0, VALUES // 8)[None, None, :]
         tl.store(
@@ -422,6 +439,7 @@ def _emit_new(
         size = _tile_bytes(count, VALUES)
         number = count % LARGELY
         start = tiles_at + tl.load(changes.ends + 2 * block - 1, mask=block > 0, other=0)
+        # The new codes are the last bytes of a tile: they begin their number before its end.
         out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - number))
         masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
         value = tl.arange(0, VALUES)[None, None, :]
@@ -456,6 +474,7 @@ def _apply(
         0, FEWER // SIZE
     )
     member += (member >= skipped).to(tl.int32)
+    # Programs of all members share one axis; those behind the member left out are one number ahead.
     message = tl.multiple_of(address(messages, 0, member), 16)
     block = tl.minimum(mine, n - 1)
     chunk = block // CHUNKED
@@ -465,6 +484,8 @@ def _apply(
         chunk[:, None] * (CHUNKED * (SIZE // VALUES))
         + tl.arange(0, CHUNKED * (SIZE // VALUES))[None, :]
     )
+    # The header has sums for every 32 blocks only: the counts of the blocks since then are added
+    # up.
     earlier = tl.load(counts + at, mask=at < block[:, None] * (SIZE // VALUES), other=0).to(
         tl.int32
     )
@@ -478,10 +499,12 @@ def _apply(
     )
     every = tl.load(message.to(tl.pointer_type(tl.uint32)) + (n - 1) // CHUNKED * 2).to(tl.int64)
     whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
+    # Counts come from another rank: none may lead a read or a write out of its memory.
     whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
     count = tl.where(whole[:, None], 0, _possible(count, VALUES))
     begin += whole_at + every * SIZE
     codes, scales_at, _, _, _ = _places(weights, block, member, SIZE)
+    # A message too short for a block leaves it unchanged.
     there = whole & (mine < n) & (whole_at + (rank + 1) * SIZE <= nbytes)
     if tl.max(there.to(tl.int32), axis=0) > 0:
         sent = tl.multiple_of(tl.where(there, whole_at + rank * SIZE, 0), 16)
@@ -489,6 +512,7 @@ def _apply(
         tl.store(_bytes(weights.data, codes, SIZE), received, mask=there[:, None])
         scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there, other=0.0)
         tl.store(_floats(weights.data + scales_at), scale, mask=there)
+    # The same for changes that would end behind the message.
     there = (mine < n) & (begin + tl.sum(_tile_bytes(count, VALUES), axis=1) <= nbytes)
     count = tl.where(there[:, None], count, 0)
     if tl.max(tl.max(count, axis=1), axis=0) > 0:
@@ -512,6 +536,7 @@ def _apply_tiles(
     # Steps or, of large changes, new codes
     by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
     changed = by
+    # Lists: the k-th entry of every tile at once. A list has no more entries than a mask has bytes.
     for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
         entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
         code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(
@@ -520,6 +545,7 @@ def _apply_tiles(
         hit = (value == entry % VALUES) & (k < listed)[:, :, None]
         by = tl.where(hit, tl.where(large, code, by + 1 - 2 * (entry >> 7)), by)
         changed = tl.where(hit, 1, changed)
+    # Masks: an element finds its sign or its code by its rank among the set bits.
     if tl.max(tl.max(number - listed, axis=1), axis=0) > 0:
         masked = (listed < number)[:, :, None]
         bit = (

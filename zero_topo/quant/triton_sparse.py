@@ -51,6 +51,7 @@ def launch(
     Products and sums are not contracted to FMA.
     """
     with torch.cuda.device_of(target if isinstance(target, Tensor) else target[0]):
+        # Fused, a product and a sum would round once where the reference rounds twice.
         kernel[(programs,)](target, *arguments, num_warps=warps, enable_fp_fusion=False)
 
 
@@ -75,6 +76,7 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
     """Write the indices and values of large elements, up to the room; return their number, int64
     ``[1]``.
     """
+    # Where each chunk writes is known on the device: the host waits for nothing.
     ends = _counts(x, threshold).cumsum(0)
     launch(
         _compact_above,
@@ -99,6 +101,7 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     """
     rows = sketch.shape[1]
     places = _places(x[0], seed, rows)
+    # Stable: blocks of a row stay in ascending order.
     row_of, order = places.rows.view(-1).sort(stable=True)
     starts = torch.searchsorted(row_of, torch.arange(rows + 1, dtype=row_of.dtype, device=x.device))
     for own, sketched in zip(x, sketch, strict=True):
@@ -151,6 +154,7 @@ def _places(x: Tensor, seed: int, rows: int) -> _Places:
     blocks = triton.cdiv(x.numel(), SKETCH_WIDTH.value)
     at = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
     signs = torch.empty(3, blocks, dtype=torch.float32, device=x.device)
+    # Kernels take signed numbers; the bits are those of the unsigned seed.
     signed = (seed + 2**63) % 2**64 - 2**63
     launch(_hash, triton.cdiv(3 * blocks, SKETCH_WIDTH.value), at, signs, blocks, rows, signed)
     return _Places(at, signs, blocks)
@@ -232,6 +236,7 @@ def _compact_above(
     counts.
     """
     element, values, large = _above(x, n, threshold)
+    # Running counts include this chunk.
     begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
     writes = (large != 0) & (place < room)
@@ -254,6 +259,7 @@ def _aged_adamw(
     old = tl.load(aged.mean + at, mask=arrived, other=0)
     end = tl.load(factors) * sums
     weight = tl.load(factors + AGES)
+    # As `torch.lerp`, which counts from the nearer end.
     small = weight < 0.5
     new = tl.fma(tl.where(small, weight, weight - 1), end - old, tl.where(small, old, end))
     left = tl.load(aged.square + at, mask=arrived, other=0) * tl.load(factors + 2 * AGES)

@@ -165,6 +165,7 @@ class SyncMode:
         """
         own = self.context.own_row
         for begin, end in merged(ranges):
+            # The own row has the delivered sum, to which further gradients are added.
             shard[:own, begin:end].zero_()
             shard[own + 1 :, begin:end].zero_()
 

@@ -71,6 +71,7 @@ class Crossing(SyncMode, ABC):
                     "all ranks"
                 )
             return
+        # This mode keeps no residual: it refuses, in words.
         if mine is None or rows is None:
             return super().inherit(sums)
         plan = self.context.plan
@@ -78,6 +79,7 @@ class Crossing(SyncMode, ABC):
         for name, (_, first, past) in mine.parameters.items():
             if name not in sums:
                 continue
+            # Shares of all owners add up to the sum again.
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
         self.store_residual(rows)
 
@@ -118,6 +120,7 @@ class Crossing(SyncMode, ABC):
         """Return a copy of all peers' rows in the shard, FP32 ``[P, C]``."""
         views = range_views(self.rows(shard)[:, None], merged(ranges))
         table = shard.new_empty(self.peers.size, total_numel(views), dtype=torch.float32)
+        # One launch reads all ranges, and converts them to FP32.
         quantize(views, EXACT, table.view(torch.uint8))
         return table
 
@@ -137,6 +140,7 @@ class Crossing(SyncMode, ABC):
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
         parts = range_views(members(shard, self._inner.size), ranges)
         out = range_views(table, places)
+        # Inside the node the shards of its ranks are summed; each rank crosses with its own part.
         return reduce_scatter(self._inner, parts, self._dense_wire, out).then(lambda _: table)
 
     def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:

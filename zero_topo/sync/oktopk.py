@@ -120,6 +120,7 @@ class OkTopk(Sparse):
             or self.since_start % self.config.tau_prime == 0
         )
         state: OkTopkState = self._state
+        # From here on each step of the paper is one call, with its host synchronization.
         own = self._own(total)
         selected, threshold, recomputed = self._selected(total, state, exact)
         bounds = state.bounds
@@ -186,8 +187,10 @@ class OkTopk(Sparse):
             low = max(state.local / NEAR, TINY)
             k = self.selections
             room = 5 * k // 4
+            # One pass counts and collects, before the host knows how many there are.
             indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
             reached, near = self.to_host(reaching, ops.count_above(total, low))
+            # Too few: candidates are those that reach a lower threshold.
             few = 5 * reached < 4 * k
             count = near if few else reached
             if k <= near and count <= MOST_TAKEN * k:
@@ -197,6 +200,7 @@ class OkTopk(Sparse):
                     selected = selected.where(largest(selected.values, k).indices)
                 return selected.rounded(self.dtype), max(at * _moved(reached / k), TINY), False
         bound = kth_largest(total, self.selections)
+        # The reused threshold does not fit any more: an exact one.
         threshold, reaching = self.to_host(bound, count_reaching(total, bound))
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
@@ -213,6 +217,7 @@ class OkTopk(Sparse):
             if len(selected)
             else bounds[1:-1]
         )
+        # A mean of integers is equal on all ranks.
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
@@ -250,6 +255,7 @@ class OkTopk(Sparse):
         """
         most = min(self.k, MOST_SHARES * -(-self.k // self.peers.size))
         magnitudes = largest(sums, most).values.abs()
+        # Equal lengths: an all-gather needs no sizes.
         magnitudes = pad(magnitudes, (0, most - len(magnitudes)))
         threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k)
         reaching = self.peers.gather(count_reaching(sums, threshold))
@@ -273,6 +279,7 @@ class OkTopk(Sparse):
         most = max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
+            # Each rank adds its share of those between the two thresholds.
             more = max(sum(reach[1::2]) - total, 1)
             counts = torch.minimum(
                 reaching + (near - reaching) * (self.k - total) // more, near
@@ -295,6 +302,7 @@ class OkTopk(Sparse):
         if max(counts) * size <= CROWDED * total:
             return own, counts
         # On the host, like the counts
+        # Where equal shares end, and where the ranks' own parts end: overlaps are what moves.
         ends = total * torch.arange(size + 1, dtype=torch.int64, device="cpu") // size
         edges = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0)
         mine = self.peers.index
@@ -364,6 +372,7 @@ class OkTopkByRow(Sparse):
         ).view(-1)
         selected = Selected(places, total[places]).rounded(self.dtype)
         packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
+        # Packets of a fixed length: no counts are sent, and the host waits for nothing.
         arriving = self.peers.all_to_all_later(packets.view(size, k, -1))
         report = Report(density=k / width)
         left: list[Tensor] = []  # of the own row, where sums stay with their owners
@@ -382,6 +391,7 @@ class OkTopkByRow(Sparse):
             )
             reduced = sums.new_zeros(size, width)
             reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
+            # What was not chosen returns to the residual: it is not subtracted.
             selected.values.mul_(reduced.view(-1)[selected.indices] != 0)
             if self.dtype != sums.dtype:
                 errors.append(

@@ -174,6 +174,7 @@ class AdamS(AdamLike):
         count = int(self.state[params[0]]["step"])
         grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
         moments = [self.state[p]["exp_avg"] for p in params]
+        # Of the momentum as it was, before this gradient.
         norms = torch._foreach_mul(moments, moments)
         torch._foreach_mul_(norms, b2 / (1 - b2**count))
         torch._foreach_addcmul_(norms, grads, grads, (1 - b2) / (1 - b2**count))
@@ -230,6 +231,7 @@ class AgedAdamW(AdamLike):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "age" in state:
+                # Ages are small integers: they survive FP32 and FP16, and BF16 to 256.
                 state["age"] = state["age"].to(torch.uint8)
 
     def _prepare(self, p: Tensor) -> None:
@@ -266,6 +268,7 @@ class AgedAdamW(AdamLike):
         key = (p.device, p.dtype, *betas)
         if key not in self._tables:
             b1, b2 = betas
+            # Column 0 is an element without an arrival: nothing of it changes.
             steps = range(1, OLDEST + 2)
             rows = (
                 (0.0, *(1 / a for a in steps)),

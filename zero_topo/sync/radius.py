@@ -121,6 +121,7 @@ class Radius(Masked):
         if self._choice is None:
             kept = list(self._state.kept) or [0] * len(self._included)
             self._choice = _Choice(self.mask(self._state)[self.peers.index], kept, False)
+        # The update says nothing about the gradients.
         if rate == 0 and self._state.kept:
             return
         self._choice.moved |= rate != 0
@@ -144,6 +145,7 @@ class Radius(Masked):
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
+        # Only after a step that was not skipped: the mask becomes that of all peers.
         old = self.mask(self._state)[self.peers.index]
         for _, report in self._reports:  # of the new mask with the old one
             report["overlap"] = old.logical_and(choice.mask).sum() / sum(choice.kept)

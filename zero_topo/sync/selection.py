@@ -104,6 +104,7 @@ class Records:
         message = peers.allocate(
             len(selected), head + tail, dtype=word, device=selected.values.device
         )
+        # An index and its value side by side: a message can be cut after any record.
         message[:, :head] = selected.indices.to(self._index).view(word).view(-1, head)
         message[:, head:] = selected.values.to(self.dtype).view(word).view(-1, tail)
         return message
@@ -113,6 +114,7 @@ class Records:
         indices, values = message.split(self._words, dim=1)
         places = indices.contiguous().view(-1).view(self._index).long()
         if self._index is torch.int32 and self.numel > LONGEST:
+            # Indices from 2**31 on were negative as int32.
             places.bitwise_and_(0xFFFFFFFF)
         return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
@@ -194,6 +196,7 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
         widths, output_size=len(x)
     )
     order = x.abs().argsort(descending=True, stable=True)
+    # Stable sorts: first by magnitude, then by part, so that ties keep the order of the elements.
     order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
     place = (
         torch.arange(len(x), dtype=torch.int64, device=x.device) - (widths.cumsum(0) - widths)[part]
@@ -212,6 +215,7 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     parts = [
         torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)
     ]
+    # The largest of all are among the largest of the parts.
     values = torch.cat([part.values for part in parts])
     indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])
     best = torch.topk(values, k, sorted=False)
@@ -233,6 +237,7 @@ def _likely(x: Tensor, k: int) -> Tensor | None:
     room = stride * _surely(rank)
     indices, _, found = ops.compact_above(x, float(sample.topk(rank).values[-1]), room)
     count = int(found)
+    # A sample that misled: all elements are looked at.
     return indices[:count] if k <= count <= room else None
 
 
@@ -247,6 +252,7 @@ def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
     """
     if _on_cpu(x):
         return ops.count_above(x, float(threshold))[0]
+    # Without a copy of magnitudes; NaN is below nothing, so it counts.
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
@@ -294,8 +300,10 @@ def in_runs(selected: Selected) -> Selected:
     indices, order = selected.indices.sort(stable=True)
     values = selected.values[order][:, None]
     del order
+    # How many elements from here on have this index.
     ends = torch.searchsorted(indices, indices, right=True)
     lengths = ends.sub_(torch.arange(len(selected), dtype=torch.int64, device=indices.device))
+    # Only the first of an index has a run; those behind it are empty, and sum to zero.
     lengths[1:] *= indices.diff() != 0
     return Selected(
         indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0]
@@ -307,6 +315,7 @@ def added_rows(rows: Tensor) -> Tensor:
     rows = rows.float()
     if _on_cpu(rows):
         total = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
+        # All rows are added to row 0, in order.
         return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64, device="cpu"), rows)[0]
     lengths = torch.full((1,), len(rows), dtype=torch.int64, device=rows.device)
     return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)[0]

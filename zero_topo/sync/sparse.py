@@ -154,6 +154,7 @@ class Sparse(Crossing):
         self.runs = self._build_runs()
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
+        # In page-locked memory, so that copies of it do not stop the host.
         self._offloaded = config.offload_residual and context.device.type != "cpu"
         self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
@@ -212,6 +213,7 @@ class Sparse(Crossing):
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         run = self.runs[tuple(ranges)]
+        # Both begin before either is waited for, in this order on every rank.
         dense = self._dense.start(shard, run.others, scale) if run.others else None
         end = self._begin(shard, run, scale) if run.width else None
 
@@ -227,9 +229,11 @@ class Sparse(Crossing):
         """Begin the exchange of a run; return the function that ends it. Where values are not
         finite, all are NaN.
         """
+        # The first steps, in which gradients change fast, send every element.
         exchange_of = self._exchange_all if self.since_start < 0 else self.exchange
         try:
             finish, exchange = exchange_of(self._total(shard, run, scale), run)
+        # All ranks stop here together: they read the same flags.
         except _NotFiniteError:
             for begin, past in run.ranges:
                 shard[:, begin:past] = torch.nan
@@ -277,6 +281,7 @@ class Sparse(Crossing):
         if scale != 1:
             table /= scale
         if self.residual.numel() and run.number not in self._reopened:
+            # From the host without waiting; the stream orders the copy before the sum.
             table += self._residual_of(run).to(table.device, non_blocking=True)
         return table
 
@@ -304,6 +309,7 @@ class Sparse(Crossing):
             widths = [past - first for first, past in run.ranges]
             counts = [share(density, width) for width in widths]
             parts = torch.tensor([widths, counts], dtype=torch.int64, device="cpu")
+            # Counts are copied to the device once a density, not in each step.
             parts = parts.to(self.context.device, non_blocking=True).repeat(1, rows)
             shared = self._shared[run.number] = density, parts, rows * sum(counts)
         return shared[1:]
@@ -316,6 +322,7 @@ class Sparse(Crossing):
             this rank needs no others; and a function that turns the values, given again, into their
             rounding errors, in place.
         """
+        # Each owner gets its row of every peer; nobody waits before `finish`.
         received = self.peers.all_to_all_later(packed.to(self.dtype))
         own = self.peers.index
         rounds = self.dtype != packed.dtype
@@ -327,6 +334,8 @@ class Sparse(Crossing):
                 return total
             rounded = total.to(self.dtype)
             if rounds:
+                # What rounding takes from the sums the owner keeps: the others have the rounded
+                # ones.
                 errors.append(total - rounded)
             return self.peers.gather(rounded).float().view(-1)
 
@@ -349,6 +358,7 @@ class Sparse(Crossing):
         if self.everywhere or not exchange.settles_own_row:
             views = range_views(self.rows(shard)[which, None], merged(run.ranges))
             replaced = shard.new_empty(self.peers.size if self.everywhere else 1, run.width)
+            # One launch copies all ranges.
             quantize(views, self._shard_cast, replaced.view(torch.uint8))
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.
@@ -378,14 +388,17 @@ class Sparse(Crossing):
             left: the residual, changed in place, or a copy of it on the device.
         """
         if run.number in self._reopened:
+            # Its residual is in the gradients since `reopen`, and must not count twice.
             left.zero_()
         shard = self.context.shard
         shard_ranges = merged(run.ranges)
+        # One range whose gradients are all in place: no copy of them is needed.
         if len(shard_ranges) == 1 and exchange.replaced is None and exchange.scale == 1:
             left += self.rows(shard)[:, slice(*shard_ranges[0])]
         else:
             table = self.columns(shard, run.ranges)
             if exchange.replaced is not None:
+                # Rows that the sums overwrote, as they were.
                 table[self._delivered] = exchange.replaced
             left += table if exchange.scale == 1 else table.div_(exchange.scale)
         exchange.settle(left.view(-1))
@@ -493,6 +506,7 @@ class Sparse(Crossing):
             number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)
         ]
         # Some modes count in tensors of one element, others in scalars.
+        # In FP64, so that counts stay exact.
         scalars = [tensor.to(self.context.device, torch.float64).reshape(()) for tensor in tensors]
         *read, norm = torch.stack(scalars).tolist()
         values = iter(read)
@@ -579,6 +593,7 @@ class Masked(Sparse):
         size = self.peers.size
         own = self.peers.index
         width = run.width
+        # A mask of all elements is a dense sum.
         if kept == width:
             return self._exchange_all(total, run)
         indices = positions(mask().reshape(-1), size * kept)
@@ -597,6 +612,7 @@ class Masked(Sparse):
             return sums.new_zeros(numel).index_copy_(0, indices, sums)
 
         def settle(again: Tensor) -> None:
+            # The mask is unpacked again rather than kept: it has a byte for each element.
             places = positions(mask().reshape(-1), size * kept)
             sent = again[places].view(size, kept)
             settle_packed(sent)
@@ -618,6 +634,7 @@ def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
     """
     kept = []
     for begin, end in parts:
+        # Each row must have as many, or messages of the peers differ in length.
         least, *others = sorted(set(unpacked(bits, begin, end).sum(dim=1).tolist()))
         if others or least < min(1, end - begin):
             raise ValueError(
@@ -656,5 +673,6 @@ def takes_part(parameter: Parameter, config: SparseSync) -> bool:
     """Return whether a parameter takes part in sparse sync; others are reduced densely."""
     if config.dense_vectors and parameter.dims < 2:
         return False
+    # "exclude" wins over "include".
     fits = any(fnmatchcase(parameter.name, pattern) for pattern in config.include)
     return fits and not any(fnmatchcase(parameter.name, pattern) for pattern in config.exclude)

@@ -66,6 +66,7 @@ class Ternary(Sparse):
         now = self.now
         mine = rows.new_empty(1, blocks * BLOCK)
         others = rows.new_empty(size - 1, blocks * BLOCK)
+        # Padded to whole blocks. The own row is not sent: its owner adds to it, exactly.
         mine[:, :width], others[:own, :width], others[own:, :width] = (
             rows[own],
             rows[:own],
@@ -86,12 +87,16 @@ class Ternary(Sparse):
             messages = torch.cat([messages[:own], messages[own + 1 :]])
             selected = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
             mine[0, :width] += added(selected, lambda: mine.new_zeros(width))
+            # The sums leave in the same format, so that the wire has a third of a bit there too.
             sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
             if self.everywhere:
                 sums_sent = self.peers.gather(sums_sent[0])
             sums = self._decoded(sums_sent, now, begins[: len(sums_sent)])
             reduced = mine.new_zeros(len(sums_sent) * width)
+            # Indices do not repeat, but for voids, whose value is 0: the order of sums does not
+            # matter.
             reduced.index_add_(0, sums.indices, sums.values)
+            # What of the sums was not delivered waits with the owner.
             mine[0, :width] -= reduced.view(-1, width)[own if self.everywhere else 0]
             report["union"] = sums.values.count_nonzero().double() / len(reduced)
             return reduced
