@@ -109,6 +109,7 @@ class Meter:
         now = time.perf_counter()
         if self._open and self._enabled:
             self._seconds[self._open[-1]] += now - self._mark
+            # The innermost phase gets the time since the last change of phases.
             self._intervals.append((self._open[-1], self._mark - self._began, now - self._began))
         self._mark = now
 
@@ -117,6 +118,7 @@ class Meter:
         self.total.update(self._step)
         self.last_step = self._step
         self._step = Counter()
+        # Not copied: the next step gets new ones.
         self.last_seconds = self._seconds
         self.last_intervals = self._intervals
         self._restart_clock()

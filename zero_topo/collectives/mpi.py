@@ -52,6 +52,7 @@ class Mpi(Group):
         received = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu")
         width = rows.shape[1]
         lengths, due = (width * host_counts(counts).numpy() for counts in (sizes, expected))
+        # MPI counts bytes, of a row's width each.
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 

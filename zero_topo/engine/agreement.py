@@ -70,9 +70,11 @@ def check_blocks(
         TimeoutError: after the store's timeout, naming ranks that have not begun the engine.
     """
     turn = store.add(_engines_of(rank), 1)
+    # Engines are counted, so that keys of one engine are never read for the next.
     here = dist.PrefixStore(f"zero_topo/engine {turn}", store)
     if not has_block:
         here.set(f"without {here.add('without', 1)}", f"rank {rank} of host {socket.gethostname()}")
+    # The last rank lets the others go: one key to wait for, however many ranks there are.
     if here.add("here", 1) == world_size:
         here.set("all here", "yes")
     if not has_block:
@@ -170,6 +172,7 @@ def agree(
     """
     placement = placement or Placement(socket.gethostname())
     text = json.dumps(facts, sort_keys=True, default=_plain)
+    # A row of fixed length for each rank: one all-gather, whatever the values are.
     place = sha256(f"{placement.host} {placement.machine}".encode()).digest()[:8]
     package = (0 if placement.package is None else 1 + placement.package).to_bytes(8, "little")
     row = sha256(text.encode()).digest() + place + package
@@ -177,6 +180,7 @@ def agree(
     table = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(table, own)
     rows = [found.tobytes() for found in table.view(-1, len(row)).cpu().numpy()]
+    # Only where digests differ are the values themselves sent.
     for members in groups or [range(len(rows))]:
         kinds: dict[bytes, list[int]] = {}
         for rank in members:
@@ -301,6 +305,7 @@ def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tenso
     table = sums.new_empty(dist.get_world_size(), len(copies))
     dist.all_gather_into_tensor(table.view(-1), sums)
     for ranks, plan in plans.items():
+        # Replicas of a shard are every degree-th rank in tree order.
         in_tree_order = [ranks[rank] for rank in plan.rank_at]
         degrees = {"weight": plan.weights, "secondary": plan.secondary}
         for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
@@ -325,5 +330,6 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
+    # Odd factors: a change of one word always changes the sum, and so does an exchange of two.
     places = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
     return (words * places * 0x9E3779B1).sum()

@@ -73,6 +73,7 @@ class Masters:
             return
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
+        # Offloaded masters move to the accelerator, whose groups gather them.
         moved = columns.to(self._device)
         all_gather_rows(self._hierarchy, moved)
         if moved is not columns:
@@ -136,6 +137,7 @@ class Masters:
             self.table(master.detach())[self.own_row].clone().requires_grad_(True)
             for master in masters
         ]
+        # The wide entries wait here; DeepSpeed sees, saves and loads those of one row.
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             small.ds_id = getattr(master, "ds_id", None)  # type: ignore[attr-defined]
@@ -155,6 +157,7 @@ class Masters:
             # have failed.
             state = optimizer.state
             for small, master, entry in zip(narrow, masters, saved, strict=True):
+                # By now the entry of the narrow master is what was loaded.
                 changed = state.pop(small, None)
                 if loaded:
                     self.table(master.detach())[self.own_row].copy_(small.detach())
@@ -200,6 +203,7 @@ def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
         entry = state.get(master, {})
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.dim() == 0:
+                # A step count for each master; see the docstring.
                 entry[key] = value.clone()
         for flat in (
             master.detach(),

@@ -79,6 +79,7 @@ class Matrices:
             param_indices,
             key=lambda param_index: (-layout.numels[param_index], shapes[param_index], param_index),
         )
+        # In each turn every owner gets one matrix, of about the same size.
         turns = [ordered[i : i + size] for i in range(0, len(ordered), size)]
         numels = [sum(map(layout.numels.__getitem__, turn)) for turn in turns]
         planned = []
@@ -106,6 +107,7 @@ class Matrices:
         numels = {
             param_index: parts[param_index].numel() for alike in groups for param_index in alike
         }
+        # Every member sends an owner as much: its part of each matrix of that owner.
         same = [sizes[group.index]] * group.size
         sent = torch.cat(
             [torch.stack(list(map(parts.__getitem__, alike))).flatten() for alike in groups]
@@ -126,6 +128,7 @@ class Matrices:
             changed = update(
                 alike, layout.flat_of(rows.flatten(-2), first).unflatten(1, shapes[first]).float()
             )
+            # Back into shards: row r belongs to member r % size.
             rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
             replies.append(rows.permute(2, 0, 1, 3).flatten(1))
         back = group.all_to_all_known(

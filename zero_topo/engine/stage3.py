@@ -112,6 +112,7 @@ class Stage3:
             moments: returns the optimizer's momentum of these parameters.
         """
         other = copy(self)
+        # A copy: what `_build` does not set, both engines share.
         other._counts_steps = False
         other._build(config, trained, frozen, moments)
         return other
@@ -139,6 +140,7 @@ class Stage3:
         # A rank owns no more of a frozen parameter than its world shard.
         still = config.of_frozen()
         plans = [config.plan, still.plan] if frozen else [config.plan]
+        # Exact rows of INT8 parameters lie with the ranks of one optimizer shard.
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.pairs()]
         if frozen and still.captured:
@@ -243,6 +245,7 @@ class Stage3:
         Args:
             masters: the masters of the rank's own row, FP32 ``[F]``; None before they exist.
         """
+        # Before anything is sent: the padding of a file may be anything.
         self.layout.clear_padding(self.weights.storage.own_row)
         self.weights.publish_world(masters=masters)
         self.gradients.zero()
@@ -286,6 +289,7 @@ class Stage3:
             RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not
                 bit-identical.
         """
+        # Begun first: it sends while sync is committed and the gradients are zeroed.
         self.weights.start_publish()
         self.queues.updates.flush()
         self.gradients.end_step(skipped)
@@ -384,6 +388,7 @@ class Stage3:
             )
         residuals, ages = carried(folder, self.parameters)
         facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
+        # All ranks or none: with a part of them restored, replicas would diverge.
         facts["carried"] = [sorted(residuals), sorted(ages)]
         if differ := all_can(
             None, facts, self.like.device, "look at their files of this checkpoint"

@@ -68,6 +68,7 @@ def enable() -> None:
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_atomically(DeepSpeedEngine.save_checkpoint)
+    # A refusal ends a script in one line, not in a traceback.
     sys.excepthook = one_line(sys.excepthook)
     # The deepspeed launcher, if this process is one, passes variables with these beginnings to
     # other nodes.
@@ -146,11 +147,13 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
             configs=[plan.without_training() for plan in configs],
             names=engine.param_names,
         )
+        # DeepSpeed builds what this name is bound to.
         with replaced(ds_engine, "DeepSpeedZeRoOffload", kind):
             built = configure(engine, None)
         # To export and load its weights
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
     else:
+        # Hints are about speed on GPUs.
         on_cpu = get_accelerator().is_synchronized_device()
         log_notes(
             rank,

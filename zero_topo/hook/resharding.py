@@ -77,6 +77,7 @@ class Saved:
         self._rank = rank
         self._ranks = ranks
         self._tensor_rank = tensor_rank
+        # Memory-mapped: what is not read costs nothing.
         self._open = cache(lambda name: mapped(folder / name))
         self._saved_ranks = int(self._model(0)["dp_world_size"])
 
@@ -98,6 +99,7 @@ class Saved:
             first = 0
             for name, shape in shapes.items():
                 found[name] = sub_group, first, shape.numel()
+                # DeepSpeed pads each parameter to a multiple of the ranks that saved it.
                 first += -(-shape.numel() // self._saved_ranks)
         return found
 
@@ -109,6 +111,7 @@ class Saved:
         begin = self._rank * width
         end = min(numel, (self._rank + 1) * width)
         parts = [of(0)[:0]]
+        # The saved ranks whose shards overlap this rank's.
         for owner in range(begin // old, -(-end // old)) if begin < end else ():
             first = max(begin - owner * old, 0)
             past = min(end - owner * old, old)
@@ -199,6 +202,7 @@ class Saved:
         state = {sub_group: self._state([*of], states) for sub_group, of in enumerate(shapes)}
         owned: list[dict[str, Any]] = []
         for index, of in enumerate(settings):
+            # Sub-groups are counted anew: this run may cut parameters otherwise.
             own = [s for s, group in enumerate(groups) if group == index]
             owned.append({**of, "params": own})
         settings = owned
@@ -210,6 +214,7 @@ class Saved:
             "fp32_flat_groups": masters,
         }
         del whole
+        # State of sync fits only the ranks and columns that saved it.
         found.pop(STATE_KEY, None)
         if self.same_columns(shapes) and STATE_KEY in self._optimizer(self._rank):
             found[STATE_KEY] = self._optimizer(self._rank)[STATE_KEY]

@@ -129,12 +129,15 @@ class AtomicSaves:
             OSError: on every rank, naming a rank that failed, its file and the remedy.
         """
         latest = Path(info.save_dir, LATEST)
+        # Three checks: all files are written, all have their names, all is done. Between them no
+        # rank fails alone.
         files = [*self._written]
         if self._points:
             self.last.append(lambda: os.replace(_temporary(latest), latest))
             with self._keeping(latest):
                 self._write(latest, lambda file: file.write(info.tag.encode()))
         self._agree("checkpoints saved before are as they were")
+        # A rename replaces a file at once: a reader sees the old one or the new one.
         for path in files:
             with self._keeping(path):
                 os.replace(_temporary(path), path)
@@ -173,6 +176,7 @@ class AtomicSaves:
         with _temporary(path).open("xb") as file:
             fill(file)
             file.flush()
+            # Before the name: after a power cut a file with its name has its content.
             os.fsync(file.fileno())
 
     def _agree(self, way_out: str) -> None:
@@ -204,6 +208,7 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     reason = f"{path} cannot be written ({error.strerror})"
     if error.errno not in FULL:
         return f"{reason}: make its folder writable, or save into another"
+    # A storage counts once, however many views of it are saved.
     storages = [tensor.untyped_storage() for tensor in tensors_in([content])]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     place = os.statvfs(next(folder for folder in path.parents if folder.exists()))

@@ -120,6 +120,7 @@ class Tagc(Sparse):
         state: int = self._state
         selected = self._largest(total, run)
         index = self._index(selected, run.width)
+        # Only what is not zero has a bit: values are sent in the order of the bits.
         selected = selected.non_zero(sum(index.sizes))
         densest = max(index.counts) / run.width
         ratio = self.config.safe_ratio(densest, run.width)
@@ -167,10 +168,12 @@ class Tagc(Sparse):
         """Send the bits of every row to its owner; collective, and one host synchronization."""
         size = self.peers.size
         mask = torch.zeros(size, width, dtype=torch.bool, device=selected.indices.device)
+        # A bit for each element, row by row for the owners.
         mask.view(-1)[selected.indices] = selected.values != 0
         received = self.peers.all_to_all(_bits(mask))
         masks = unpacked(received, 0, width)
         union = masks.any(dim=0)
+        # All counts in one host synchronization, whatever the number of peers.
         counts = self.peers.gather(counts_or_flag(union.sum(), selected.values))
         numbers = self.to_host(counts, mask.sum(dim=1), masks.sum(dim=1))
         lengths = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
@@ -200,6 +203,8 @@ class Tagc(Sparse):
         table = torch.where(index.mask, total.view(size, width), 0.0)
         repeated = total.new_zeros(0)
         if any(counts):
+            # Each owner names the elements that it cannot recover; their values come without a
+            # sketch.
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
             owners = torch.arange(size, dtype=torch.int64, device=total.device)
             sizes = torch.tensor(counts, dtype=torch.int64, device="cpu").to(
@@ -209,6 +214,7 @@ class Tagc(Sparse):
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
             repeated = self.peers.all_to_all_known(values, counts, [len(stuck)] * size)
+        # A sketch is linear: the sum of the peers' sketches is that of their sum.
         sketches = ops.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.all_to_all(sketches.view(size, -1)))
@@ -234,6 +240,7 @@ class Tagc(Sparse):
             probe = torch.randint(
                 1, PROBE, (width,), generator=generator, dtype=torch.float32, device=device
             )
+            # Known numbers at the same places show what peeling will reach.
             probe *= index.union
             peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, width)
             stuck |= peeled != probe

@@ -68,6 +68,7 @@ class TopkA(Sparse):
         records = Records(self.dtype, len(total))
         report = Report(density=selection.values.count_nonzero().double() / numel)
         message = self.peers.gather_later(records.encode(selection, self.peers))
+        # Decoded where the sums are needed: packets are half as large as what they hold.
         received = message.then(lambda found: records.decode(found.flatten(0, 1)))
         del message  # its buffer is freed once it is decoded
 
@@ -115,6 +116,7 @@ class GaussianK(TopkA):
         )
         if self.density == 1:
             return torch.full_like(bound, TINY)
+        # On the device: the host does not wait for the counts.
         for _ in range(FITTING_STEPS):  # a threshold that fits is not changed
             count = count_reaching(total, bound)
             few = 3 * count < 2 * k
