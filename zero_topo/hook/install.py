@@ -153,7 +153,7 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         # To export and load its weights
         engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
     else:
-        # Hints are about speed on GPUs.
+        # They are about speed on GPUs.
         on_cpu = get_accelerator().is_synchronized_device()
         log_notes(
             rank,
