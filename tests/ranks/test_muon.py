@@ -17,7 +17,7 @@ from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, World, world
 from zero_topo.engine.residual_transfer import STATE_KEY
-from zero_topo.hook import optimizer
+from zero_topo.hook import muon, optimizer
 from zero_topo.hook.muon import equal_bits
 from zero_topo.hook.parts import Part, Parts
 
@@ -97,7 +97,7 @@ def test_a_skipped_step_keeps_the_momentum(
     """
     degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
     w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
-    with patch.object(optimizer, "orthogonalized", lambda matrices, heads, method: 2 * matrices):
+    with patch.object(muon, "orthogonalized", lambda matrices, heads, method: 2 * matrices):
         skipped = run_threads(w.size, lambda rank: stepped(w, rank, bad))
         plain = run_threads(w.size, lambda rank: stepped(w, rank, None))
     for (_, _, momentum, update, *last), (kept, _, *expected) in zip(skipped, plain, strict=True):
@@ -120,7 +120,7 @@ def test_replicas_of_a_matrix_are_computed_without_atomics(
         modes.add(torch.are_deterministic_algorithms_enabled())
         return matrices
 
-    monkeypatch.setattr(optimizer, "orthogonalized", orthogonalized)
+    monkeypatch.setattr(muon, "orthogonalized", orthogonalized)
     degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
     w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
     run_threads(w.size, lambda rank: stepped(w, rank, None))

@@ -5,15 +5,17 @@ private names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.modes import MUON_REFUSED, MUON_WITH_EXPERTS, SPARSE_MODES
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.seam import SINCE, has
 
 APPLY = "_apply_muon_to_accumulated_grads"
@@ -36,6 +38,64 @@ def check_muon(optimizer: Any, configs: Sequence[ResolvedConfig]) -> None:
         raise ValueError(
             f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW"
         )
+
+
+def all_finite(topo: Stage3) -> Tensor:
+    """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the host
+    does not wait.
+    """
+    # NaN if any element is
+    least_and_most = torch.stack(topo.gradients.optimizer_rows().aminmax())
+    finite = least_and_most.isfinite().all().to(torch.uint8)
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return finite.bool()
+
+
+def apply_muon(
+    topo: Stage3,
+    rows: Tensor,
+    momentum: Tensor,
+    params: Mapping[int, Any],
+    settings: Mapping[str, Any],
+    finite: Tensor,
+) -> None:
+    """Replace gradients by Nesterov momentum, and each matrix of it by Muon's update. Collective.
+
+    If a gradient of any rank is not finite, the momentum stays, and all rows become NaN. DeepSpeed
+    finds that in their norm and skips the step; only with FP16 does it look before.
+
+    Args:
+        topo: the engine.
+        rows: the gradients of a sub-group's optimizer shard, ``[N / O, columns]``; changed in
+            place.
+        momentum: FP32, of the same shape, on any device; changed in place.
+        params: parameter index -> parameter, of the sub-group.
+        settings: ``momentum`` and ``ns_method`` of the parameter group.
+        finite: the result of :func:`all_finite`.
+    """
+    blended = rows.float()
+    beta = settings["momentum"]
+    added = blended.to(momentum.device)
+    # Where a value is not finite the momentum moves towards itself, and stays.
+    torch.where(finite.to(momentum.device), added, momentum, out=added)
+    momentum.lerp_(added, 1 - beta)
+    blended.lerp_(momentum.to(rows.device), beta)
+    blended.masked_fill_(finite.logical_not(), torch.nan)
+    shard_ranges = topo.layout.shard_ranges(params)
+    first = min(shard_ranges)[0]
+    parts = {}
+    for param_index, (begin, end) in zip(params, shard_ranges, strict=True):
+        parts[param_index] = blended[:, begin - first : end - first]
+    plan = topo.config.plan
+
+    def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
+        heads = [getattr(params[index], "muon_num_heads", None) for index in owned]
+        with equal_bits(plan.optimizer < plan.world_size):
+            return orthogonalized(matrices, heads, settings["ns_method"])
+
+    shapes = {param_index: tuple(param.ds_shape) for param_index, param in params.items()}
+    topo.matrices.apply(parts, shapes, update)
+    rows.copy_(blended)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.network import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
-from zero_topo.hook.muon import check_muon, equal_bits, orthogonalized
+from zero_topo.hook.muon import all_finite, apply_muon, check_muon
 from zero_topo.hook.parts import Parts
 from zero_topo.hook.passes import BackwardPasses, graph_task, module_hook
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
@@ -443,72 +443,16 @@ class TopoStage3(Stock):
         """
         if not self.use_muon:
             return
-        finite = self._all_finite()
+        finite = all_finite(self.topo)
         for i, group in enumerate(self.fp16_groups):
             settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
-                self._apply_muon(i, self._parts.gradient_rows(i), group, settings, finite)
+                params = {self.param_indices[param.ds_id]: param for param in group}
+                rows = self._parts.gradient_rows(i)
+                apply_muon(self.topo, rows, self._momentum(i), params, settings, finite)
         if self.offload_optimizer:
             self._copy_gradients_to_host()
-
-    def _all_finite(self) -> Tensor:
-        """Return whether all gradients of all ranks are finite, bool ``[]`` on their device; the
-        host does not wait.
-        """
-        # NaN if any element is
-        least_and_most = torch.stack(self.topo.gradients.optimizer_rows().aminmax())
-        finite = least_and_most.isfinite().all().to(torch.uint8)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return finite.bool()
-
-    def _apply_muon(
-        self,
-        sub_group: int,
-        rows: Tensor,
-        params: list[Any],
-        settings: dict[str, Any],
-        finite: Tensor,
-    ) -> None:
-        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by
-        Muon's update.
-
-        If a gradient of any rank is not finite, the momentum stays, and all rows become NaN.
-        DeepSpeed finds that in their norm and skips the step; only with FP16 does it look before.
-        """
-        momentum = self._momentum(sub_group)
-        blended = rows.float()
-        beta = settings["momentum"]
-        added = blended.to(momentum.device)
-        # Where a value is not finite the momentum moves towards itself, and stays.
-        torch.where(finite.to(momentum.device), added, momentum, out=added)
-        momentum.lerp_(added, 1 - beta)
-        blended.lerp_(momentum.to(rows.device), beta)
-        blended.masked_fill_(finite.logical_not(), torch.nan)
-        param_indices = {self.param_indices[param.ds_id]: param for param in params}
-        shard_ranges = dict(
-            zip(param_indices, self.topo.layout.shard_ranges(param_indices), strict=True)
-        )
-        first = min(shard_ranges.values())[0]
-        plan = self.topo.config.plan
-        parts = {
-            param_index: blended[:, begin - first : end - first]
-            for param_index, (begin, end) in shard_ranges.items()
-        }
-
-        def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
-            heads = [
-                getattr(param_indices[param_index], "muon_num_heads", None) for param_index in owned
-            ]
-            with equal_bits(plan.optimizer < plan.world_size):
-                return orthogonalized(matrices, heads, settings["ns_method"])
-
-        self.topo.matrices.apply(
-            parts,
-            {param_index: tuple(param.ds_shape) for param_index, param in param_indices.items()},
-            update,
-        )
-        rows.copy_(blended)
 
     # -- masters edited by the user (safe_set_*) ---------------------------------------------------
 
