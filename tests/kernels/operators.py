@@ -60,18 +60,16 @@ class Operators:
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
         """Scales, counts, steps and sizes."""
-        OPS.codes_assess.default(
-            *ops._own_arguments(masters), *ops._code_arguments(codes, part), *made
-        )
+        own = [masters.first, masters.member]
+        OPS.codes_assess.default(masters.table, own, *ops._code_arguments(codes, part), *made)
 
     def codes_emit(
         self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor
     ) -> None:
         """Masters -> codes and message."""
         made = change.scales, change.counts, change.steps, change.ends, message
-        OPS.codes_emit.default(
-            *ops._own_arguments(masters), *ops._code_arguments(codes, part), *made
-        )
+        own = [masters.first, masters.member]
+        OPS.codes_emit.default(masters.table, own, *ops._code_arguments(codes, part), *made)
 
     def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
         """Messages -> codes."""

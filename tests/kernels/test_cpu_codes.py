@@ -56,7 +56,8 @@ class Calls:
         self.memory = [codes.stored, self.table, *assessed, message]
         self.stored, self.counts, self.ends = codes.stored, change.counts, change.ends
         self.param_indices, self.param_index_of = codes.param_indices, codes.param_index_of
-        own, stored = ops._own_arguments(masters), ops._code_arguments(codes, part)
+        own = [masters.table, [masters.first, masters.member]]
+        stored = ops._code_arguments(codes, part)
         self.arguments: dict[str, list[Any]] = {
             "codes_assess": [*own, *stored, *assessed],
             "codes_emit": [
