@@ -122,14 +122,17 @@ def time() -> str:
 
 
 def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
-    """The mean of each window, at its last step."""
-    starts = range(0, len(losses), WINDOW)
-    return [(start + WINDOW, sum(losses[start : start + WINDOW]) / WINDOW) for start in starts]
+    """The mean of each window, at its last step; the last window may be shorter."""
+    means = []
+    for start in range(0, len(losses), WINDOW):
+        within = losses[start : start + WINDOW]
+        means.append((start + len(within), sum(within) / len(within)))
+    return means
 
 
-def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
-    """Loss over the steps, and its difference from unmodified DeepSpeed, of a record with one
-    seed.
+def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-6") -> str:
+    """Loss over the steps, and its difference from stock, of a record with one seed; ``change`` is
+    that of the initial weights of chaos.
     """
     curves = {scheme: _means(_record(name)["curves"][scheme]["0"]) for scheme in schemes}
     picture = Picture(title)
@@ -141,7 +144,7 @@ def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
     ]
     picture.lines(lines, "optimizer step", "{:.1f}")
     picture.heading(
-        "Difference from stock", "chaos is stock with its initial weights changed by 1e-6"
+        "Difference from stock", f"chaos is stock with its initial weights changed by {change}"
     )
     stock = dict(curves[STOCK])
     apart = []
@@ -172,6 +175,14 @@ def sparse() -> str:
         schemes,
         "Loss of training with sparse sync over 3,000 steps, compared with stock",
     )
+
+
+def long_defaults() -> str:
+    """The formats of ``topo`` over 20 tokens for each parameter."""
+    schemes = {STOCK: "stock: nothing quantized", "chaos": "chaos"}
+    schemes |= {"topo": "topo: INT8 weights, NF4 gradients"}
+    title = "Loss over 20 tokens for each parameter with the formats of topo, compared with stock"
+    return losses("long-defaults", schemes, title, change="1e-3")
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -248,6 +259,7 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "time": time,
         "losses": resident,
         "losses-sparse": sparse,
+        "losses-long": long_defaults,
         "gain": gain,
         "memory": memory,
     }

@@ -12,6 +12,7 @@ Traffic
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
 from zero_topo.quant.spec import NF4, BlockSpec, ChangeSpec
 from zero_topo.units import GB
 
+TURNS = 4  # pairs of INT4 and NF4 for each repeat
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
 
 
@@ -101,10 +103,11 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
     Yields:
         The record so far, after each round of one dtype and number of threads; ``results`` has one
         entry per kernel and number of threads: backend, op, dtype, bits, block_size, threads,
-        seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is
-        not there.
+        seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``turns``, on a CPU, is
+        that of :func:`_in_turns`. ``skipped`` says what is not there.
     """
     results: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     before = torch.get_num_threads()
     keep_freed_memory()
@@ -138,11 +141,14 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
                     {"backend": backend, "op": op.name, "dtype": dtype, **result, "threads": count}
                 )
             tick("kernels", 1)
+        if settings.device == "cpu" and count == 1 and 4 in settings.bits:
+            use(backends[0], device)
+            turns += [{"dtype": dtype, **row} for row in _in_turns(x, settings.repeats)]
         torch.set_num_threads(before)
         yield record(
             "quantizers",
             settings.to_json(),
-            {"device": name, "results": results, "skipped": skipped},
+            {"device": name, "results": results, "turns": turns, "skipped": skipped},
         )
 
 
@@ -213,6 +219,40 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
             *kind,
         ),
     ]
+
+
+def _in_turns(x: Tensor, repeats: int) -> list[dict[str, Any]]:
+    """Time NF4 next to INT4 by the CPU time of this thread, in pairs; each is first in every second
+    one.
+
+    Returns:
+        One object per operation: ``op``, ``elements``, the seconds of both (with spread), and
+        ``ratio``, NF4's over INT4's: ``median`` and ``quartiles`` over the pairs.
+    """
+    both = (_ops(BlockSpec("int4", 256), x), _ops(NF4, x))
+    rows = []
+    for pair in zip(*both, strict=True):
+        taken: tuple[list[float], list[float]] = ([], [])
+        for turn in range(-1, TURNS * repeats):
+            order = (0, 1) if turn % 2 else (1, 0)
+            for number in order:
+                began = time.thread_time()
+                pair[number].call()
+                took = time.thread_time() - began
+                if turn >= 0:
+                    taken[number].append(took)
+        ratios = [nf4 / int4 for int4, nf4 in zip(*taken, strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "op": pair[0].name,
+                "elements": x.numel(),
+                "int4_s": Spread.of(taken[0]).to_json(),
+                "nf4_s": Spread.of(taken[1]).to_json(),
+                "ratio": {"median": median, "quartiles": [low, high]},
+            }
+        )
+    return rows
 
 
 def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:

@@ -256,13 +256,14 @@ struct Nibbles : Scaled {
 
 alignas(32) constexpr float kLevels[16] = {ZT_NF4_LEVELS};
 constexpr zt_nf4_cells kCells;
+constexpr zt_nf4_steps kSteps;
+static_assert(kSteps.fits, "a cell with more than two bounds");
 alignas(16) constexpr zt_nf4_products kProducts;
 
 /* Nibbles that select a level of NF4. Note [Cells] in zt_nf4.h. */
 struct Levels {
     static constexpr int kBits = 4, kGroup = 4;
     static constexpr int64_t kScaleBytes = 1;
-    static constexpr float kUnit = -0x1p23f; /* what elements are multiplied with where the scale is 1 */
     V::I parts[3]; /* bytes 1 to 3 of what the 16 nibbles stand for, in either half */
 
     ZT_INLINE Levels of_byte(uint8_t byte) {
@@ -297,28 +298,87 @@ struct Levels {
         x[3] = _mm256_permute2f128_ps(c, d, 0x31);
     }
 
+    /* Of four blocks what elements are multiplied with; of BF16 twice the bits of kFirst scales, and from bit 16 on the
+     * mantissa of the scale. */
+    template <int32_t D> ZT_INLINE __m128 inverse(__m128 scale) {
+        if (D != ZT_BF16) return _mm_div_ps(_mm_set1_ps(-0x1p23f), scale);
+        const __m128i first = _mm_castps_si128(_mm_mul_ps(scale, _mm_set1_ps(zt_nf4_steps::kFirst)));
+        const __m128i begin = _mm_slli_epi32(_mm_srli_epi32(first, 16), 1);
+        const __m128i mantissa = _mm_srli_epi32(_mm_slli_epi32(_mm_castps_si128(scale), 9), 30);
+        return _mm_castsi128_ps(_mm_or_si128(begin, _mm_slli_epi32(mantissa, 16)));
+    }
+
+    /* What BF16 are encoded with; Note [Steps of BF16] in zt_nf4.h. */
+    struct Steps {
+        V::I begin, first, bound[2];
+    };
+
+    template <int32_t D> ZT_INLINE auto encoder(float inverse) {
+        if constexpr (D == ZT_BF16) {
+            uint32_t bits;
+            memcpy(&bits, &inverse, 4);
+            const auto &cells = kSteps.of[bits >> 16 & 3];
+            return Steps{_mm256_set1_epi16(static_cast<int16_t>(bits)), twice(cells.first),
+                         {twice(cells.bound[0]), twice(cells.bound[1])}};
+        } else {
+            return V::set(inverse);
+        }
+    }
+
+    /* 64 elements -> 32 bytes. */
+    template <int32_t D> ZT_INLINE void put(const uint8_t *x, const Steps &steps, uint8_t *out, bool stream) {
+        const V::I weights = _mm256_set1_epi32(0x100001);
+        const V::I low = _mm256_madd_epi16(places(x, x + 32, steps), weights);
+        const V::I high = _mm256_madd_epi16(places(x + 64, x + 96, steps), weights);
+        const V::I pairs = _mm256_xor_si256(_mm256_packus_epi32(low, high), _mm256_set1_epi8(-0x78));
+        const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+        const V::I mixed = _mm256_shuffle_epi8(pairs, _mm256_broadcastsi128_si256(order));
+        V::put(out, _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), stream);
+    }
+
     /* 64 elements -> 32 bytes. Elements of even and of odd places are kept apart until they are nibbles. */
-    template <int32_t D>
-    ZT_INLINE void put(const uint8_t *x, V::F unit, uint8_t *out, bool stream) {
-        constexpr int64_t half = D == ZT_FP32 ? 128 : 64;
-        const V::I both = _mm256_packus_epi16(pairs<D>(x, unit), pairs<D>(x + half, unit));
-        const __m128i order = D == ZT_BF16 ? _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-                                           : _mm_setr_epi8(0, 2, 8, 10, 4, 6, 12, 14, 1, 3, 9, 11, 5, 7, 13, 15);
-        V::put(out, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(both, 0xd8), _mm256_broadcastsi128_si256(order)), stream);
+    template <int32_t D> ZT_INLINE void put(const uint8_t *x, V::F unit, uint8_t *out, bool stream) {
+        V::I even[2], odd[2];
+        for (int i = 0; i < 2; ++i) {
+            V::F evens[2], odds[2];
+            split<D>(x, 2 * i, evens, odds);
+            split<D>(x, 2 * i + 1, evens + 1, odds + 1);
+            even[i] = fixed(V::mul(evens[0], unit), V::mul(evens[1], unit));
+            odd[i] = fixed(V::mul(odds[0], unit), V::mul(odds[1], unit));
+        }
+        const V::I low = _mm256_and_si256(_mm256_srli_epi16(codes(even[0], even[1]), 4), _mm256_set1_epi8(0x0f));
+        const V::I high = _mm256_and_si256(codes(odd[0], odd[1]), _mm256_set1_epi8(-0x10));
+        const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
+        const V::I mixed = _mm256_permute4x64_epi64(_mm256_or_si256(low, high), 0xd8);
+        V::put(out, _mm256_shuffle_epi8(mixed, _mm256_broadcastsi128_si256(order)), stream);
     }
 
 private:
-    /* The elements of even and of odd places of 16; BF16 in order, others as shuffles leave them. */
-    template <int32_t D> ZT_INLINE void split(const uint8_t *x, V::F *even, V::F *odd) {
-        if (D == ZT_BF16) {
-            const V::I words = _mm256_loadu_si256(reinterpret_cast<const V::I *>(x));
-            *even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-            *odd = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-0x10000)));
-        } else {
-            const V::F a = V::load<D>(x), b = V::load<D>(x + 8 * (D == ZT_FP32 ? 4 : 2));
-            *even = _mm256_shuffle_ps(a, b, 0x88);
-            *odd = _mm256_shuffle_ps(a, b, 0xdd);
-        }
+    /* Steps of 16 BF16. */
+    ZT_INLINE V::I steps_of(V::I x, V::I begin) {
+        return _mm256_sign_epi16(_mm256_subs_epu16(_mm256_slli_epi16(x, 1), begin), x);
+    }
+
+    /* The places among the levels of 16 BF16 at x and 16 at y, in turns. */
+    ZT_INLINE V::I places(const uint8_t *x, const uint8_t *y, const Steps &steps) {
+        const V::I second = _mm256_set1_epi16(-0x100);
+        const V::I a = steps_of(_mm256_loadu_si256(reinterpret_cast<const V::I *>(x)), steps.begin);
+        const V::I b = steps_of(_mm256_loadu_si256(reinterpret_cast<const V::I *>(y)), steps.begin);
+        const V::I cells = _mm256_blendv_epi8(_mm256_srli_epi16(a, 8), b, second);
+        const V::I cell = _mm256_and_si256(cells, _mm256_set1_epi8(0x0f));
+        const V::I within = _mm256_blendv_epi8(a, _mm256_slli_epi16(b, 8), second);
+        const V::I place = _mm256_xor_si256(within, _mm256_set1_epi8(-0x80));
+        const V::I rises = _mm256_cmpgt_epi8(place, _mm256_shuffle_epi8(steps.bound[0], cell));
+        const V::I again = _mm256_cmpgt_epi8(place, _mm256_shuffle_epi8(steps.bound[1], cell));
+        return _mm256_sub_epi8(_mm256_sub_epi8(_mm256_shuffle_epi8(steps.first, cell), rises), again);
+    }
+
+    /* The elements of even and of odd places of 16 out of 64, eight of either half. */
+    template <int32_t D> ZT_INLINE void split(const uint8_t *x, int part, V::F *even, V::F *odd) {
+        constexpr int64_t eight = D == ZT_FP32 ? 32 : 16;
+        const V::F a = V::load<D>(x + part * eight), b = V::load<D>(x + (part + 4) * eight);
+        *even = _mm256_shuffle_ps(a, b, 0x88);
+        *odd = _mm256_shuffle_ps(a, b, 0xdd);
     }
 
     /* 256 x, rounded down to an even number and saturated: of a and b in turns. From 2^25 on, which x = 4 is, floats are
@@ -328,26 +388,19 @@ private:
         return _mm256_adds_epi16(high, high);
     }
 
-    /* 32 elements -> 16 bytes in 16-bit lanes: elements 0 and 1, 16 and 17, and so on. */
-    template <int32_t D> ZT_INLINE V::I pairs(const uint8_t *x, V::F unit) {
-        V::F even[2], odd[2];
-        split<D>(x, even, odd);
-        split<D>(x + (D == ZT_FP32 ? 64 : 32), even + 1, odd + 1);
-        const V::I low = fixed(V::mul(even[0], unit), V::mul(even[1], unit));
-        const V::I high = fixed(V::mul(odd[0], unit), V::mul(odd[1], unit));
-        const V::I odds = _mm256_set1_epi16(-0x100);
-        const V::I cell = _mm256_blendv_epi8(_mm256_srai_epi16(low, 11), _mm256_srai_epi16(high, 3), odds);
-        const V::I place = _mm256_blendv_epi8(_mm256_srli_epi16(low, 7), _mm256_slli_epi16(high, 1), odds);
+    /* Codes in the upper nibbles of bytes, of a and b in turns; the lower nibbles are anything. */
+    ZT_INLINE V::I codes(V::I a, V::I b) {
+        const V::I second = _mm256_set1_epi16(-0x100);
+        const V::I cell = _mm256_blendv_epi8(_mm256_srai_epi16(a, 11), _mm256_srai_epi16(b, 3), second);
+        const V::I place = _mm256_blendv_epi8(_mm256_srli_epi16(a, 7), _mm256_slli_epi16(b, 1), second);
         /* A shuffle gives 0 where the highest bit of the index is set. */
         const V::I upper = _mm256_shuffle_epi8(twice(kCells.start), cell);
         const V::I lower = _mm256_shuffle_epi8(twice(kCells.start + 16), _mm256_xor_si256(cell, _mm256_set1_epi8(-0x80)));
-        const V::I code = _mm256_sub_epi8(_mm256_or_si256(upper, lower), place);
-        const V::I nibbles = _mm256_and_si256(code, _mm256_set1_epi8(-0x10));
-        return _mm256_srli_epi16(_mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001)), 4);
+        return _mm256_sub_epi8(_mm256_or_si256(upper, lower), place);
     }
 
-    ZT_INLINE V::I twice(const uint8_t *p) {
-        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    ZT_INLINE V::I twice(const void *p) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i *>(p)));
     }
 };
 

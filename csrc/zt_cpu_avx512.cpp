@@ -268,11 +268,14 @@ constexpr zt_nf4_cells kCells;
 /* Nibbles that select a level of NF4. Note [Cells] in zt_nf4.h. */
 struct Levels : Nibbles {
     static constexpr int64_t kScaleBytes = 1;
-    static constexpr float kUnit = -256.0f; /* what elements are multiplied with where the scale is 1 */
 
     ZT_INLINE Levels of(float scale) { return {{V::mul(_mm512_load_ps(kLevels), V::set(scale))}}; }
     ZT_INLINE Levels of_byte(uint8_t byte) { return of(_mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(zt_nf4_scale(byte)))))); }
     template <int32_t D> ZT_INLINE V::I halves(float scale) { return of(scale).Nibbles::halves<D>(); }
+
+    /* What elements are multiplied with. */
+    template <int32_t D> ZT_INLINE __m128 inverse(__m128 scale) { return _mm_div_ps(_mm_set1_ps(-256.0f), scale); }
+    template <int32_t D> ZT_INLINE V::F encoder(float inverse) { return V::set(inverse); }
 
     /* 64 elements -> 32 bytes. */
     template <int32_t D>

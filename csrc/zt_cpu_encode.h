@@ -31,15 +31,15 @@ ZT_INLINE Scaling scaling(__m128 span, float top) {
     return {_mm_castps_si128(_mm_or_ps(scale, nan)), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_movemask_ps(bad)};
 }
 
-/* As zt_nf4_byte and zt_nf4_scale; the inverse is in units of what Levels encodes. */
-ZT_INLINE Scaling nf4_scaling(__m128 span) {
+/* As zt_nf4_byte and zt_nf4_scale; the inverse is what Levels encodes with. */
+template <int32_t D> ZT_INLINE Scaling nf4_scaling(__m128 span) {
     const __m128i unit = _mm_castps_si128(_mm_div_ps(span, _mm_set1_ps(127.0f))), all = _mm_set1_epi32(255);
     const __m128i step = _mm_srai_epi32(_mm_sub_epi32(unit, _mm_set1_epi32(ZT_NF4_SCALE - ZT_NF4_NEAREST)), 21);
     const __m128i byte = _mm_min_epi32(_mm_max_epi32(step, _mm_setzero_si128()), all);
     const __m128i scale = _mm_add_epi32(_mm_slli_epi32(byte, 21), _mm_set1_epi32(ZT_NF4_SCALE));
     const __m128i bytes = _mm_packus_epi16(_mm_packus_epi32(byte, byte), _mm_setzero_si128());
     const int bad = _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(byte, all)));
-    return {bytes, _mm_div_ps(_mm_set1_ps(Levels::kUnit), _mm_castsi128_ps(scale)), bad};
+    return {bytes, Levels::inverse<D>(_mm_castsi128_ps(scale)), bad};
 }
 
 /* The largest magnitude of a block. */
@@ -66,7 +66,7 @@ template <int32_t D> struct Extent {
         __m128 span = _mm_castsi128_ps(bits);
         if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
         if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
-        return Q::kScaleBytes == 1 ? nf4_scaling(span) : scaling(span, Q::kBits == 8 ? 127.0f : 7.0f);
+        return Q::kScaleBytes == 1 ? nf4_scaling<D>(span) : scaling(span, Q::kBits == 8 ? 127.0f : 7.0f);
     }
 };
 
@@ -85,6 +85,13 @@ template <int32_t D, class Q> ZT_INLINE void put_rounded(const uint8_t *x, V::F 
         V::pack4(out, a, b, c, d, stream);
 }
 
+template <int32_t D, class Q> ZT_INLINE auto encoder(float inverse) {
+    if constexpr (Q::kScaleBytes == 1)
+        return Q::template encoder<D>(inverse);
+    else
+        return V::set(inverse);
+}
+
 /* One block, while another one of the same size is measured. No value leaves its range, so none is clamped: the largest
  * product, top (1 + 2^-22) or less, rounds to top. */
 template <int32_t D, class Q>
@@ -92,15 +99,15 @@ ZT_INLINE Extent<D> encode(const uint8_t *x, int64_t block, float factor, uint8_
                            const uint8_t *other) {
     constexpr bool levels = Q::kScaleBytes == 1; /* NF4: 64 elements at a time */
     constexpr int64_t step = levels ? 64 : 4 * V::kLanes, bytes = step * kSize<D>;
-    const V::F inverse = V::set(factor);
+    const auto how = encoder<D, Q>(factor);
     auto extent = Extent<D>::none();
     for (int64_t i = 0; i < block; i += step, x += bytes, other += bytes, out += step * Q::kBits / 8) {
         for (int64_t line = 0; line < bytes; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
         for (int64_t part = 0; part < step; part += 4 * V::kLanes) extent.add(other + part * kSize<D>);
         if constexpr (levels)
-            Q::template put<D>(x, inverse, out, stream);
+            Q::template put<D>(x, how, out, stream);
         else
-            put_rounded<D, Q>(x, inverse, out, stream);
+            put_rounded<D, Q>(x, how, out, stream);
     }
     return extent;
 }

@@ -43,6 +43,64 @@ struct zt_nf4_cells {
 };
 #endif
 
+#ifdef __cplusplus
+/* Note [Steps of BF16]
+ *     A scale has two bits of mantissa, so the level of a BF16 depends on how many BF16 lie between it and the scale, and
+ *     on these two bits. Steps are counted from 4.71875 scales on, which no level but 0 lies below: v is 2 for each, and
+ *     negative where the element is. A cell has the 256 values v with the same floor(v / 256), an octave. It contains at
+ *     most two of the middles, because the first cells begin where they do. So a level is the cell's first one, and one more
+ *     after each of two bounds. */
+struct zt_nf4_steps {
+    /* Of cells 0 to 7, then -8 to -1: the place of the first level among the 16, and the values of v % 256 - 128 after
+     * which it rises. */
+    struct {
+        int8_t first[16] = {}, bound[2][16] = {};
+    } of[4];
+    bool fits = true;
+
+    constexpr zt_nf4_steps() {
+        for (int mantissa = 0; mantissa < 4; ++mantissa)
+            for (int cell = -kCells; cell < kCells; ++cell) fill(mantissa, cell);
+    }
+
+    static constexpr float kFirst = 4.71875f;
+
+private:
+    static constexpr int kCells = 5; /* 5 octaves: up to 150 scales */
+    static constexpr int kLevels[16] = {ZT_NF4_LEVELS};
+
+    /* The BF16 that lies so many steps after kFirst scales, rounded down. */
+    static constexpr float magnitude(float scale, int steps) {
+        float unit = 1.0f;
+        while (2 * unit <= kFirst * scale) unit *= 2;
+        int digits = static_cast<int>(kFirst * scale / unit * 128) + steps;
+        for (; digits >= 256; digits -= 128) unit *= 2;
+        return static_cast<float>(digits) * unit / 128;
+    }
+
+    /* Between a level and the next one. */
+    static constexpr int twice_middle(int level) { return kLevels[level & 15] + kLevels[(level + 1) & 15]; }
+
+    constexpr void fill(int mantissa, int cell) {
+        const float scale = 1.0f + static_cast<float>(mantissa) / 4, inverse = 1.0f / scale;
+        int level = -8, found = 0;
+        for (int place = 0; place < 256; place += 2) {
+            const int v = 256 * cell + place;
+            const float x = v == 0 ? 0.0f : v < 0 ? -magnitude(scale, -v / 2) : magnitude(scale, v / 2);
+            const int before = level;
+            while (level < 7 && 2 * (x * inverse) > static_cast<float>(twice_middle(level))) ++level;
+            if (place == 0) {
+                of[mantissa].first[cell & 15] = static_cast<int8_t>(level + 8);
+                of[mantissa].bound[0][cell & 15] = of[mantissa].bound[1][cell & 15] = 127;
+            } else if (level > before) {
+                if (found == 2 || level > before + 1) fits = false;
+                else of[mantissa].bound[found++][cell & 15] = static_cast<int8_t>(place - 1 - 128);
+            }
+        }
+    }
+};
+#endif
+
 #define ZT_NF4_SCALE 0x2a000000 /* the bits of 2^-43, which byte 0 stands for; bytes count in steps of 2^21 */
 #define ZT_NF4_NEAREST 0xc0000
 

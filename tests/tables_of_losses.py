@@ -136,12 +136,12 @@ def drift_rows(name: str) -> list[str]:
     """The table of one long training, from the record committed: each thousand steps."""
     curves = {scheme: seeds["0"] for scheme, seeds in record(name)["curves"].items()}
     rows = []
-    for begin in range(0, len(curves["stock"]), 1000):
-        stock, *others = (
-            statistics.mean(losses[begin : begin + 1000]) for losses in curves.values()
-        )
+    steps = len(curves["stock"])
+    for begin in range(0, steps, 1000):
+        end = min(begin + 1000, steps)
+        stock, *others = (statistics.mean(losses[begin:end]) for losses in curves.values())
         shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
-        rows.append(row([f"{begin + 1:,} to {begin + 1000:,}", f"{stock:.3f}", *shares]))
+        rows.append(row([f"{begin + 1:,} to {end:,}", f"{stock:.3f}", *shares]))
     return rows
 
 
@@ -164,6 +164,20 @@ def rates_rows() -> list[str]:
     ]:
         name, _, rate = scheme.strip("`").partition("@")
         rows.append(row([f"`{name}`", cells[0], cells[1], rate or "-", *cells[2:-1]]))
+    return rows
+
+
+def papers_rows() -> list[str]:
+    """The table of the papers' own settings, from the records of 400 and of 1,600 steps: each
+    scheme against stock in as many.
+    """
+    rows = []
+    for name in ("papers-400", "papers-1600"):
+        steps = f"{record(name)['settings']['steps']:,}"
+        for scheme, settings, optimizer, *cells in _trainings(name):
+            plain, _, rate = scheme.strip("`").partition("@")
+            shown = [f"`{plain}`", settings, optimizer, rate or "0.002", steps, cells[1], cells[3]]
+            rows.append(row(shown))
     return rows
 
 
@@ -281,12 +295,14 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),
+        "defaults, long": partial(drift_rows, "long-defaults"),
         "sparse, large": larger_rows,
         "sparse training": partial(training_rows, "sparse-training"),
         "sparse, radius": partial(training_rows, "sparse-radius"),
         "sparse, scape": partial(training_rows, "sparse-scape"),
         "sparse, feedback": partial(training_rows, "sparse-feedback"),
         "sparse, rates": rates_rows,
+        "sparse, papers": papers_rows,
         "sparse, aged": aged_rows,
         "muon": muon_rows,
     }

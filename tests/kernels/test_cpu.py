@@ -97,6 +97,22 @@ def test_nf4_at_the_middle_of_two_levels(split: Operators) -> None:
                 golden.same_message(split, [View(block.to(dtype), 1, 64, 64)], NF4)
 
 
+@pytest.mark.parametrize("exponent", [-43, 0, 20], ids="2^{}".format)
+def test_nf4_of_every_bf16(split: Operators, exponent: int) -> None:
+    """Each number up to a block's largest, for each mantissa of a scale: the smallest scales, those
+    near one, and the largest.
+    """
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for mantissa in (1.0, 1.25, 1.5, 1.75):
+        for level in (127.0, 136.0):
+            largest = torch.tensor(level * mantissa * 2.0**exponent).bfloat16()
+            numbers = every[every.abs() <= largest]
+            numbers = numbers[: len(numbers) // 63 * 63].view(-1, 63)
+            blocks = torch.cat([numbers, largest.expand(len(numbers), 1)], dim=1).contiguous()
+            numel = blocks.numel()
+            golden.same_message(split, [View(blocks.view(-1), 1, numel, numel)], NF4)
+
+
 LARGE = [
     ("bf16 rows with gaps", torch.bfloat16, BlockSpec("int8", 256), (2003, 2560, 2600)),
     ("fp32 in one run", torch.float32, BlockSpec("int4", 2048), (1, 9_000_001, 9_000_001)),
