@@ -86,7 +86,7 @@ def publish(engine: Stage3) -> None:
         (sync, TOPO, (12, 153)),
         (sync, BLOCKS["q4"], (12, 156)),
         (sync, SHARDED, (15, 303)),
-        (publish, TOPO, (11, 138)),
+        (publish, TOPO, (11, 139)),
         (publish, BLOCKS["topo"], (10, 115)),
         (publish, BLOCKS["q4"], (10, 130)),
     ],

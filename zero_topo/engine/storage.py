@@ -100,8 +100,14 @@ class Storage:
             Copy(hierarchy, copy.data, wire) for copy, wire in zip(self.exact, wires, strict=True)
         ]
         self.updatable = self.rows.subset(self.primary, plan.weights, plan.optimizer)
-        self.own = self.updatable
-        self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
+        if int8 is None:
+            self.own = self.updatable
+            self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
+        else:
+            # Memory of their own: the primary has no columns of INT8 parameters.
+            trained = layout.columns_of(self.trained).stop
+            self.own = like.new_zeros(layout.shape(plan.optimizer)[0], trained)
+            self.frozen_row = like.new_zeros(layout.columns - trained)
         self.row_sizes = {
             param_index: layout.padded_numels[param_index]
             for param_index in self.trained
@@ -115,14 +121,8 @@ class Storage:
 
     def _build_int8(self, block: int, mesh: Mesh, planned: Planner, queue: OrderedQueue) -> None:
         """Build the INT8 weights and the exact rows (Note [INT8 weights] in ``weights.py``)."""
-        plan = self.layout.plan
         layout = self.layout
         device = self.primary.device
-        split = layout.columns_of(self.trained).stop
-        # The optimizer's rows get memory of their own: the primary has no columns of INT8
-        # parameters.
-        self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
-        self.frozen_row = self.primary.new_zeros(layout.columns - split)
         self.store = CodeStore(layout, self.coded, block, device, planned, queue)
         sent = BlockSpec("int8", block)
         columns = [torch.arange(0, dtype=torch.int64, device="cpu")]

@@ -271,4 +271,4 @@ class ChangeSpec:
 
     def largest(self, blocks: int) -> int:
         """Return the bytes of the largest message: all blocks are sent whole."""
-        return self.changes_offset(blocks, blocks)
+        return padded(self.changes_offset(blocks, blocks))
