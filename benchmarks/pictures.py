@@ -123,7 +123,7 @@ def time() -> str:
 
 def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
     """The mean of each window, at its last step; the last window may be shorter."""
-    means = []
+    means: list[tuple[float, float]] = []
     for start in range(0, len(losses), WINDOW):
         within = losses[start : start + WINDOW]
         means.append((start + len(within), sum(within) / len(within)))

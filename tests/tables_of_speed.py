@@ -160,10 +160,10 @@ def quantizer_rows(name: str) -> list[str]:
 
 
 def turns_sentences() -> list[str]:
-    """What the page says of NF4 next to INT4, from the record in which both were timed in turns."""
+    """What the page says of NF4 next to INT4, timed in turns in the run of the table."""
     ratio = {
         (row["dtype"], row["op"]): row["ratio"]["median"]
-        for row in record("quantizers-nf4-turns")["results"]
+        for row in record("quantizers-avx2")["turns"]
     }
     operations = ("quantize", "dequantize", "dequantize_reduce")
     return [
