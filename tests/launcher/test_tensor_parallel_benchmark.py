@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.module_inject import layers
 
 from benchmarks.control import Control
-from benchmarks.emulated_cluster.spec import LinkRates, Spec
 from benchmarks.engine_groups import clean_groups
 from benchmarks.floors import tensor_load
 from benchmarks.schemes import KNOWN
