@@ -38,12 +38,13 @@ from tests.launcher.training import (
 )
 from tests.marks import late, often, on_eight
 from zero_topo.config.modes import SPARSE_MODES
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost.volume import step_bytes
 
 EXACT = 1e-6
 INT4 = {"mode": "quantized", "bits": 4}
 SPARSE: dict[str, dict[str, Any]] = {
-    mode.MODE: {"mode": mode.MODE, "density": 0.2} for mode in SPARSE_MODES
+    mode.MODE: {"mode": mode.MODE, "density": 0.2} for mode in SPARSE_MODES if mode is not ScapeSync
 }
 SPARSE["tagc"] = {"mode": "tagc", "theta": 0.5}
 
@@ -262,7 +263,7 @@ def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
     sparse = block("topo", sync=SPARSE[sync])
     sparse["gradients"] = "rank"
     everyones: list[Any] = [None] * dist.get_world_size()
-    split = by_autotp(sparse, **(ADAMS if sync == "scape" else {}))
+    split = by_autotp(sparse)
     with running(split) as engine:
         advance(split, engine, 0, 6)
         assert zero_topo.stats(engine).step_bytes["replicated", "replicated"] > 0
@@ -329,6 +330,17 @@ def test_a_pipeline_is_refused_in_a_line(pair: Mpu) -> None:
         ValueError, match="mpu = Mpu with 2 pipeline stages: ZeRO-3 shards the whole model"
     ):
         start(by_mpu(block("topo"), pair))
+
+
+def test_scape_is_refused(pair: Mpu) -> None:
+    """Its masks say which elements of AdamS's momentum leave the optimizer: replicas of a parameter
+    would drift apart.
+    """
+    scape = block("topo", sync={"mode": "scape"})
+    line = 'sync.mode = "scape" does not work with tensor parallelism'
+    for split in (by_mpu(scape, pair, ds=ADAMS), by_autotp(scape, **ADAMS)):
+        with pytest.raises(ValueError, match=line):
+            start(split)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:

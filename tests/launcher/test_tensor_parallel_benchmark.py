@@ -30,7 +30,7 @@ def losses_of(name: str) -> list[float]:
     """Mean losses of a scheme's first steps over all ranks."""
     job = KNOWN[name].job_on(EMULATED)
     corpus = Corpus.load(None, SETUP.context)
-    bench = Bench(SETUP, STEPS, 1, Control(None), corpus, dist.group.WORLD)
+    bench = Bench(SETUP, STEPS, 1, Control(None), corpus, dist.new_group())
     config = SETUP.of_job(job, MICRO_BATCHES)
     shared = job.get("tensor", 1)
     found = []
