@@ -65,6 +65,12 @@ class ClusterBench:
                 "least 1"
             )
         for scheme in self.schemes:
+            if self.spec.gcds_per_gpu % scheme.tensor or self.setup.heads % scheme.tensor:
+                raise ValueError(
+                    f"scheme {scheme.name!r}: {scheme.tensor} ranks share each layer, which must "
+                    f"divide the GCDs of a GPU ({self.spec.gcds_per_gpu}) and the model's heads "
+                    f"({self.setup.heads}); take another --spec or --params"
+                )
             config = scheme.resolve(self.spec.topology())
             dense = (
                 0

@@ -9,6 +9,9 @@ Note [Loads]
     order instead: one member of each unit sends to the next unit, so all links of the tree carry
     the same.
 
+    Where ``shared`` consecutive ranks of a GPU share each layer, a process group has one of them,
+    and a unit's link carries what each of its groups sends.
+
 Note [Floors]
     A collective cannot end before its busiest link has moved its load. Collectives that wait for
     one another add up: ``serial``. If everything could overlap, the busiest link would still have
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.plan import Plan
@@ -48,21 +52,27 @@ class Load:
         return max(self.out[level] / spec.rates_mbit.bytes_per_s(level) for level in LEVELS)
 
 
-def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
+def loads(config: ResolvedConfig, work: Workload, spec: Spec, shared: int = 1) -> list[Load]:
     """Loads of one optimizer step of one of our schemes, see Note [Loads]."""
     found = []
     for (phase, domain), nbytes in step_bytes(config, work).items():
         lo, hi = _pair(config, phase, domain)
-        out = {
-            level: nbytes * _outside(config.plan, (lo, hi), spec.ranks_below(level))
-            for level in LEVELS
-        }
+        out = {}
+        for level in LEVELS:
+            groups = _groups(spec, level, shared)
+            ranks = spec.ranks_below(level) // groups
+            out[level] = nbytes * groups * _outside(config.plan, (lo, hi), ranks)
         found.append(Load(phase, domain, out))
     return found
 
 
 def stock_loads(
-    numels: Iterable[int], micro_batches: int, spec: Spec, ring: bool, matrices: Iterable[int] = ()
+    numels: Iterable[int],
+    micro_batches: int,
+    spec: Spec,
+    ring: bool,
+    matrices: Iterable[int] = (),
+    shared: int = 1,
 ) -> list[Load]:
     """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the
     ring.
@@ -70,7 +80,7 @@ def stock_loads(
     With Muon's ``matrices``, stock reduces all gradients on all ranks, which is as much as gloo's
     reduce-scatter.
     """
-    ranks = spec.world_size
+    ranks = spec.world_size // shared
     shards, whole = (
         sum(-(-numel // ranks) for numel in of) * ITEMSIZE for of in (numels, matrices)
     )
@@ -82,7 +92,23 @@ def stock_loads(
         "scatter": scatter,
         "matrices": 4 * (ranks - 1) * whole,
     }
-    return [Load(phase, "world", dict.fromkeys(LEVELS, nbytes)) for phase, nbytes in sent.items()]
+    found = []
+    for phase, nbytes in sent.items():
+        out = {level: nbytes * _groups(spec, level, shared) for level in LEVELS}
+        found.append(Load(phase, "world", out))
+    return found
+
+
+def tensor_load(setup: TrainingSetup, micro_batches: int, shared: int) -> Load:
+    """Load of the all-reduces of activations between the ranks of a GPU that share each layer.
+
+    Two forward and two backward for each layer, of the samples of all these ranks: Shoeybi et al.,
+    arXiv 1909.08053, section 3.
+    """
+    reduced = 4 * setup.layers * micro_batches * shared * setup.activations
+    itemsize = ITEMSIZE if setup.bf16 else 2 * ITEMSIZE
+    sent = reduced * itemsize * 2 * (shared - 1) / shared
+    return Load("tensor", "gpu", {"gcd": sent, "gpu": 0.0, "node": 0.0})
 
 
 def all_reduce_loads(numels: Iterable[int], spec: Spec, itemsize: int) -> list[Load]:
@@ -113,6 +139,11 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
         row["floor_s"] += load.seconds(spec)
         row["level_bytes"].update(load.out)
     return {phase: {**row, "level_bytes": dict(row["level_bytes"])} for phase, row in table.items()}
+
+
+def _groups(spec: Spec, level: str, shared: int) -> int:
+    """How many of the ``shared`` groups that divide the ranks have ranks behind a level's link."""
+    return min(spec.ranks_below(level), shared)
 
 
 def _pair(config: ResolvedConfig, phase: Any, domain: str) -> tuple[int, int]:

@@ -30,6 +30,8 @@ class BenchScheme:
             it.
         stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's
             all-reduce.
+        tensor: ranks of a GPU that share each layer, by DeepSpeed's AutoTP; they see the same
+            samples.
         host: "fsdp" for FSDP2 instead of DeepSpeed; without a block FSDP2's own collectives, over
             all ranks, or for "hsdp-fsdp" over those of a node with replicas on the others.
     """
@@ -41,6 +43,7 @@ class BenchScheme:
     lr: float | None = None
     change: float = 0.0
     stage: int = 3
+    tensor: int = 1
     host: str | None = None
 
     def at(self, lr: float) -> BenchScheme:
@@ -54,6 +57,7 @@ class BenchScheme:
         block = None if self.block is None else {"topology": dict(topology), **self.block}
         job: dict[str, Any] = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
         job |= {} if self.stage == 3 else {"stage": self.stage}
+        job |= {} if self.tensor == 1 else {"tensor": self.tensor}
         job |= {} if self.host is None else {"host": self.host}
         return job if self.lr is None else {**job, "lr": self.lr}
 
@@ -111,6 +115,11 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("stock-ring", None, ring=True),
             BenchScheme("all-reduce", None, stage=0),
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
+            # Tensor parallelism of two ranks.
+            BenchScheme("stock-tp2", None, tensor=2),
+            BenchScheme("stock-ring-tp2", None, ring=True, tensor=2),
+            BenchScheme("topo-tp2", {"scheme": "topo"}, tensor=2),
+            BenchScheme("topo-q4-tp2", _quantized(4), tensor=2),
             # FSDP2, by itself and with our collectives and optimizer shards.
             *(
                 BenchScheme(f"{host}{word}", None, ring=bool(word), host=host)

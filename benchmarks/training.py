@@ -31,7 +31,17 @@ import zero_topo
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
-from benchmarks.floors import all_reduce_loads, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.engine_groups import clean_groups
+from benchmarks.floors import (
+    Load,
+    all_reduce_loads,
+    floors,
+    loads,
+    phases,
+    stock_loads,
+    tensor_load,
+    uplink_bytes,
+)
 from benchmarks.fsdp_training import FsdpEngine
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
@@ -130,18 +140,26 @@ class Bench:
         self.control.ask({"event": event})
         dist.barrier(self.fence)
 
-    def micro_batches(self, step: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's data of a step."""
-        shape = (self.setup.batch, self.setup.context)
-        return [
-            batch(self.corpus.train, shape, seed, step * count + k, dist.get_rank())
-            for k in range(count)
-        ]
+    def micro_batches(
+        self, step: int, count: int, seed: int, shared: int = 1
+    ) -> list[tuple[Tensor, Tensor]]:
+        """This rank's data of a step; that of each of ``shared`` ranks if they share each layer."""
+        first = dist.get_rank() // shared * shared
+        found = []
+        for number in range(step * count, (step + 1) * count):
+            shape = (self.setup.batch, self.setup.context)
+            parts = [
+                batch(self.corpus.train, shape, seed, number, rank)
+                for rank in range(first, first + shared)
+            ]
+            tokens, targets = zip(*parts, strict=True)
+            found.append((torch.cat(tokens), torch.cat(targets)))
+        return found
 
-    def train_step(self, engine: Any, step: int, seed: int = 0) -> float:
+    def train_step(self, engine: Any, step: int, seed: int = 0, shared: int = 1) -> float:
         """One optimizer step; the mean loss of its micro-batches on this rank."""
         total = 0.0
-        data = self.micro_batches(step, engine.gradient_accumulation_steps(), seed)
+        data = self.micro_batches(step, engine.gradient_accumulation_steps(), seed, shared)
         for tokens, targets in data:
             loss = engine(tokens, targets)
             engine.backward(loss)
@@ -159,7 +177,7 @@ def measure_all(settings: dict[str, Any], control: Control) -> None:
 
     Args:
         settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``,
-            ``block``, ``ring``, ``stage`` and ``micro_batches``.
+            ``block``, ``ring``, ``stage``, ``tensor`` and ``micro_batches``.
         control: the line to the benchmark.
     """
     bench = Bench.start(settings, control)
@@ -204,13 +222,14 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
         if "host" in job
         else engine_of(model, config)
     )
-    with building as engine, started:
+    shared = job.get("tensor", 1)
+    with clean_groups(), building as engine, started:
         for step in range(bench.warmup - 1):
-            bench.train_step(engine, step)
+            bench.train_step(engine, step, shared=shared)
         bench.stand_still("built")
-        bench.train_step(engine, bench.warmup - 1)
+        bench.train_step(engine, bench.warmup - 1, shared=shared)
         bench.stand_still("begin")
-        own = _measured_steps(bench, engine)
+        own = _measured_steps(bench, engine, shared)
         bench.stand_still("end")
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
@@ -222,11 +241,11 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
             "step_seconds": [after - before for before, after in pairwise(last)],
             "cpu_s": sum(rank["cpu_s"] for rank in ranks),
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            **_expected(spec, engine, job),
+            **_expected(bench.setup, spec, engine, job),
         }
 
 
-def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
+def _measured_steps(bench: Bench, engine: Any, shared: int) -> dict[str, Any]:
     """One step more than are timed: when each ended, CPU seconds of a step, and the last loss, on
     this rank.
     """
@@ -234,36 +253,37 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
     busy = time.process_time()
     loss = 0.0
     for step in range(bench.warmup, bench.warmup + 1 + bench.steps):
-        loss = bench.train_step(engine, step)
+        loss = bench.train_step(engine, step, shared=shared)
         ends.append(time.perf_counter())
         bench.control.send({"event": "step"})
     return {"ends": ends, "cpu_s": (time.process_time() - busy) / len(ends), "loss": loss}
 
 
-def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _expected(setup: TrainingSetup, spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this
     rank.
     """
     stats: Stats | None = None
     parameters = list(engine.module.parameters())
+    expected: list[Load]
+    shared = job.get("tensor", 1)
     if isinstance(engine, FsdpEngine):
         expected, stats = engine.expected(spec)
-        table = phases(expected, spec)
     elif job.get("stage", 3) == 0:
         sizes = [parameter.numel() for parameter in parameters]
         expected = all_reduce_loads(sizes, spec, parameters[0].element_size())
-        table = phases(expected, spec)
     elif job["block"] is None:
         numels = [parameter.ds_numel for parameter in parameters]
         matrices = [
             parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)
         ]
-        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices)
-        table = phases(expected, spec)
+        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices, shared)
     else:
         stats = zero_topo.stats(engine)
-        expected = loads(stats.config, stats.work, spec)
-        table = phases(expected, spec)
+        expected = loads(stats.config, stats.work, spec, shared)
+    if shared > 1:
+        expected.append(tensor_load(setup, job["micro_batches"], shared))
+    table = phases(expected, spec)
     if stats is not None:
         for (phase, domain), nbytes in stats.step_bytes.items():
             table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes

@@ -10,6 +10,13 @@ from typing import Any
 
 HEAD_WIDTH = 64
 BYTES = 256  # the example's vocabulary
+SPLIT: tuple[dict[str, Any], ...] = (
+    # Three matrices in one: each is split by itself, so that a rank has whole heads
+    {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.(out|down)\.weight$"], "partition_type": "row"},
+)
+"""How AutoTP splits a layer of the example's GPT."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,26 @@ class TrainingSetup:
         return self.layers * block + (2 * BYTES + self.context + 2) * self.width
 
     @property
+    def activations(self) -> int:
+        """Elements between two layers of a rank's micro-batch."""
+        return self.batch * self.context * self.width
+
+    @property
     def message_bytes(self) -> int:
         """The model in 16 bits: the unit ``M`` of communication volumes."""
         return 2 * self.parameters
 
     def of_job(self, job: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
-        """The DeepSpeed config of a scheme's job, whose optimizer may have a rate of its own."""
+        """The DeepSpeed config of a scheme's job, whose optimizer may have a rate of its own.
+
+        Ranks that share a layer see the samples of all of them.
+        """
         config = self.deepspeed(job["block"], micro_batches, job["optimizer"])
+        shared = job.get("tensor", 1)
+        if shared > 1:
+            partition = {"use_default_specs": False, "layer_specs": list(SPLIT)}
+            config["tensor_parallel"] = {"autotp_size": shared, "partition_config": partition}
+            config["train_micro_batch_size_per_gpu"] *= shared
         if job.get("stage", 3) == 0:
             config["zero_optimization"] = {"stage": 0}
         if "lr" in job:

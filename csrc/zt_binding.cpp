@@ -108,8 +108,8 @@ struct OnDevice {
     void *const stream;
 };
 
-// A table in device memory, held until the launch that reads it is queued; or none.
-struct Held {
+// A table in device memory, kept until the launch that reads it is queued; or none.
+struct Uploaded {
     at::Tensor data;
     operator const void *() const { return data.defined() ? data.data_ptr() : nullptr; }
 };
@@ -118,7 +118,7 @@ struct Held {
 // holds between what reads a table and what gets its memory later. The last kMost are kept.
 class Tables {
   public:
-    Held of(Tensors flats, const std::vector<zt_piece> &pieces, void *stream) {
+    Uploaded of(Tensors flats, const std::vector<zt_piece> &pieces, void *stream) {
         const int32_t count = count_of(pieces.size());
         std::string content(zt_gpu_table_bytes(count), 0);
         if (content.empty()) return {};  // they travel with the launch
@@ -141,15 +141,15 @@ class Tables {
     struct Table {
         void *stream;
         std::string content;
-        Held table;
+        Uploaded table;
     };
 
-    static Held upload(const std::string &content, const at::Tensor &beside) {
-        const auto options = beside.options().dtype(at::kByte);
+    static Uploaded upload(const std::string &content, const at::Tensor &like) {
+        const auto options = like.options().dtype(at::kByte);
         auto host = at::empty({static_cast<int64_t>(content.size())},
-                              options.device(at::kCPU).pinned_memory(beside.is_cuda()));
+                              options.device(at::kCPU).pinned_memory(like.is_cuda()));
         std::copy(content.begin(), content.end(), host.data_ptr<uint8_t>());
-        return {host.to(beside.device(), true)};
+        return {host.to(like.device(), true)};
     }
 
     static constexpr size_t kMost = 256;
@@ -218,10 +218,10 @@ void requantize(const at::Tensor &table, int64_t without_source, Numbers source,
 }
 
 // part: block size, begin, end, rows and members.
-zt_codes codes_of(const at::Tensor &held, const at::Tensor &slots, const at::Tensor &slot_of, Numbers part) {
-    TORCH_CHECK(part.size() == 5 && slots.dim() == 2, "a block size and four numbers say the part of the codes");
-    return {held.data_ptr<uint8_t>(), held.numel(), slots.data_ptr<int64_t>(), slot_of.data_ptr<int32_t>(),
-            slot_of.numel(), count_of(slots.size(0)), count_of(part[0])};
+zt_codes codes_of(const at::Tensor &stored, const at::Tensor &params, const at::Tensor &param_of, Numbers part) {
+    TORCH_CHECK(part.size() == 5 && params.dim() == 2, "a block size and four numbers say the part of the codes");
+    return {stored.data_ptr<uint8_t>(), stored.numel(), params.data_ptr<int64_t>(), param_of.data_ptr<int32_t>(),
+            param_of.numel(), count_of(params.size(0)), count_of(part[0])};
 }
 
 zt_part part_of(Numbers part) { return {part[1], part[2], part[3], part[4]}; }
@@ -230,40 +230,40 @@ int64_t blocks_of(const zt_part &part) {
     return part.begin < 0 || part.end < 0 ? 0 : work_of(part.rows, part.end - part.begin);
 }
 
-// own: the column of the slots that its first one is, and whose rows.
+// own: the column of all parameters that its first one is, and whose rows.
 zt_masters masters_of(const at::Tensor &table, Numbers own) {
     TORCH_CHECK(table.dim() == 2 && own.size() == 2, "masters are a table of two dimensions, and two numbers");
     return {table.data_ptr<float>(), table.stride(0), table.size(1), own[0], own[1]};
 }
 
-void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
-                  const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
+void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &stored, const at::Tensor &params,
+                  const at::Tensor &param_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
                   const at::Tensor &steps, const at::Tensor &sizes) {
-    const auto codes = codes_of(held, slots, slot_of, numbers);
+    const auto codes = codes_of(stored, params, param_of, numbers);
     const auto part = part_of(numbers);
-    ZT_STREAM(held);
+    ZT_STREAM(stored);
     ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part,
           scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>(), sizes.data_ptr<int64_t>());
 }
 
-void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
-                const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
+void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &stored, const at::Tensor &params,
+                const at::Tensor &param_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &counts,
                 const at::Tensor &steps, const at::Tensor &ends, const at::Tensor &message) {
-    const auto codes = codes_of(held, slots, slot_of, numbers);
+    const auto codes = codes_of(stored, params, param_of, numbers);
     const auto part = part_of(numbers);
     TORCH_CHECK(ends.numel() / 2 >= blocks_of(part), "two ends for each block of the part");
     const zt_change made = {scales.data_ptr<float>(), counts.data_ptr<uint8_t>(), steps.data_ptr<uint8_t>(),
                             ends.data_ptr<int64_t>()};
-    ZT_STREAM(held);
+    ZT_STREAM(stored);
     ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own), codes, part, made,
           message.data_ptr<uint8_t>(), message.numel());
 }
 
-void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tensor &held, const at::Tensor &slots,
-                 const at::Tensor &slot_of, Numbers numbers) {
-    const auto codes = codes_of(held, slots, slot_of, numbers);
+void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tensor &stored, const at::Tensor &params,
+                 const at::Tensor &param_of, Numbers numbers) {
+    const auto codes = codes_of(stored, params, param_of, numbers);
     const auto part = part_of(numbers);
-    ZT_STREAM(held);
+    ZT_STREAM(stored);
     ZT_ON(codes_apply, work_of(blocks_of(part), part.members), codes.block, messages_of(table, -1, without_member), codes,
           part);
 }
@@ -372,9 +372,9 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
     const auto bound = static_cast<float>(threshold);
     auto compact = [&](zt_range range, int64_t offset, int64_t *found) {
         const int64_t first = std::min(offset, room);
-        auto *picked = static_cast<char *>(values.data_ptr()) + first * values.element_size();
+        auto *chosen = static_cast<char *>(values.data_ptr()) + first * values.element_size();
         return zt_cpu_compact_above(x.data_ptr(), dtype_of(x), bound, range, room - first,
-                                    indices.data_ptr<int64_t>() + first, picked, found, ZT_BEST);
+                                    indices.data_ptr<int64_t>() + first, chosen, found, ZT_BEST);
     };
     int64_t total = 0;
     if (at::get_num_threads() == 1) {

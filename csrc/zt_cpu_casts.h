@@ -56,7 +56,7 @@ inline void add_up(const Kernels &kernels, const Terms &terms, int64_t i, int64_
 /* The messages' values in this range, summed -> elements. */
 inline void sum_casts(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range values, Writing how) {
     alignas(64) float total[kCast];
-    alignas(64) uint8_t held[4 * kCast];
+    alignas(64) uint8_t stored[4 * kCast];
     const bool single = terms.count == 1 && terms.factor == 1.0f && !how.accumulate;
     for (int64_t i = values.begin; i < values.end;) {
         const Elements there = cursor.run().elements;
@@ -69,8 +69,8 @@ inline void sum_casts(const Kernels &kernels, const Terms &terms, Cursor cursor,
         }
         if (how.accumulate) {
             Cursor from = cursor;
-            gather(kernels, from, now, {held, ZT_FP32});
-            kernels.add({held, ZT_FP32}, now, x.data);
+            gather(kernels, from, now, {stored, ZT_FP32});
+            kernels.add({stored, ZT_FP32}, now, x.data);
         }
         if (how.stream && !is_long) prefetch_edges(cursor, 2 * now);
         scatter(kernels, cursor, now, x, how.stream);

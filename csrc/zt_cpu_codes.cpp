@@ -13,7 +13,7 @@ constexpr int64_t kMostBlock = 2048;
 
 /* A block of a part, of a row and a block column. */
 struct Place {
-    int64_t codes, scale;    /* bytes of what is held */
+    int64_t codes, scale;    /* bytes of what is stored */
     int64_t column, present; /* its first column in the table of masters, and how many it has */
 };
 
@@ -36,24 +36,24 @@ class Walk {
     int64_t row() const { return row_; }
 
     Place place() const {
-        const int64_t *const slot = codes_.slots + 6 * codes_.slot_of[column_];
-        const int64_t here = column_ - slot[3], inside = here * codes_.block, left = slot[5] - inside;
-        const int64_t index = (member_ + row_ * part_.members) * slot[2] + here;
-        return {slot[0] + index * codes_.block, slot[1] + index * 4, slot[4] + inside,
+        const int64_t *const param = codes_.params + 6 * codes_.param_of[column_];
+        const int64_t here = column_ - param[3], inside = here * codes_.block, left = param[5] - inside;
+        const int64_t index = (member_ + row_ * part_.members) * param[2] + here;
+        return {param[0] + index * codes_.block, param[1] + index * 4, param[4] + inside,
                 left < 0 ? 0 : left < codes_.block ? left : codes_.block};
     }
 
-    /* Whether all rows of the column that it is at are held, and its masters are there. */
+    /* Whether all rows of the column that it is at are stored, and its masters are there. */
     bool known(const zt_masters *masters) const {
-        const int32_t number = codes_.slot_of[column_];
+        const int32_t number = codes_.param_of[column_];
         if (number < 0 || number >= codes_.count) return false;
-        const int64_t *const slot = codes_.slots + 6 * number;
+        const int64_t *const param = codes_.params + 6 * number;
         for (int i = 0; i < 6; ++i)
-            if (slot[i] < 0 || slot[i] > kMost) return false;
-        const int64_t rows = part_.rows * part_.members, blocks = slot[2];
-        if (column_ < slot[3] || column_ - slot[3] >= blocks || !fits(rows, blocks)) return false;
-        if (!fits(rows * blocks, codes_.block) || slot[0] + rows * blocks * codes_.block > slot[1]) return false;
-        if (slot[1] + rows * blocks * 4 > codes_.nbytes) return false;
+            if (param[i] < 0 || param[i] > kMost) return false;
+        const int64_t rows = part_.rows * part_.members, blocks = param[2];
+        if (column_ < param[3] || column_ - param[3] >= blocks || !fits(rows, blocks)) return false;
+        if (!fits(rows * blocks, codes_.block) || param[0] + rows * blocks * codes_.block > param[1]) return false;
+        if (param[1] + rows * blocks * 4 > codes_.nbytes) return false;
         const Place at = place();
         return !masters || at.present == 0 ||
                (at.column >= masters->first && at.column - masters->first + at.present <= masters->columns);
@@ -74,7 +74,7 @@ int check_part(const zt_codes &codes, const zt_part &part) {
     if (part.begin < 0 || part.begin > part.end || part.end > codes.columns) return ZT_BAD_SIZE;
     if (part.rows < 0 || part.members < 1 || !fits(part.rows, part.members)) return ZT_BAD_SIZE;
     if (!fits(part.rows * part.members, part.end - part.begin)) return ZT_BAD_SIZE;
-    return blocks_of(part) == 0 || (codes.held && codes.slots && codes.slot_of) ? ZT_OK : ZT_BAD_SIZE;
+    return blocks_of(part) == 0 || (codes.stored && codes.params && codes.param_of) ? ZT_OK : ZT_BAD_SIZE;
 }
 
 int check_masters(const zt_masters &masters, const zt_codes &codes, const zt_part &part) {
@@ -210,16 +210,16 @@ struct Writer {
 
     void write(int64_t block, const Walk &walk) {
         const Place place = walk.place();
-        auto *const held = reinterpret_cast<int8_t *>(codes.held + place.codes);
+        auto *const stored = reinterpret_cast<int8_t *>(codes.stored + place.codes);
         const uint8_t *const counts = change.counts + block * layout.tiles;
         Ends at = before(block);
         const float scale = change.scales[block];
         alignas(64) float buffer[kMostBlock];
         if (*counts == ZT_CHANGES_WHOLE) {
-            kernels.recode(values(masters, walk, place, codes.block, buffer), zt_codes_inverse(scale), codes.block, held);
-            memcpy(codes.held + place.scale, &scale, 4);
+            kernels.recode(values(masters, walk, place, codes.block, buffer), zt_codes_inverse(scale), codes.block, stored);
+            memcpy(codes.stored + place.scale, &scale, 4);
             memcpy(message + layout.scales + 4 * at.whole, &scale, 4);
-            memcpy(message + layout.codes + at.whole * codes.block, held, static_cast<size_t>(codes.block));
+            memcpy(message + layout.codes + at.whole * codes.block, stored, static_cast<size_t>(codes.block));
             return;
         }
         const uint8_t *const steps = change.steps + block * (codes.block / 4);
@@ -229,7 +229,7 @@ struct Writer {
             if (zt_changes_large(counts[t]))
                 kernels.recode(values(masters, walk, place, codes.block, buffer) + t * layout.tile, zt_codes_inverse(scale),
                                layout.tile, fresh);
-            pack_tile(steps + t * (layout.tile / 4), layout.tile, counts[t], fresh, held + t * layout.tile,
+            pack_tile(steps + t * (layout.tile / 4), layout.tile, counts[t], fresh, stored + t * layout.tile,
                       message + layout.changes + at.bytes);
             at.bytes += zt_changes_bytes(layout.tile, counts[t]);
         }
@@ -270,15 +270,15 @@ void apply(const uint8_t *message, const zt_codes &codes, Walk walk, int64_t blo
         if (block < own.begin || begin == at) continue;
         walk.to(block);
         const Place place = walk.place();
-        uint8_t *const held = codes.held + place.codes;
+        uint8_t *const stored = codes.stored + place.codes;
         if (*counts == ZT_CHANGES_WHOLE) {
-            memcpy(held, message + layout.codes + begin.whole * codes.block, static_cast<size_t>(codes.block));
-            memcpy(codes.held + place.scale, message + layout.scales + 4 * begin.whole, 4);
+            memcpy(stored, message + layout.codes + begin.whole * codes.block, static_cast<size_t>(codes.block));
+            memcpy(codes.stored + place.scale, message + layout.scales + 4 * begin.whole, 4);
             continue;
         }
         const uint8_t *in = message + layout.changes + begin.bytes;
         for (int64_t t = 0; t < layout.tiles; ++t) {
-            unpack_tile(in, layout.tile, counts[t], reinterpret_cast<int8_t *>(held) + t * layout.tile);
+            unpack_tile(in, layout.tile, counts[t], reinterpret_cast<int8_t *>(stored) + t * layout.tile);
             in += zt_changes_bytes(layout.tile, counts[t]);
         }
     }
@@ -301,10 +301,10 @@ extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part p
         walk.to(block);
         const Place place = walk.place();
         const float *const x = values(masters, walk, place, codes.block, buffer);
-        const auto *const held = reinterpret_cast<const int8_t *>(codes.held + place.codes);
-        memcpy(scales + block, codes.held + place.scale, 4);
+        const auto *const stored = reinterpret_cast<const int8_t *>(codes.stored + place.codes);
+        memcpy(scales + block, codes.stored + place.scale, 4);
         const Steps out = {counts + block * tiles, steps + block * (codes.block / 4), sizes + 2 * block};
-        chosen->assess(x, held, codes.block, scales + block, out);
+        chosen->assess(x, stored, codes.block, scales + block, out);
     }
     return ZT_OK;
 }

@@ -248,16 +248,16 @@ int check_ternary(zt_ternary form, int64_t blocks, int64_t bytes, zt_range rows)
 /* Sets bits from number `at` on, which are 0; other parts of the packet share the first and the last byte. */
 struct Bits {
     uint8_t *next;
-    uint32_t held;
+    uint32_t waiting;
     int32_t count;
 
-    Bits(uint8_t *bits, int64_t at) : next(bits + at / 8), held(0), count(static_cast<int32_t>(at % 8)) {}
+    Bits(uint8_t *bits, int64_t at) : next(bits + at / 8), waiting(0), count(static_cast<int32_t>(at % 8)) {}
     void append(uint32_t value, int32_t length) {
-        held |= value << count;
-        for (count += length; count >= 8; count -= 8, held >>= 8) *next++ |= static_cast<uint8_t>(held);
+        waiting |= value << count;
+        for (count += length; count >= 8; count -= 8, waiting >>= 8) *next++ |= static_cast<uint8_t>(waiting);
     }
     void end() {
-        if (held) *next |= static_cast<uint8_t>(held);
+        if (waiting) *next |= static_cast<uint8_t>(waiting);
     }
 };
 

@@ -95,15 +95,15 @@ ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_A
     for (int64_t tile = zt_first_tile(); tile < a.tiles; tile += step) {
         const int64_t begin = tile * ZT_WARP;
         zt_home mine = {nullptr, nullptr, nullptr, 0};
-        uint32_t held = 0;
+        uint32_t stored = 0;
         if (begin + lane < a.blocks) {
             mine = zt_home_of(a, a.masters.member, begin + lane);
-            held = zt_load<uint32_t>(mine.scale);
+            stored = zt_load<uint32_t>(mine.scale);
         }
 #pragma unroll 1
         for (int from = lane >> bits; from < ZT_WARP; from += ZT_WARP >> bits) {
-            const zt_home home = zt_told(mine, from);
-            const uint32_t old = zt_shuffle(held, from, ZT_WARP);
+            const zt_home home = zt_home_of_lane(mine, from);
+            const uint32_t old = zt_shuffle(stored, from, ZT_WARP);
             float v[UNITS * ZT_UNIT];
             zt_packed<8> before[UNITS] = {};
             zt_load_masters<UNITS>(home, a.codes.block, place, v);
@@ -242,7 +242,7 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
         const uint32_t wholes = zt_ballot(whole);
 #pragma unroll 1
         for (int from = 0; from < ZT_WARP && begin + from < a.blocks; from++) {
-            const zt_home home = zt_told(mine, from);
+            const zt_home home = zt_home_of_lane(mine, from);
             const float inverse = zt_bits<float>(zt_shuffle(zt_bits<uint32_t>(own), from, ZT_WARP));
             uint8_t *out = a.message + zt_shuffle_wide((uint64_t)to, from);
             if (wholes >> from & 1) {

@@ -49,13 +49,13 @@ ZT_DEVICE int64_t zt_tile_step(void) { return (int64_t)gridDim.x * ZT_WARPS; }
 /* Block i of a member's part; its masters only if there are any. */
 ZT_DEVICE zt_home zt_home_of(const zt_codes_arguments &a, int64_t member, int64_t i) {
     const int64_t width = a.part.end - a.part.begin, row = zt_quotient(i, width), column = a.part.begin + i - row * width;
-    const int64_t *slot = a.codes.slots + 6 * (int64_t)zt_load<int32_t>(a.codes.slot_of + column);
-    const int64_t here = column - zt_fetch(slot + 3), begin = here * a.codes.block;
-    const int64_t index = (member + row * a.part.members) * zt_fetch(slot + 2) + here;
-    zt_home home = {a.codes.held + zt_fetch(slot) + index * a.codes.block, a.codes.held + zt_fetch(slot + 1) + index * 4,
+    const int64_t *param = a.codes.params + 6 * (int64_t)zt_load<int32_t>(a.codes.param_of + column);
+    const int64_t here = column - zt_fetch(param + 3), begin = here * a.codes.block;
+    const int64_t index = (member + row * a.part.members) * zt_fetch(param + 2) + here;
+    zt_home home = {a.codes.stored + zt_fetch(param) + index * a.codes.block, a.codes.stored + zt_fetch(param + 1) + index * 4,
                     nullptr, 0};
-    const int64_t from = zt_fetch(slot + 4) + begin - a.masters.first;
-    int64_t present = zt_fetch(slot + 5) - begin;
+    const int64_t from = zt_fetch(param + 4) + begin - a.masters.first;
+    int64_t present = zt_fetch(param + 5) - begin;
     present = present < a.masters.columns - from ? present : a.masters.columns - from;
     present = present < a.codes.block ? present : a.codes.block;
     if (from < 0 || present <= 0) return home;
@@ -69,8 +69,8 @@ ZT_DEVICE uint64_t zt_shuffle_wide(uint64_t value, int lane) {
     return high << 32 | zt_shuffle((uint32_t)value, lane, ZT_WARP);
 }
 
-/* What another lane found; without the scale, which is that lane's business. */
-ZT_DEVICE zt_home zt_told(zt_home home, int lane) {
+/* The home that another lane found; without the scale, which is that lane's business. */
+ZT_DEVICE zt_home zt_home_of_lane(zt_home home, int lane) {
     uint8_t *codes = (uint8_t *)(uintptr_t)zt_shuffle_wide((uintptr_t)home.codes, lane);
     const char *values = (const char *)(uintptr_t)zt_shuffle_wide((uintptr_t)home.values, lane);
     return {codes, nullptr, values, (int32_t)zt_shuffle((uint32_t)home.present, lane, ZT_WARP)};
@@ -117,8 +117,8 @@ static inline int zt_take_codes(zt_codes codes, zt_part part, zt_codes_arguments
     out->blocks = zt_product(part.rows, columns);
     if (out->blocks > INT32_MAX || zt_product(zt_product(out->blocks, part.members), codes.block) > codes.nbytes)
         return ZT_BAD_SIZE;
-    if (out->blocks > 0 && (!codes.held || !codes.slots || !codes.slot_of)) return ZT_BAD_SIZE;
-    return zt_is_odd((int64_t)(uintptr_t)codes.held, 16) ? ZT_BAD_ALIGNMENT : ZT_OK;
+    if (out->blocks > 0 && (!codes.stored || !codes.params || !codes.param_of)) return ZT_BAD_SIZE;
+    return zt_is_odd((int64_t)(uintptr_t)codes.stored, 16) ? ZT_BAD_ALIGNMENT : ZT_OK;
 }
 
 static inline int zt_launch_codes(void (*kernel)(zt_codes_arguments), const zt_codes_arguments &a, void *stream) {

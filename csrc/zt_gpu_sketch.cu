@@ -147,22 +147,22 @@ ZT_DEVICE uint32_t zt_peel_word(const zt_sketch_arguments &a, int64_t lane, int6
     uint32_t *counts = a.counts + lane * a.rows, solved = 0;
     for (uint32_t later = ~0u;;) {
         float value = 0.0f;
-        int picked = 3;
+        int chosen = 3;
 #pragma unroll
         for (int j = 2; j >= 0; j--)
-            if ((unknown & later) >> t & 1 && counts[places.row[j]] == 1) picked = j;
-        const uint32_t alone = zt_ballot(picked < 3);
+            if ((unknown & later) >> t & 1 && counts[places.row[j]] == 1) chosen = j;
+        const uint32_t alone = zt_ballot(chosen < 3);
         if (!alone) return solved;
         const int first = __ffs((int)alone) - 1;
         if (t == first) {
 #pragma unroll
             for (int j = 0; j < 3; j++)
-                if (j == picked) value = zt_mul(places.sign[j], a.sketch[places.row[j] * ZT_SKETCH_LANES + lane]);
+                if (j == chosen) value = zt_mul(places.sign[j], a.sketch[places.row[j] * ZT_SKETCH_LANES + lane]);
             a.x[block * ZT_SKETCH_LANES + lane] = value;
 #pragma unroll
             for (int j = 0; j < 3; j++) {
                 float &sum = a.sketch[places.row[j] * ZT_SKETCH_LANES + lane];
-                if (j != picked) sum = zt_sub(sum, zt_mul(places.sign[j], value));
+                if (j != chosen) sum = zt_sub(sum, zt_mul(places.sign[j], value));
                 counts[places.row[j]]--;
             }
         }

@@ -70,26 +70,26 @@ typedef struct zt_range {
     int64_t end;
 } zt_range;
 
-/* INT8 codes and block scales of parameters ("slots"); Note [Codes] in zero_topo/quant/ops.py. */
+/* INT8 codes and block scales of parameters; Note [Codes] in zero_topo/quant/ops.py. */
 typedef struct zt_codes {
-    uint8_t *held;          /* of each slot an INT8 message of all its rows, filled up to whole blocks */
-    int64_t nbytes;         /* of held */
-    const int64_t *slots;   /* six numbers each: bytes at which its codes and scales begin, blocks of a row, its first
+    uint8_t *stored;         /* of each parameter an INT8 message of all its rows, filled up to whole blocks */
+    int64_t nbytes;          /* of stored */
+    const int64_t *params;   /* six numbers each: bytes at which its codes and scales begin, blocks of a row, its first
                                block column, its first column in the table of masters, its columns */
-    const int32_t *slot_of; /* of each block column */
-    int64_t columns;        /* block columns */
-    int32_t count;          /* slots */
-    int32_t block;          /* values of a block */
+    const int32_t *param_of; /* of each block column */
+    int64_t columns;         /* block columns */
+    int32_t count;           /* parameters */
+    int32_t block;           /* values of a block */
 } zt_codes;
 
 /* Blocks of which one message speaks, row by row: block columns begin to end of `rows` rows. Row r of member m is row
- * m + r * members of the slots. */
+ * m + r * members of the shard. */
 typedef struct zt_part {
     int64_t begin, end;
     int64_t rows, members;
 } zt_part;
 
-/* One member's masters: its rows; column 0 is the one that the slots number `first`. */
+/* One member's masters: its rows; column 0 is the one that the parameters number `first`. */
 typedef struct zt_masters {
     const float *data;
     int64_t row_stride, columns; /* values from one row to the next, and of one */

@@ -5,14 +5,11 @@ of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -228,26 +225,3 @@ def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[T
     x = torch.randn(4, 11, generator=generator)
     y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
     return x.to(dtype), y.to(dtype)
-
-
-@contextmanager
-def clean_groups() -> Iterator[None]:
-    """Restore DeepSpeed's groups afterwards, so that later engines of this process have none of
-    these.
-    """
-    saved = {
-        name: value for name, value in vars(groups).items() if name == "mpu" or name.startswith("_")
-    }
-    saved = {
-        name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()
-    }
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            current = getattr(groups, name)
-            if isinstance(value, dict) and not name.startswith("__"):
-                current.clear()
-                current.update(value)
-            elif not callable(value) and not name.startswith("__"):
-                setattr(groups, name, value)

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
+from benchmarks.engine_groups import clean_groups
 from tests.launcher.checkpoints import resume, resume_both, run_and_save, save
-from tests.launcher.parallel_models import Mixture, autoep, autotp, clean_groups, inputs
+from tests.launcher.parallel_models import Mixture, autoep, autotp, inputs
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import (
     Job,
@@ -28,7 +29,7 @@ from tests.launcher.training import (
     start,
     without_optimizer,
 )
-from tests.marks import late
+from tests.marks import late, on_eight
 from zero_topo.observe.report import bytes_of
 
 EXACT = 1e-6
@@ -66,14 +67,16 @@ def under_stock(run_of: Job) -> Result:
         return run(run_of)
 
 
-def test_experts_train_and_resume_as_under_stock(shared_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, on_eight(2), on_eight(4)])
+def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -> None:
     """Losses, norms that bind and weights of ten steps; checkpoints of both go on as their runs
     did.
     """
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
+    ds = {"zero_optimization": zero}
     with clean_groups():
-        stock = run_and_save(job(None, ds={"zero_optimization": zero}), shared_path / "stock")
-    split = partial(job, BLOCKS["topo"], ds={"zero_optimization": zero})
+        stock = run_and_save(job(None, size, ds=ds), shared_path / "stock")
+    split = partial(job, BLOCKS["topo"], size, ds=ds)
     mine = run_and_save(split(), shared_path / "own")
     assert_equal(mine, stock, EXACT)
     close(resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock)))
@@ -93,19 +96,30 @@ def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
 
 @pytest.mark.eight_ranks
 @pytest.mark.parametrize("size", [late(2), late(4)])
-def test_experts_of_larger_groups_train_as_under_stock(size: int) -> None:
+@pytest.mark.parametrize("scheme", ["zero3", "hsdp"])
+def test_experts_of_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     """On eight ranks, where experts are sharded over four or two."""
     stock = under_stock(job(None, size))
-    assert_equal(run(job(BLOCKS["topo"], size)), stock, EXACT)
+    assert_equal(run(job(BLOCKS[scheme], size)), stock, EXACT)
 
 
-def test_experts_train_with_autotp_as_under_stock() -> None:
-    """Pairs of ranks share each dense layer, and see the same tokens; experts are spread over two
-    ranks.
+@pytest.mark.parametrize(
+    ("size", "shared"), [(2, 2), on_eight(2, 2), on_eight(4, 2), on_eight(4, 4)]
+)
+def test_experts_train_with_autotp_as_under_stock(
+    size: int, shared: int, shared_path: Path
+) -> None:
+    """Neighbouring ranks share each dense layer, and see the same tokens; experts are spread over
+    ``size`` ranks. Checkpoints of both go on as their runs did.
     """
-    batches = partial(inputs, dist.get_rank() // 2)
-    stock = under_stock(job(None, ds=autotp(2), batch=batches))
-    assert_equal(run(job(BLOCKS["topo"], ds=autotp(2), batch=batches)), stock, EXACT)
+    batches = partial(inputs, dist.get_rank() // shared)
+    split = partial(job, size=size, ds=autotp(shared), batch=batches)
+    with clean_groups():
+        stock = run_and_save(split(None), shared_path / "stock")
+    mine = run_and_save(split(BLOCKS["topo"]), shared_path / "own")
+    assert_equal(mine, stock, EXACT)
+    folders = (shared_path / "own", mine), (shared_path / "stock", stock)
+    close(resume_both(split(BLOCKS["topo"]), *folders))
 
 
 @pytest.mark.long
@@ -126,28 +140,33 @@ def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.long
-def test_quantized_experts_train_about_as_under_stock() -> None:
-    """INT8 weights and INT4 gradients of both plans."""
-    stock = under_stock(job(None))
-    assert run(job(BLOCKS["codes"])).losses == pytest.approx(stock.losses, rel=0.05)
+@pytest.mark.parametrize("size", [late(2), on_eight(2), on_eight(4)])
+def test_quantized_experts_train_about_as_under_stock(size: int) -> None:
+    """INT8 weights and 4-bit gradients of both plans."""
+    stock = under_stock(job(None, size))
+    assert run(job(BLOCKS["codes"], size)).losses == pytest.approx(stock.losses, rel=0.05)
 
 
-def test_bytes_equal_the_formulas_of_both_trees() -> None:
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [("zero3", 2), on_eight("zero3", 2), on_eight("topo", 2), on_eight("topo", 4)],
+)
+def test_bytes_equal_the_formulas_of_both_trees(scheme: str, size: int) -> None:
     """The experts' domains have a name of their own."""
     zero = {
         "stage3_prefetch_bucket_size": 0,
         "reduce_bucket_size": 10**6,
         "stage3_max_live_parameters": 0,
     }
-    split = job(BLOCKS["zero3"], ds={"zero_optimization": zero})
+    split = job(BLOCKS[scheme], size, ds={"zero_optimization": zero})
     with running(split) as engine:
         advance(split, engine, 0, 2)
         found = zero_topo.stats(engine)
     assert found.experts is not None
-    assert found.experts[0].plan.world_size == dist.get_world_size() // 2
+    assert found.experts[0].plan.world_size == dist.get_world_size() // size
     assert found.step_bytes == bytes_of(found.parts)
-    assert ("scatter", "experts_world") in found.step_bytes
+    phase = "scatter" if scheme == "zero3" else "sync"
+    assert (phase, "experts_world") in found.step_bytes
 
 
 @pytest.mark.long
@@ -178,10 +197,15 @@ def test_offloaded_states_of_both_plans_come_back() -> None:
     assert run(job(BLOCKS["topo"], steps=4, each_step=away)).losses == undisturbed
 
 
-@pytest.mark.long
-def test_sparse_sync_of_both_plans_converges() -> None:
+@pytest.mark.parametrize("shared", [late(1), on_eight(2)])
+def test_sparse_sync_of_both_plans_converges(shared: int) -> None:
+    """Also with AutoTP, whose ranks must then have equal replicas: ``debug_checks`` compares
+    them.
+    """
     sparse = block("topo", sync={"mode": "oktopk", "density": 0.2})
-    losses = run(job(sparse)).losses
+    ds = autotp(shared) if shared > 1 else {}
+    batches = partial(inputs, dist.get_rank() // shared)
+    losses = run(job(sparse, ds=ds, batch=batches)).losses
     assert losses[-1] < losses[0] * 0.8
 
 

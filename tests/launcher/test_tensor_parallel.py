@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
+from benchmarks.engine_groups import clean_groups
 from tests.launcher.checkpoints import (
     TAG,
     assert_same_bits,
@@ -21,9 +22,10 @@ from tests.launcher.checkpoints import (
     run_and_save,
     save,
 )
-from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, clean_groups, inputs
+from tests.launcher.parallel_models import HIDDEN, Layers, Mpu, autotp, inputs
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import (
+    ADAMS,
     PLAIN,
     Job,
     advance,
@@ -34,10 +36,17 @@ from tests.launcher.training import (
     weights,
     without_optimizer,
 )
-from tests.marks import late, often
+from tests.marks import late, often, on_eight
+from zero_topo.config.modes import SPARSE_MODES
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost.volume import step_bytes
 
 EXACT = 1e-6
+INT4 = {"mode": "quantized", "bits": 4}
+SPARSE: dict[str, dict[str, Any]] = {
+    mode.MODE: {"mode": mode.MODE, "density": 0.2} for mode in SPARSE_MODES if mode is not ScapeSync
+}
+SPARSE["tagc"] = {"mode": "tagc", "theta": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +102,8 @@ def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
         return run(build(None))
 
 
-def test_autotp_trains_and_resumes_as_under_stock(shared_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, on_eight(2), on_eight(4)])
+def test_autotp_trains_and_resumes_as_under_stock(size: int, shared_path: Path) -> None:
     """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs
     did.
 
@@ -101,18 +111,18 @@ def test_autotp_trains_and_resumes_as_under_stock(shared_path: Path) -> None:
     stock's. A damaged one is refused by all ranks, also by those of the other data-parallel group,
     which read other files.
     """
-    uneven = partial(by_autotp, hidden=25)
+    uneven = partial(by_autotp, size=size, hidden=25)
     with clean_groups():
         stock = run_and_save(uneven(None), shared_path / "stock")
     split = partial(uneven, block("topo"))
     mine = run_and_save(split(), shared_path / "own")
     assert_equal(mine, stock, EXACT)
     files = shared_path / "own" / TAG
-    size = dist.get_world_size() // 2
-    ranks = [f"zero_pp_rank_{data}_mp_rank_0{tensor}" for data in range(size) for tensor in (0, 1)]
-    assert {path.name for path in files.glob("*model_states.pt")} == {
-        f"{name}_model_states.pt" for name in ranks
+    names = {
+        f"zero_pp_rank_{rank // size}_mp_rank_0{rank % size}_model_states.pt"
+        for rank in range(dist.get_world_size())
     }
+    assert {path.name for path in files.glob("*model_states.pt")} == names
     engine = resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -141,17 +151,39 @@ def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     assert_equal(run(split(block(scheme))), stock, EXACT)
 
 
-@pytest.mark.long
-def test_quantized_runs_train_about_as_under_stock() -> None:
-    """INT8 weights and INT4 gradients on the cut tree."""
-    stock = under_stock(by_autotp)
-    quantized = run(by_autotp(block("topo", quantize={"block_size": 64})))
+@pytest.mark.parametrize("size", [late(2), on_eight(2), on_eight(4)])
+def test_quantized_runs_train_about_as_under_stock(size: int) -> None:
+    """INT8 weights and 4-bit gradients on the cut tree."""
+    split = partial(by_autotp, size=size)
+    stock = under_stock(split)
+    quantized = run(split(block("topo", quantize={"block_size": 64})))
     assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
 
 
-@pytest.mark.parametrize("scheme", often(("zero3",), ("zero3", "topo", "hsdp")))
-def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
-    """With sub-groups, persistent parameters and optimizer states on the host."""
+@pytest.mark.parametrize("sync", [on_eight({}, name="dense"), on_eight(INT4, name="int4")])
+def test_quantized_runs_with_an_mpu_train_about_as_under_stock(
+    sync: dict[str, Any], pair: Mpu
+) -> None:
+    """INT8 weights, 4-bit gradients inside the node, and INT4 between nodes."""
+    split = partial(by_mpu, mpu=pair)
+    stock = under_stock(split)
+    quantized = run(split(block("topo", quantize={"block_size": 64}, sync=sync)))
+    assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *often(("zero3",), ("zero3", "topo", "hsdp")),
+        *(on_eight(scheme) for scheme in ("zero3", "topo", "hsdp")),
+    ],
+)
+def test_an_mpu_trains_and_resumes_as_under_stock(
+    scheme: str, pair: Mpu, shared_path: Path
+) -> None:
+    """With sub-groups, persistent parameters and optimizer states on the host; checkpoints of both
+    go on as their runs did.
+    """
     zero = {
         "sub_group_size": 200,
         "stage3_param_persistence_threshold": 20,
@@ -160,8 +192,12 @@ def test_an_mpu_trains_as_under_stock(scheme: str, pair: Mpu) -> None:
     split = partial(
         by_mpu, mpu=pair, ds={"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     )
-    stock = under_stock(split)
-    assert_equal(run(split(block(scheme))), stock, EXACT)
+    with clean_groups():
+        stock = run_and_save(split(None), shared_path / "stock")
+    mine = run_and_save(split(block(scheme)), shared_path / "own")
+    assert_equal(mine, stock, EXACT)
+    folders = (shared_path / "own", mine), (shared_path / "stock", stock)
+    close(resume_both(split(block(scheme)), *folders))
 
 
 @pytest.mark.long
@@ -185,8 +221,20 @@ def test_ranks_far_apart_share_layers() -> None:
     mpu.destroy()
 
 
-@pytest.mark.parametrize("quantize", [PLAIN, late({})])
-def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair: Mpu) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "quantize"),
+    [
+        pytest.param("zero3", PLAIN, id="zero3"),
+        late("zero3", {}, id="zero3-quantized"),
+        on_eight("zero3", PLAIN, name="zero3"),
+        on_eight("topo", PLAIN, name="topo"),
+        on_eight("topo", {}, name="topo-quantized"),
+        on_eight("zero++", {}, name="zero++-quantized"),
+    ],
+)
+def test_bytes_equal_the_formulas_on_the_cut_tree(
+    scheme: str, quantize: dict[str, Any], pair: Mpu
+) -> None:
     """One die of each GPU: weights lie on the rank, gradients over the node, and only the nodes'
     sums cross.
     """
@@ -195,7 +243,7 @@ def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair
         "reduce_bucket_size": 10**6,
         "stage3_max_live_parameters": 0,
     }
-    blocks = block("zero3", quantize=quantize)
+    blocks = block(scheme, quantize=quantize)
     with running(by_mpu(blocks, pair, ds={"zero_optimization": zero})) as engine:
         advance(by_mpu(blocks, pair), engine, 0, 2)
         found = zero_topo.stats(engine)
@@ -204,13 +252,15 @@ def test_bytes_equal_the_formulas_on_the_cut_tree(quantize: dict[str, Any], pair
     assert found.step_bytes == step_bytes(found.config, found.work)
 
 
-@pytest.mark.parametrize("sync", often(("oktopk",), ("oktopk", "ternary")))
+@pytest.mark.parametrize(
+    "sync", [*often(("oktopk",), ("oktopk", "ternary")), *(on_eight(mode) for mode in SPARSE)]
+)
 def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
     """Without the mean over tensor-parallel ranks norms and biases drift apart.
 
     ``debug_checks`` compares them too: all ranks raise, and the line names a parameter.
     """
-    sparse = block("topo", sync={"mode": sync, "density": 0.2})
+    sparse = block("topo", sync=SPARSE[sync])
     sparse["gradients"] = "rank"
     everyones: list[Any] = [None] * dist.get_world_size()
     split = by_autotp(sparse)
@@ -280,6 +330,17 @@ def test_a_pipeline_is_refused_in_a_line(pair: Mpu) -> None:
         ValueError, match="mpu = Mpu with 2 pipeline stages: ZeRO-3 shards the whole model"
     ):
         start(by_mpu(block("topo"), pair))
+
+
+def test_scape_is_refused(pair: Mpu) -> None:
+    """Its masks say which elements of AdamS's momentum leave the optimizer: replicas of a parameter
+    would drift apart.
+    """
+    scape = block("topo", sync={"mode": "scape"})
+    line = 'sync.mode = "scape" does not work with tensor parallelism'
+    for split in (by_mpu(scape, pair, ds=ADAMS), by_autotp(scape, **ADAMS)):
+        with pytest.raises(ValueError, match=line):
+            start(split)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:

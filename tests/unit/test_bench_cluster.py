@@ -22,6 +22,7 @@ from benchmarks.floors import (
     loads,
     phases,
     stock_loads,
+    tensor_load,
     uplink_bytes,
 )
 from benchmarks.schemes import KNOWN, BenchScheme
@@ -29,10 +30,10 @@ from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.cost import Workload
+from zero_topo.cost.tensor import tree_of
 
 DATA = ROOT / "tests" / "data" / "emulated_cluster"
 TINY = Spec("tiny", 2, 1, 2, LinkRates(80, 60, 40))  # the cluster of the captured counters
-SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
 
 def test_t8_is_built_by_these_commands() -> None:
@@ -69,6 +70,29 @@ def test_stock_moves_all_but_one_shard_over_every_link() -> None:
     )
     assert ring == 2 * 3 * 7 * 100 * 2 and own == 2 * 4 * 7 * 100 * 2
     assert uplink_bytes(all_reduce_loads([800], SPECS["t8"], 4)) == 2 * 7 * 100 * 4
+
+
+def test_pairs_that_share_layers_send_in_two_groups() -> None:
+    """With TP 2 in a GPU each rank has half of the model, and the groups of both send: topo's
+    uplinks carry what they carry without TP, and stock's ring has four ranks instead of eight.
+    """
+    spec = SPECS["t8"]
+    parameters = 2048 * spec.world_size
+    config = resolve(tree_of(spec.topology(), 2), scheme="topo", quantize={"resident": None})
+    split = loads(config, Workload.uniform([parameters // 2], 2, 3), spec, shared=2)
+    assert uplink_bytes(split) == 2 * parameters
+    assert not any(load.out["gpu"] for load in split if load.phase.startswith("gather"))
+    ring = stock_loads([400], 2, spec, ring=True, shared=2)
+    assert uplink_bytes(ring) == 2 * (2 * 3 * 3 * 100 * 2)
+    assert {load.out["gcd"] for load in ring if load.phase == "scatter"} == {2 * 3 * 100 * 2}
+    setup = TrainingSetup(layers=3, width=64, context=8, batch=2)
+    assert tensor_load(setup, 5, 2).out["gcd"] == 4 * 3 * 5 * (2 * 2 * 8 * 64) * 2
+
+
+def test_layers_are_shared_inside_a_gpu() -> None:
+    spec = Spec("whole", 2, 2, 1, LinkRates(80, 60, 40))
+    with pytest.raises(ValueError, match="scheme 'topo-tp2': 2 ranks share each layer"):
+        ClusterBench(spec, (KNOWN["topo-tp2"],), (1,), TrainingSetup(1, 128, 8, 1))
 
 
 def test_floors_add_groups_or_overlap_them() -> None:
@@ -124,13 +148,14 @@ def test_the_known_schemes_are_accepted(scheme: BenchScheme) -> None:
     One whose first steps are dense is refused: its time would not be that of a sparse step.
     """
     dense = scheme.name in ("radius", "radius-aged", "scape")
+    setup = TrainingSetup(layers=1, width=128, context=8, batch=1)
     for spec in SPECS.values():
         if dense:
             with pytest.raises(
                 ValueError, match=r"its first \d+ steps send more than the later ones"
             ):
-                ClusterBench(spec, (scheme,), (1, 8), SETUP)
-        ClusterBench(spec, (scheme,), (1, 8), SETUP, warmup=60)
+                ClusterBench(spec, (scheme,), (1, 8), setup)
+        ClusterBench(spec, (scheme,), (1, 8), setup, warmup=60)
 
 
 def test_fit_takes_some_schemes_and_predicts_the_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,12 @@ from zero_topo.config.modes import (
     AGED_REFUSED,
     MUON_REFUSED,
     MUON_WITH_EXPERTS,
+    SCAPE_WITH_TENSOR_PARALLEL,
     SPARSE_MODES,
     SYNC_MODES,
 )
 from zero_topo.config.parts import ROOT
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
@@ -340,6 +342,9 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
         sparse and lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False
     ):
         return f"{said}: {AGED_REFUSED}"
+    shared = lookup(ds_config, "tensor_parallel.autotp_size")
+    if mode is ScapeSync and isinstance(shared, int) and shared > 1:
+        return SCAPE_WITH_TENSOR_PARALLEL
     if optimizer == "muon" and sparse:
         return f"{said}: {MUON_REFUSED}"
     if optimizer == "muon" and lookup(ds_config, "expert_parallel.enabled") is True:

@@ -41,6 +41,11 @@ MUON_WITH_EXPERTS = (
     "Muon does not work with expert_parallel, whose experts have shards of their "
     "own; use Adam or AdamW"
 )
+SCAPE_WITH_TENSOR_PARALLEL = (
+    'sync.mode = "scape" does not work with tensor parallelism: where parameters are replicated on '
+    "tensor-parallel ranks, their momentum would follow masks that differ between these ranks; set "
+    'sync.mode to "dense", "quantized" or another sparse one'
+)
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 

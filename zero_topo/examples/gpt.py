@@ -21,7 +21,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -30,11 +30,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        batch, time, _ = x.shape
+        # All heads, or those of a tensor-parallel rank
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, -1, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -24,7 +24,9 @@ from zero_topo.config import (
     tensor_parallel_groups,
 )
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, with_environment_block
+from zero_topo.config.modes import SCAPE_WITH_TENSOR_PARALLEL
 from zero_topo.config.parts import ROOT
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.stock_keys import Translation, translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.explain import module_request, planned
@@ -256,6 +258,8 @@ def resolve_block(
             fit.
     """
     block = _checked(config)
+    if len(members) > 1 and isinstance(block.sync, ScapeSync):
+        raise ValueError(SCAPE_WITH_TENSOR_PARALLEL)
     topology = _machine(block.topology, env, world_size, engine)
     if engine is None:
         tree = Groups(topology, tuple(members)).trees[0] if members else topology
