@@ -53,13 +53,9 @@ def _split_by_owner(
     params = options.pop("param_list", params)
     if params is None:
         return stock(**options)
-    # In the order of first parameters, which is the same on all ranks.
-    parts: dict[ParameterGathers | None, list[Any]] = {}
-    for param in params:
-        parts.setdefault(served_by(param), []).append(param)
     found = [
         (getattr(part[0], name) if owner else stock)(part, **options)
-        for owner, part in parts.items()
+        for owner, part in by_server(params).items()
     ]
     if name == "all_gather_coalesced":
         return found[0] if len(found) == 1 else MultipleAllGatherHandles(found)
@@ -90,6 +86,19 @@ def served_by(param: Any) -> ParameterGathers | None:
     # Our calls are partials of bound methods; DeepSpeed's are plain functions.
     bound: Any = call.func if isinstance(call, partial) else None
     return getattr(bound, "__self__", None)
+
+
+def by_server(params: Iterable[Any]) -> dict[ParameterGathers | None, list[Any]]:
+    """Return parameters, each once, by what serves their calls, in one order on all ranks.
+
+    DeepSpeed gives the parameters of a module as a set, whose order differs between ranks, and
+    calls the first one's method for all. Ranks that begin the gathers of two engines in different
+    orders wait for each other for ever.
+    """
+    found: dict[ParameterGathers | None, list[Any]] = {}
+    for _, param in sorted({param.ds_id: param for param in params}.items()):
+        found.setdefault(served_by(param), []).append(param)
+    return found
 
 
 def can_freeze(param: Any, module: torch.nn.Module) -> bool:
@@ -368,24 +377,16 @@ class ParameterGathers:
         for param in params:
             self._set_calls(param)
 
-    def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """Split parameters into ours and all others; without duplicates, by ``ds_id``.
-
-        Ours are grouped: trained ones, trained persistent ones, then frozen ones alike; each by the
-        dtype that is sent.
+    def _groups(self, params: Iterable[Any]) -> list[list[Any]]:
+        """Group parameters that this engine serves: trained ones, trained persistent ones, then
+        frozen ones alike; each by the dtype that is sent.
         """
-        self._require_weights()
         groups = dict[tuple[bool, bool, str], list[Any]]()
-        others = list[Any]()
-        for ds_id, param in sorted({p.ds_id: p for p in params}.items()):
-            param_index = self.param_indices.get(ds_id)
-            if param_index is None:
-                others.append(param)
-            else:
-                frozen = param_index in self._engine.weights.storage.frozen
-                sent = str(lower_dtype(param))
-                groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
-        return [groups[key] for key in sorted(groups)], others
+        for param in params:
+            frozen = not self.trains(param)
+            sent = str(lower_dtype(param))
+            groups.setdefault((frozen, bool(param.ds_persist), sent), []).append(param)
+        return [groups[key] for key in sorted(groups)]
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any
@@ -401,11 +402,15 @@ class ParameterGathers:
         """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the
         handles.
         """
-        ours, others = self._split(params)
-        handles: list[Any] = [self._start(alike, phase) for alike in ours]
-        if others:
-            self._count_stock([param for param in others if served_by(param) is None], phase)
-            handles += stock(others) or []
+        self._require_weights()
+        handles: list[Any] = []
+        for server, part in by_server(params).items():
+            if server is self:
+                handles += [self._start(alike, phase) for alike in self._groups(part)]
+                continue
+            if server is None:
+                self._count_stock(part, phase)
+            handles += stock(part) or []
         return handles
 
     def _start(self, params: list[Any], phase: Phase) -> ParameterHandle:
