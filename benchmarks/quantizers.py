@@ -227,7 +227,7 @@ def _in_turns(x: Tensor, repeats: int) -> list[dict[str, Any]]:
 
     Returns:
         One object per operation: ``op``, ``elements``, the seconds of both (with spread), and
-        ``ratio``, NF4's over INT4's: ``median`` and ``quartiles`` over the pairs.
+        ``ratio``, the median and quartiles over the pairs of NF4's time over INT4's.
     """
     both = (_ops(BlockSpec("int4", 256), x), _ops(NF4, x))
     rows = []
@@ -249,7 +249,7 @@ def _in_turns(x: Tensor, repeats: int) -> list[dict[str, Any]]:
                 "elements": x.numel(),
                 "int4_s": Spread.of(taken[0]).to_json(),
                 "nf4_s": Spread.of(taken[1]).to_json(),
-                "ratio": {"median": median, "quartiles": [low, high]},
+                "ratio": {"lower_quartile": low, "median": median, "upper_quartile": high},
             }
         )
     return rows

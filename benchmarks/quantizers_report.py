@@ -31,10 +31,10 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     )
     console.print(table(content["results"]))
     for row in content.get("turns", ()):
-        low, high = row["ratio"]["quartiles"]
+        ratio = row["ratio"]
         console.print(
-            f"{row['op']}, {row['dtype']}: NF4 takes {row['ratio']['median']:.2f} of INT4's time "
-            f"({low:.2f} to {high:.2f})"
+            f"{row['op']}, {row['dtype']}: NF4 takes {ratio['median']:.2f} of INT4's time "
+            f"({ratio['lower_quartile']:.2f} to {ratio['upper_quartile']:.2f})"
         )
     for name, why in content["skipped"].items():
         console.print(f"not measured: {name}: {why}", soft_wrap=True)
