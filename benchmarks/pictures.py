@@ -185,6 +185,16 @@ def long_defaults() -> str:
     return losses("long-defaults", schemes, title, change="1e-3")
 
 
+def long_sparse() -> str:
+    """Sync that quantizes or leaves out, over 20 tokens for each parameter."""
+    schemes = {STOCK: "stock: nothing left out", "chaos": "chaos"}
+    schemes |= {
+        "ternary-aged": "ternary with AgedAdamW",
+    }
+    title = "Loss over 20 tokens for each parameter with sync on 8 nodes, compared with stock"
+    return losses("long-sparse", schemes, title)
+
+
 # -- predictions -----------------------------------------------------------------------------------
 
 
@@ -260,6 +270,7 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "losses": resident,
         "losses-sparse": sparse,
         "losses-long": long_defaults,
+        "losses-long-sparse": long_sparse,
         "gain": gain,
         "memory": memory,
     }

@@ -296,6 +296,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),
         "defaults, long": partial(drift_rows, "long-defaults"),
+        "sync, long": partial(drift_rows, "long-sparse"),
         "sparse, large": larger_rows,
         "sparse training": partial(training_rows, "sparse-training"),
         "sparse, radius": partial(training_rows, "sparse-radius"),
