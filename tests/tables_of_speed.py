@@ -102,6 +102,15 @@ def fsdp_rows() -> list[str]:
     return rows
 
 
+def tensor_rows() -> list[str]:
+    """The table of tensor parallelism on the emulated cluster, from the record."""
+    rows = []
+    for (name, count), (result, faster) in _cluster("cluster-t8-tensor", "stock-ring").items():
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(row([str(count), f"`{name}`", sent, _spread(result), faster]))
+    return rows
+
+
 def muon_sentences() -> list[str]:
     """What the page of optimizers says of the bytes in that table."""
     sent = {
@@ -307,6 +316,7 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         ),
         "cluster, muon": muon_rows,
         "cluster, fsdp": fsdp_rows,
+        "cluster, tensor": tensor_rows,
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
         "quantizers, GPU": partial(quantizer_rows, "quantizers-gpu"),
