@@ -14,19 +14,19 @@ def clean_groups() -> Iterator[None]:
     """Restore DeepSpeed's groups afterwards, so that later engines of this process have none of
     these.
     """
-    saved = {
-        name: value for name, value in vars(groups).items() if name == "mpu" or name.startswith("_")
-    }
-    saved = {
-        name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()
-    }
+    saved = {}
+    for name, value in vars(groups).items():
+        private = name.startswith("_") and not name.startswith("__")
+        if name == "mpu" or (private and not callable(value)):
+            saved[name] = dict(value) if isinstance(value, dict) else value
     try:
         yield
     finally:
         for name, value in saved.items():
-            current = getattr(groups, name)
-            if isinstance(value, dict) and not name.startswith("__"):
-                current.clear()
-                current.update(value)
-            elif not callable(value) and not name.startswith("__"):
+            if isinstance(value, dict):
+                # Other modules hold the dictionary itself.
+                kept = getattr(groups, name)
+                kept.clear()
+                kept.update(value)
+            else:
                 setattr(groups, name, value)

@@ -186,11 +186,9 @@ def long_defaults() -> str:
 
 
 def long_sparse() -> str:
-    """Sync that quantizes or leaves out, over 20 tokens for each parameter."""
+    """Ternary sync over 20 tokens for each parameter."""
     schemes = {STOCK: "stock: nothing left out", "chaos": "chaos"}
-    schemes |= {
-        "ternary-aged": "ternary with AgedAdamW",
-    }
+    schemes |= {"ternary-aged": "ternary with AgedAdamW"}
     title = "Loss over 20 tokens for each parameter with sync on 8 nodes, compared with stock"
     return losses("long-sparse", schemes, title)
 

@@ -151,13 +151,16 @@ def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     assert_equal(run(split(block(scheme))), stock, EXACT)
 
 
-@pytest.mark.parametrize("size", [late(2), on_eight(2), on_eight(4)])
+@pytest.mark.parametrize("size", [on_eight(1), on_eight(2), on_eight(4)])
 def test_quantized_runs_train_about_as_under_stock(size: int) -> None:
-    """INT8 weights and 4-bit gradients on the cut tree."""
+    """INT8 weights and 4-bit gradients on the cut tree, and without TP: within 1% of stock alike.
+    On four ranks a node would have one rank of a group, which quantizes nothing.
+    """
     split = partial(by_autotp, size=size)
     stock = under_stock(split)
     quantized = run(split(block("topo", quantize={"block_size": 64})))
-    assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
+    assert quantized.losses == pytest.approx(stock.losses, rel=0.01)
+    assert quantized.losses != pytest.approx(stock.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("sync", [on_eight({}, name="dense"), on_eight(INT4, name="int4")])

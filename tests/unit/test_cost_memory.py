@@ -99,3 +99,12 @@ def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     )
     plain = replace(request, job=replace(job, **deepspeed_settings({"bf16": {"enabled": True}})))
     assert plain.price(config).memory == {k: v for k, v in stored.items() if k != "residual"}
+
+
+def test_parameters_of_two_types_on_the_wire_each_have_a_secondary_copy() -> None:
+    """BF16 weights of which some are sent as FP16 take what they take without that."""
+    config = resolve(Topology("8", nodes=2, gpus_per_node=2, ranks_per_gpu=2), scheme="zero++")
+    work = Workload.uniform([4096, 999, 4096, 70_000])
+    mixed = replace(work, lowered=(True, False, False, True))
+    assert memory_bytes(config, mixed, 2) == memory_bytes(config, work, 2)
+    assert memory_bytes(config, work, 2)["secondary"]

@@ -163,7 +163,7 @@ def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
     shards = work.shards(plan)
     for itemsize, part in work.by_itemsize(work.itemsize):
         sizes: Counter[int] = work.once(
-            ("sizes", plan.world_size, itemsize), partial(Counter, map(shards.__getitem__, part))
+            ("sizes", plan.world_size, part[0]), partial(Counter, map(shards.__getitem__, part))
         )
         stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
         copied += sum(

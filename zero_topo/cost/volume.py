@@ -135,7 +135,8 @@ class Workload:
         return tuple(numel for numel, whole in zip(self.numels, self.whole, strict=False) if whole)
 
     def by_itemsize(self, usual: int) -> list[tuple[int, Sequence[int]]]:
-        """Return the bytes of an unquantized element, and the parameters that are sent in so many.
+        """Return the parameters that share a collective, each group with the bytes that an
+        unquantized element has there.
 
         Args:
             usual: the bytes where ``torch_autocast`` sends no lower dtype.

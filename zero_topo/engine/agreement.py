@@ -330,6 +330,6 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
-    # Odd factors: a change of one word always changes the sum, and so does an exchange of two.
+    # Odd factors: a change of one word always changes the sum, modulo 2**64.
     places = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
     return (words * places * 0x9E3779B1).sum()

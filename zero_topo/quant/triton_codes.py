@@ -536,7 +536,7 @@ def _apply_tiles(
     # Steps or, of large changes, new codes
     by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
     changed = by
-    # Lists: the k-th entry of every tile at once. A list has no more entries than a mask has bytes.
+    # Lists: the k-th entry of every tile at once, up to the longest list.
     for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
         entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
         code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(

@@ -322,7 +322,7 @@ class Sparse(Crossing):
             this rank needs no others; and a function that turns the values, given again, into their
             rounding errors, in place.
         """
-        # Each owner gets its row of every peer; nobody waits before `finish`.
+        # One all-to-all of rows; `finish` waits for it.
         received = self.peers.all_to_all_later(packed.to(self.dtype))
         own = self.peers.index
         rounds = self.dtype != packed.dtype
