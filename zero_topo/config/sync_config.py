@@ -10,6 +10,7 @@ the ``mode`` key selects the class, and the engine dispatches on it.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -184,7 +185,9 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
     """
     if spec is None:
         return rows * sum(widths) * itemsize
-    return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
+    alike = Counter(widths).items()  # layers are equal
+    blocks = sum(count * spec.blocks(width) for width, count in alike)
+    return spec.nbytes(rows * blocks * spec.block_size)
 
 
 class DenseSync(SyncSettings):

@@ -51,7 +51,7 @@ class StageTime:
     latency: float
     busy: Mapping[str, float]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Return the seconds from the first byte to the last."""
         return self.latency + max(self.busy.values(), default=0.0)

@@ -60,7 +60,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, get_args
 
 from zero_topo.config import ResolvedConfig
@@ -128,7 +128,7 @@ class Packet:
     count: int = 1
     staged: int = 1
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Return the seconds of all collectives, from the first value packed to the last
         unpacked.
