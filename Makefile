@@ -132,8 +132,8 @@ docs: $(STAMP)
 ops: $(STAMP)
 	@zero-topo build >/dev/null 2>&1 || true
 
-# Two workers for what runs in one process, and beside them programs that wait or start few ranks; their output comes
-# when they end. Then what fills the cores by itself, one after the other.
+# Two workers for what runs in one process, and beside them programs and launches, which wait for each other's ranks most
+# of the time; their output comes when they end. Then what measures rates, one after the other.
 test: lint unlock ops
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-workers test-programs
 	pytest $(PYTEST_ARGS) -m 'alone and not long' tests/e2e

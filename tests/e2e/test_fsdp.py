@@ -51,7 +51,6 @@ def trained(ranks: int, *words: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "words", [(), pytest.param(("--q4",), marks=pytest.mark.long)], ids=["paper", "q4"]
 )

@@ -11,8 +11,6 @@ from tests.device import ON_GPU
 from tests.launching import ROOT, LaunchSettings
 from tests.suite import SuiteRun, run_suite, show, trouble
 
-pytestmark = pytest.mark.alone
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A launch of eight ranks and one of four; with `--launcher-k` one of `--launcher-ranks`."""
