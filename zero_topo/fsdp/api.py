@@ -16,7 +16,7 @@ from zero_topo.collectives.meter import Meter
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.agreement import agree, check_agreement
 from zero_topo.fsdp.block import resolve, state_mesh
-from zero_topo.fsdp.collectives import Shared
+from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
 from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.mesh import Mesh
@@ -109,13 +109,12 @@ def _attached(
     meter = Meter(config.meter)
     registered = config.registered_buffers
     mesh = Mesh(plan, config.topology, meter, plan.pairs(), registered=registered)
-    shared = Shared(config, mesh.hierarchy(1, plan.weights))
     states = states or state_mesh(plan, device.type)
-    host = Host(model, config, mesh, states, shared, divisor or plan.world_size)
+    host = Host(model, config, mesh, states, divisor or plan.world_size)
     show_log(rank)
     log_notes(rank, config.log_lines())
     select(device, config.kinds)
-    host.install()
+    install(host)
     setattr(model, ATTACHED, host)
     return model
 
