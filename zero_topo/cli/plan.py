@@ -26,8 +26,10 @@ from zero_topo.cli.tables import (
 )
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
+from zero_topo.cost.divided import rank_experts, rank_tensor
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.job import deepspeed_settings, method_of
+from zero_topo.cost.largest import max_params
 from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
@@ -35,10 +37,7 @@ from zero_topo.cost.planner import (
     Priced,
     Ranking,
     Request,
-    max_params,
-    rank_experts,
     rank_plans,
-    rank_tensor,
 )
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer

@@ -236,15 +236,6 @@ def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology)
     return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
-def sent_as(config: ResolvedConfig, phase: Phase, stock: bool) -> ResolvedConfig:
-    """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a
-    quantized scatter.
-    """
-    if not stock or (phase == "scatter" and config.gradients_spec is not None):
-        return config
-    return replace(config, plan=replace(config.plan, inner=None))
-
-
 def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
     """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on
     average).
@@ -273,7 +264,7 @@ def _collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterato
 
     def of(phase: Phase, part: Iterable[int], itemsize: int, message: int | None = None) -> Moves:
         columns = Columns.of(trained[param_index] for param_index in part)
-        return _sent_moves(config, phase, columns, itemsize, stock, message)
+        return phase_moves(config, phase, columns, itemsize, stock, message)[0]
 
     yield from _gathers(config, work, stock)
     if work.frozen is not None:
@@ -311,23 +302,12 @@ def _gathers(
             passes.append("gather_backward")
         for phase in passes:
             read: Phase = "gather_backward" if filled else phase
-            moves = _sent_moves(own, read, sharded, itemsize, stock)
+            moves, _ = phase_moves(own, read, sharded, itemsize, stock)
             yield phase, of.micro_batches, moves
     if of.trains:
         exact = Columns.of(compress(stored, of.persistent))
-        yield "gather_exact", 1, _sent_moves(config, "gather_exact", exact, of.itemsize, stock)
-
-
-def _sent_moves(
-    config: ResolvedConfig,
-    phase: Phase,
-    columns: Columns,
-    itemsize: int,
-    stock: bool,
-    message: int | None = None,
-) -> Moves:
-    own = sent_as(config, phase, stock)
-    return phase_moves(own, phase, columns, itemsize, message)[0]
+        moves, _ = phase_moves(config, "gather_exact", exact, of.itemsize, stock)
+        yield "gather_exact", 1, moves
 
 
 def param_runs(
@@ -375,8 +355,9 @@ def phase_moves(
     phase: Phase,
     columns: Columns,
     itemsize: int,
+    stock: bool,
     published: int | None = None,
-) -> tuple[Sequence[Move], int]:
+) -> tuple[Moves, int]:
     """Compute what a rank sends in one pass of a phase over some parameters.
 
     Args:
@@ -384,6 +365,7 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
+        stock: whether DeepSpeed's own engine sends; it is hierarchical only in a quantized scatter.
         published: bytes of a message in a publish of INT8 weights; None expects those of
             :func:`change_bytes`.
 
@@ -391,7 +373,9 @@ def phase_moves(
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
     plan = config.plan
-    pair = config.plan.pair_of(phase)
+    if stock and not (phase == "scatter" and config.gradients_spec is not None):
+        plan = replace(plan, inner=None)
+    pair = plan.pair_of(phase)
     codes = config.resident_spec
     rows = plan.world_size // pair[1]
     if phase == "sync":
