@@ -566,8 +566,6 @@ def all_reduces(job: Job) -> Exchanges:
     """Return the all-reduces of activations of one optimizer step; see Note [Tensor
     parallelism].
     """
-    model = job.model
     ranks = job.tensor
-    count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
-    activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
-    return Exchanges(count, activations * (ranks - 1) / ranks)
+    count = job.micro_batches * job.model.layers * (4 + 2 * job.checkpointing)
+    return Exchanges(count, job.boundary_bytes * (ranks - 1) / ranks)

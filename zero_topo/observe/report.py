@@ -231,15 +231,15 @@ def _sent_rows(
         order[kind, link] = len(order)
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
+        key = phase, domain
         row = {
             "domain": domain,
             "phase": phase,
-            **_spread([rank.get((phase, domain), 0) for rank in measured]),
+            **_spread([rank.get(key, 0) for rank in measured]),
+            "formula": formula.get(key, 0),
+            "zero3": zero3.get(key, 0),
         }
-        rows.append(
-            row
-            | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)}
-        )
+        rows.append(row)
     return rows
 
 
@@ -261,11 +261,14 @@ def _memory_rows(
         stock.update(memory_bytes(*stock_part, *itemsizes))
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
-        row = {"role": role, **_spread([rank.get(role, 0) for rank in measured])}
-        rows.append(
-            row
-            | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)}
-        )
+        row = {
+            "role": role,
+            **_spread([rank.get(role, 0) for rank in measured]),
+            "formula": formula.get(role),
+            "padding": padding.get(role),
+            "zero3": stock.get(role),
+        }
+        rows.append(row)
     return rows
 
 
