@@ -16,7 +16,6 @@ Streams
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -51,7 +50,7 @@ def install(host: Host) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-class ModuleCollective(ABC):
+class ModuleCollective:
     """A collective of one module, as FSDP2 calls it.
 
     Args:
@@ -72,10 +71,6 @@ class ModuleCollective(ABC):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer of FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
-
-    @abstractmethod
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
-        """Run the collective."""
 
     def _counted(self, phase: str, shard: Tensor) -> Sequence[int]:
         """Count a call, and return the sizes at which its shards are cut."""

@@ -120,20 +120,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
         """Return the part of each chosen parameter, in the model's order."""
         host = self.host
-        named = [(name, p) for name, p in host.model.named_parameters() if p in chosen]
-        if unknown := chosen.difference(param for _, param in named):
+        parts: dict[Tensor, Part] = {}
+        for name, param in host.model.named_parameters():
+            if param in chosen:
+                parts[param] = Part(name, _checked(name, param), host.config.plan, host.states)
+        if unknown := chosen - parts.keys():
             raise ValueError(
                 f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
                 f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
             )
-        if len({param.dtype for _, param in named}) > 1:
+        if len({param.dtype for param in parts}) > 1:
             raise ValueError(
                 "trained parameters have several types; convert the model to one, and let "
                 "mp_policy choose the type of the computation"
             )
-        checked = {name: _checked(name, param) for name, param in named}
-        plan = host.config.plan
-        return {param: Part(name, param, plan, host.states) for name, param in checked.items()}
+        return parts
 
     def _build(self) -> None:
         """Build the gradient shard, the mode of sync, and the post-step all-gather."""
