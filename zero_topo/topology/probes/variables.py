@@ -115,9 +115,14 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     )
     if world_size == 1:
         view = _alone(view, name)
-    elif per_node is not None:
-        _check_even(view, per_node, nodes, name)
-    origins = {key: f"{view.source}: {variable}" for key, variable in name.items() if variable}
+    elif per_node is not None and (world_size % per_node or nodes not in (None, view.nodes)):
+        spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
+        number_of_it = "" if view.node is None else f", number {view.node} ({name['node']}),"
+        raise ValueError(
+            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, this node"
+            f"{number_of_it} has {per_node} ({name['ranks_per_node']}): {UNEVEN}"
+        )
+    origins = {key: f"{names.source}: {variable}" for key, variable in name.items() if variable}
     return replace(view, origins=origins)
 
 
@@ -126,7 +131,7 @@ def _alone(view: LauncherView, name: dict[str, str]) -> LauncherView:
     process, are no property of the job.
     """
     doubt = None
-    if view.ranks_per_node is not None and view.ranks_per_node > 1:
+    if view.ranks_per_node not in (None, 1):
         doubt = (
             f"{name['world_size']} is 1 but {name['ranks_per_node']} {view.ranks_per_node} on this "
             "node: a rank of its own"
@@ -134,19 +139,3 @@ def _alone(view: LauncherView, name: dict[str, str]) -> LauncherView:
     name["ranks_per_node"] = name["ranks_per_node"] or name["world_size"]
     local_rank = view.local_rank and 0
     return replace(view, ranks_per_node=1, local_rank=local_rank, node=view.node and 0, doubt=doubt)
-
-
-def _check_even(
-    view: LauncherView, per_node: int, nodes: int | None, name: Mapping[str, str]
-) -> None:
-    whole, rest = divmod(view.world_size, per_node)
-    if not rest and nodes in (None, whole):
-        return
-    spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
-    here = "this node"
-    if view.node is not None:
-        here = f"this node, number {view.node} ({name['node']}),"
-    raise ValueError(
-        f"{view.source}: of {view.world_size} ranks ({name['world_size']}){spread}, {here} has "
-        f"{per_node} ({name['ranks_per_node']}): {UNEVEN}"
-    )
