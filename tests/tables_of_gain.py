@@ -14,10 +14,11 @@ from typing import Any
 from tests.documents import record, row
 from tests.plans import resolve
 from zero_topo.config import ZeroTopoConfig
+from zero_topo.cost.divided import rank_experts, rank_tensor
 from zero_topo.cost.job import Job, method_of
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, best_pipeline, pipeline_step
-from zero_topo.cost.planner import Price, Ranking, Request, rank_experts, rank_plans, rank_tensor
+from zero_topo.cost.planner import Price, Ranking, Request, rank_plans
 from zero_topo.cost.step import predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology import Link, Topology

@@ -35,6 +35,19 @@ def missing() -> list[str]:
     )
 
 
+def private() -> set[str]:
+    """Full names of torch with a part that begins with one underscore, as zero_topo uses them."""
+    found: set[str] = set()
+    for path in Path(zero_topo.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = dict(_imported(tree))
+        used = {_dotted(node, names) or "" for node in ast.walk(tree)}
+        found |= {name for name in used | set(names.values()) if "._" in name}
+    # `a._b` of `a._b.c` is no name of its own.
+    longer = {name.rpartition(".")[0] for name in found}
+    return {name for name in found - longer if ".__" not in name}
+
+
 def _missing_in(tree: ast.Module) -> Iterator[str]:
     names = dict(_imported(tree))
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}

@@ -33,22 +33,19 @@ EXACT: dict[str, Any] = {
 }
 
 
-def trained(ranks: int, *words: str) -> list[float]:
-    """The losses that the example prints, started by torchrun."""
-    launch = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), EXAMPLE, *words]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *launch,
-        "--layers",
-        "1",
-        "--data",
-        "LICENSE",
-    ]
+def launched(ranks: int, *words: str) -> str:
+    """What a program prints, started by torchrun."""
+    launch = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *words]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    return done.stdout
+
+
+def trained(ranks: int, *words: str) -> list[float]:
+    """The losses that the example prints."""
+    printed = launched(ranks, EXAMPLE, *words, "--layers", "1", "--data", "LICENSE")
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +73,15 @@ def test_the_example_trains_and_resumes_on_half_the_ranks(
     assert first[-1] < first[0] - 0.1
     again = trained(2, "--steps", "2", *common)
     assert again[0] < first[0] - 0.1
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_accelerate_trains_a_prepared_model(tmp_path: Path) -> None:
+    """Accumulation, clipping, saving and loading by accelerate, on two nodes of two ranks: losses,
+    norms and weights as of accelerate's own FSDP2.
+    """
+    launched(4, "tests/e2e/programs/accelerate_fsdp2.py", str(tmp_path))
 
 
 def titan(rank: int, block: dict[str, Any] | None) -> list[float]:

@@ -13,11 +13,12 @@ import pytest
 from tests.commands import Run
 from tests.plans import config_file, printed, rates_on, resolve
 from zero_topo.config import ZeroTopoConfig
+from zero_topo.cost.divided import rank_experts, rank_tensor
 from zero_topo.cost.experts import chosen, expert_sizes, experts_of, split, stacks
 from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import ModuleTree, load_model
 from zero_topo.cost.network import Network
-from zero_topo.cost.planner import Request, rank_experts, rank_tensor
+from zero_topo.cost.planner import Request
 from zero_topo.cost.step import predict_step
 from zero_topo.cost.transformer import Part
 from zero_topo.topology import load_preset

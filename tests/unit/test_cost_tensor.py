@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from tests.commands import Run
 from tests.plans import printed, resolve
 from zero_topo.config import ZeroTopoConfig
+from zero_topo.cost.divided import rank_tensor, tensor_requests
 from zero_topo.cost.job import Job
 from zero_topo.cost.memory import activation_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.pipeline import Pipeline, PipelinePrice, best_pipeline
-from zero_topo.cost.planner import Request, rank_plans, rank_tensor, tensor_requests
+from zero_topo.cost.planner import Request, rank_plans
 from zero_topo.cost.step import all_reduces
 from zero_topo.cost.tensor import part_of, tensor_sizes, tree_of
 from zero_topo.cost.transformer import Transformer

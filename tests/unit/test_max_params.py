@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.plans import TREE, resolve
 from tests.unit.test_planner import NEOX, request
 from zero_topo.config import SCHEMES
+from zero_topo.cost.largest import max_params
 from zero_topo.cost.memory import predict_memory
-from zero_topo.cost.planner import max_params
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload
 from zero_topo.topology import load_preset

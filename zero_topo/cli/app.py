@@ -24,8 +24,19 @@ from zero_topo.strict import cut
 from zero_topo.versions import installed
 
 COMMANDS = (
-    *("topology", "plan", "simulate", "check", "migrate", "schema", "report", "carry", "doctor"),
-    *("enable", "disable", "build", "launch"),
+    "topology",
+    "plan",
+    "simulate",
+    "check",
+    "migrate",
+    "schema",
+    "report",
+    "carry",
+    "doctor",
+    "enable",
+    "disable",
+    "build",
+    "launch",
 )
 MODULES = {"disable": "enable"}
 """Command -> the module of this package with the function, or group of commands, of its name; if it

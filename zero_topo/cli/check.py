@@ -30,7 +30,8 @@ from zero_topo.config.deepspeed_json import muon_clipping, with_environment_bloc
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.cost.explain import assumed_lines, planned, price_sentence, setting
-from zero_topo.cost.planner import Ranking, max_params, rank_plans
+from zero_topo.cost.largest import max_params
+from zero_topo.cost.planner import Ranking, rank_plans
 from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,8 +27,10 @@ from zero_topo.cli.tables import (
 )
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
+from zero_topo.cost.divided import rank_experts, rank_tensor
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.job import deepspeed_settings, method_of
+from zero_topo.cost.largest import max_params
 from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
@@ -35,10 +38,7 @@ from zero_topo.cost.planner import (
     Priced,
     Ranking,
     Request,
-    max_params,
-    rank_experts,
     rank_plans,
-    rank_tensor,
 )
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
@@ -53,8 +53,18 @@ from zero_topo.units import format_bytes, format_count
 SHOWN_PLANS = 8
 DRAWN_PLANS = 10
 OF_A_JOB = (
-    *("micro_batch", "tensor_parallel", "expert_parallel", "checkpointing", "overlap", "attention"),
-    *("fused_loss", "states_only", "reserve", "lossy", "sparse", "rates"),
+    "micro_batch",
+    "tensor_parallel",
+    "expert_parallel",
+    "checkpointing",
+    "overlap",
+    "attention",
+    "fused_loss",
+    "states_only",
+    "reserve",
+    "lossy",
+    "sparse",
+    "rates",
 )
 """Options that the plain view, which is formulas of the parameters, does not read."""
 
@@ -330,8 +340,7 @@ def recommendation(options: PlanOptions) -> None:
         _draw(options.plot, ranking)
     if options.as_json:
         machine = _machine(options)
-        divided = [_divided_json(of.best, machine) for of in tensor]
-        print_json({**_ranking_json(ranking, reasons, pipeline, machine), "tensor": divided})
+        print_json(_ranking_json(ranking, reasons, tensor, pipeline, machine))
         return
     model = request.job.model
     found = request.topology
@@ -373,7 +382,11 @@ def _draw(path: Path, ranking: Ranking) -> None:
 
 
 def _ranking_json(
-    ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, machine: dict[str, Any]
+    ranking: Ranking,
+    reasons: list[str],
+    tensor: Sequence[Ranking],
+    pipeline: PipelinePrice | None,
+    machine: dict[str, Any],
 ) -> dict[str, Any]:
     request = ranking.request
     job = ranking.best.request.job
@@ -386,12 +399,12 @@ def _ranking_json(
         setting=setting(ranking.best.request),
         overlap=job.hidden,
         memory_limit=request.limit,
-        recommended={**plan_json(ranking.best, machine), "range": ranking.best.range},
+        recommended=plan_json(ranking.best, machine, _Recommended),
         why=reasons,
         assumed=assumptions(request.topology.name),
         plans=[plan_json(plan, machine) for plan in ranking.timed],
         lossier=[plan_json(plan, machine) for plan in ranking.lossier],
-        tensor=[],
+        tensor=[plan_json(of.best, machine, _Divided) for of in tensor],
         pipeline=None if pipeline is None else fill(_Compared, pipeline, name=pipeline.config.name),
         refused=[
             fill(_Refused, plan, name=plan.candidate.name, needs=plan.stored)
@@ -400,22 +413,12 @@ def _ranking_json(
     )
 
 
-def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
+def plan_json(plan: Priced, machine: dict[str, Any], kind: Any = Ranked) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine in its block."""
     of = plan.candidate
     places = {"degrees": plan.config.plan.degrees(), "quantize": plan.config.to_json()["quantize"]}
     block = {**machine, **of.settings}
-    return fill(
-        Ranked, plan, plan.request.job, name=of.name, **places, losses=of.words, block=block
-    )
-
-
-def _divided_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
-    """A plan with tensor or expert parallelism, and how its ranks share the batch."""
-    job = plan.request.job
-    ranks = {"tensor": job.tensor, "expert": job.expert}
-    batch = {"micro_batch": job.micro_batch, "micro_batches": job.micro_batches}
-    return {**plan_json(plan, machine), **ranks, **batch}
+    return fill(kind, plan, plan.request.job, name=of.name, **places, losses=of.words, block=block)
 
 
 def _machine(options: PlanOptions) -> dict[str, Any]:

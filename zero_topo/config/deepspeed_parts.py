@@ -25,14 +25,25 @@ _NULL = "null"
 _AUTO = "auto"
 PARTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        (ZERO, "bfloat16", "fp16", "optimizer", "scheduler", "activation_checkpointing"), (_OBJECT,)
-    ),
-    **dict.fromkeys(
-        ("comms_logger", "flops_profiler", "data_types", "checkpoint", "pipeline", "compile"),
-        (_OBJECT,),
-    ),
-    **dict.fromkeys(
-        ("timers", "tensor_parallel", "hybrid_engine", "torch_autocast", "data_efficiency"),
+        (
+            ZERO,
+            "bfloat16",
+            "fp16",
+            "optimizer",
+            "scheduler",
+            "activation_checkpointing",
+            "comms_logger",
+            "flops_profiler",
+            "data_types",
+            "checkpoint",
+            "pipeline",
+            "compile",
+            "timers",
+            "tensor_parallel",
+            "hybrid_engine",
+            "torch_autocast",
+            "data_efficiency",
+        ),
         (_OBJECT,),
     ),
     **dict.fromkeys(("bf16", "aio", "expert_parallel"), (_OBJECT, _NULL)),
@@ -42,37 +53,30 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 """Parts of a config that DeepSpeed reads as JSON objects -> the kinds of values that it accepts
 there.
 """
-_CHECKPOINTING = (
-    "partition_activations",
-    "contiguous_memory_optimization",
-    "cpu_checkpointing",
-    "profile",
-)
 TRUTHS = (
-    *(
-        "prescale_gradients",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "wall_clock_breakdown",
-    ),
-    *(
-        "memory_breakdown",
-        "dump_state",
-        "disable_allgather",
-        "disable_python_gc",
-        "dataloader_drop_last",
-    ),
-    *(
-        "managed_gradient_accumulation",
-        "use_data_before_expert_parallelism",
-        "torch_autocast.enabled",
-    ),
-    *("data_efficiency.enabled", "flops_profiler.enabled", "flops_profiler.detailed"),
-    *("checkpoint.load_universal", "checkpoint.use_node_local_storage", "optimizer.legacy_fusion"),
-    *(
-        f"activation_checkpointing.{key}"
-        for key in (*_CHECKPOINTING, "synchronize_checkpoint_boundary")
-    ),
+    "prescale_gradients",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "disable_allgather",
+    "disable_python_gc",
+    "dataloader_drop_last",
+    "managed_gradient_accumulation",
+    "use_data_before_expert_parallelism",
+    "torch_autocast.enabled",
+    "data_efficiency.enabled",
+    "flops_profiler.enabled",
+    "flops_profiler.detailed",
+    "checkpoint.load_universal",
+    "checkpoint.use_node_local_storage",
+    "optimizer.legacy_fusion",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.contiguous_memory_optimization",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.profile",
+    "activation_checkpointing.synchronize_checkpoint_boundary",
 )
 """Switches that DeepSpeed reads without a conversion, so that a text is true."""
 NUMBERS = tuple(

@@ -345,8 +345,6 @@ def _notes(
     """
     scheme = resolved.scheme
     plan = resolved.plan
-    topology = resolved.topology
-    resident = resolved.resident_spec
     given = "" if config.scheme or scheme is None else " (the default)"
     yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, block)}"
     if scheme == "mics" and config.weights is None:
@@ -355,12 +353,40 @@ def _notes(
             "another group size"
         )
     if plan.weights == 1 and plan.world_size > 1 and block.weights != "rank":
-        yield _all_weights_note(block.weights, topology)
+        yield _all_weights_note(block.weights, resolved.topology)
     if plan.weights == 1 and block.secondary is not None:
         yield (
             "no secondary copy of the weights: every rank stores all of them, so the backward "
             "pass gathers nothing"
         )
+    yield from _copy_notes(resolved)
+    if plan.gradients < plan.world_size:
+        groups = plan.world_size // plan.gradients
+        words = _sync_words(resolved.sync)
+        yield (
+            f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {words}"
+        )
+    if resolved.resident_spec is not None:
+        yield (
+            f"weights are stored as INT8 only, one scale per {resolved.resident_spec.block_size} "
+            "values; vectors and small matrices keep the model's own type"
+        )
+    if refused is not None:
+        yield f"weights are stored in the model's own type: INT8 weights do not go with {refused}"
+    if plan.weights < plan.optimizer:
+        yield _publish_note(resolved)
+    if len(plan.stages(1, plan.gradients)) > 1:
+        (_, middle), (_, outer) = plan.stages(1, plan.gradients)
+        unit = "GPU" if middle == plan.gpu else "node"
+        units = outer // middle
+        yield (
+            f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then "
+            f"{units} {unit}s"
+        )
+
+
+def _copy_notes(resolved: ResolvedConfig) -> Iterator[str]:
+    """Yield a line for each secondary copy in host memory."""
     copies = {"the secondary copy": resolved}
     if resolved.frozen is not None:
         copies["the secondary copy of frozen weights"] = resolved.of_frozen()
@@ -372,36 +398,20 @@ def _notes(
                 else "not stored: the backward pass sends this rank's own weights"
             )
             yield f"{what} is {where}"
-    if plan.gradients < plan.world_size:
-        groups = plan.world_size // plan.gradients
-        words = _sync_words(resolved.sync)
-        yield (
-            f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {words}"
-        )
-    if resident is not None:
-        yield (
-            f"weights are stored as INT8 only, one scale per {resident.block_size} values; vectors "
-            "and small matrices keep the model's own type"
-        )
-    if refused is not None:
-        yield f"weights are stored in the model's own type: INT8 weights do not go with {refused}"
-    if plan.weights < plan.optimizer:
-        dtype = config.publish.dtype or "the model's own type"
-        delta = config.publish.delta
-        what = f"in {dtype}" if delta is None else f"as {delta.upper()} differences"
-        what = what if resident is None else "as the INT8 values that changed, lossless"
-        yield (
-            f"all-gather of updated weights after each step (publish): {what}, over "
-            f"{topology.domain(plan.optimizer)}"
-        )
-    if len(plan.stages(1, plan.gradients)) > 1:
-        (_, middle), (_, outer) = plan.stages(1, plan.gradients)
-        unit = "GPU" if middle == plan.gpu else "node"
-        units = outer // middle
-        yield (
-            f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then "
-            f"{units} {unit}s"
-        )
+
+
+def _publish_note(resolved: ResolvedConfig) -> str:
+    publish = resolved.publish
+    dtype = publish.dtype or "the model's own type"
+    what = f"in {dtype}"
+    if resolved.resident_spec is not None:
+        what = "as the INT8 values that changed, lossless"
+    elif publish.delta is not None:
+        what = f"as {publish.delta.upper()} differences"
+    return (
+        f"all-gather of updated weights after each step (publish): {what}, over "
+        f"{resolved.topology.domain(resolved.plan.optimizer)}"
+    )
 
 
 def _placement(resolved: ResolvedConfig, block: ZeroTopoConfig) -> str:

@@ -14,7 +14,7 @@ Stock keys
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -151,15 +151,7 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     active = switched_on(ds_config)
     zero = part_of(ds_config, ZERO)
     _, wrong = read_stock(zero)
-    off = {}
-    for key in GONE:
-        if key in zero and key not in active and key not in wrong:
-            off[key] = "DeepSpeed 0.19 refuses the key"
-    off |= dict(_ignored(zero))
-    device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
-    # Others keep them there, and gather from there
-    if device == "cpu" and (optimizer or "optimizer" in ds_config):
-        off["offload_param"] = OFFLOADED
+    off = _without_effect(ds_config, {*active, *wrong}, optimizer)
     # The policy gets the number that is meant: with another one the reference would round other
     # parameters.
     meant = ds_config.get(f"{ZERO}.{PERSISTENCE}") if zero.get(PERSISTENCE) == "auto" else None
@@ -196,11 +188,23 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
     return Translation(config, tuple(lines), tuple(problems))
 
 
-def _ignored(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each setting of :data:`IGNORED` that the config has."""
+def _without_effect(
+    ds_config: Mapping[str, Any], known: Set[str], optimizer: bool
+) -> dict[str, str]:
+    """Return the keys that have no effect, with the reason; ``known`` ones are reported
+    otherwise.
+    """
+    zero = part_of(ds_config, ZERO)
+    gone = [key for key in GONE if key in zero and key not in known]
+    off = dict.fromkeys(gone, "DeepSpeed 0.19 refuses the key")
     for key, (value, why) in IGNORED.items():
         if switch(zero.get(key)) is value:
-            yield key, why
+            off[key] = why
+    device = str(lookup(ds_config, f"{ZERO}.offload_param.device")).lower()
+    # Others keep them there, and gather from there
+    if device == "cpu" and (optimizer or "optimizer" in ds_config):
+        off["offload_param"] = OFFLOADED
+    return off
 
 
 def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_config import (
+from zero_topo.config.sparse_base import (
     PART_BYTES,
     SELECTION_BYTES,
     SORTING_BYTES,

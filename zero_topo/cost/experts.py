@@ -20,7 +20,7 @@ Note [Expert parallelism]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -76,22 +76,8 @@ def split(model: Model, ranks: int) -> tuple[Model, Model]:
         )
     pairs = [_split(part, ranks) for part in model.parts]
     dense, experts = zip(*pairs, strict=True)
-    return _tree(model, dense), replace(
-        _tree(model, experts), layers=0, hidden=0, heads=0, kv_heads=0, vocab=0
-    )
-
-
-def _tree(model: Model, parts: Sequence[Part]) -> ModuleTree:
-    sizes = (
-        model.name,
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.kv_heads,
-        model.vocab,
-        model.sequence,
-    )
-    return ModuleTree(*sizes, parts=tuple(parts))
+    nothing = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "vocab"), 0)
+    return ModuleTree.of(model, dense), ModuleTree.of(model, experts, **nothing)
 
 
 def _split(part: Part, ranks: int) -> tuple[Part, Part]:
@@ -123,12 +109,13 @@ def chosen(part: Part) -> int:
 
 def token_exchanges(job: Job) -> list[Exchanges]:
     """Return the all-to-alls of tokens of one optimizer step; see Note [Expert parallelism]."""
-    model = job.model
     ranks = job.expert
-    values = job.micro_batch * model.sequence * model.hidden * job.itemsize * (ranks - 1) / ranks
+    values = job.boundary_bytes * (ranks - 1) / ranks
     times = job.micro_batches * (4 + 2 * job.checkpointing)
     return [
-        Exchanges(times * part.count, values * chosen(part)) for part in model.parts if stacks(part)
+        Exchanges(times * part.count, values * chosen(part))
+        for part in job.model.parts
+        if stacks(part)
     ]
 
 

@@ -123,6 +123,11 @@ class Job:
         """Return a rank's part of the model: all of it without tensor parallelism."""
         return part_of(self.model, self.tensor)
 
+    @property
+    def boundary_bytes(self) -> int:
+        """Return the bytes of a micro-batch's activations between two layers."""
+        return self.micro_batch * self.model.sequence * self.model.hidden * self.itemsize
+
     @cached_property
     def gathered(self) -> int:
         """Return the most elements that DeepSpeed has gathered: of a module and those gathered

@@ -28,7 +28,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,6 +312,12 @@ class ModuleTree(Model):
     """Describes a model read from its modules."""
 
     parts: tuple[Part, ...]  # type: ignore[misc]  # the base only declares it
+
+    @classmethod
+    def of(cls, model: Model, parts: Iterable[Part], **changed: Any) -> ModuleTree:
+        """Return a model like another with other parts, and other values of some fields."""
+        same = {field.name: getattr(model, field.name) for field in fields(Model)}
+        return cls(**same | changed, parts=tuple(parts))
 
 
 def build(data: Keys, what: str) -> Any:

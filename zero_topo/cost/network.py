@@ -134,9 +134,8 @@ def rates_of(topology: Topology, name: str | None = None) -> Rates | None:
 
     Measured rings count only over links equal to the preset's.
     """
-    machine = (
-        load_machine(name or topology.name) if (name or topology.name) in preset_names() else None
-    )
+    name = name or topology.name
+    machine = load_machine(name) if name in preset_names() else None
     if machine is None or machine.rates is None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}

@@ -74,7 +74,7 @@ def pipelines(topology: Topology, job: Job) -> Iterator[Pipeline]:
                 yield Pipeline(topology, stages, tensor)
 
 
-def _param_indices(plan: Pipeline, job: Job) -> float:
+def _micro_batches(plan: Pipeline, job: Job) -> float:
     """Return the micro-batches of a replica, which trains those of ``p t`` ranks of the job."""
     return job.micro_batches * plan.stages * plan.tensor / job.tensor
 
@@ -87,16 +87,16 @@ def _collectives(
     t = plan.tensor
     r = plan.replicas
     model = job.model
-    activations = float(job.micro_batch * model.sequence * model.hidden * job.itemsize)
+    activations = float(job.boundary_bytes)
     weights = model.params / (p * t) * job.itemsize
-    param_indices = _param_indices(plan, job)
+    micro_batches = _micro_batches(plan, job)
     layers = model.layers // p
     if t > 1:
-        times = param_indices * layers * (4 + 2 * job.checkpointing)
+        times = micro_batches * layers * (4 + 2 * job.checkpointing)
         for pattern in ("reduce ring", "ring"):  # the halves of an all-reduce
             yield "tensor", times, (1, t), activations * (t - 1) / t, pattern
     if p > 1:
-        yield "stages", 2 * param_indices, (t * r, 2 * t * r), activations, "direct"
+        yield "stages", 2 * micro_batches, (t * r, 2 * t * r), activations, "direct"
     if r > 1:
         yield "sync", 1, (t, t * r), weights * (r - 1) / r, "reduce ring"
         yield "publish", 1, (t, t * r), weights * (r - 1) / r, "ring"
@@ -119,7 +119,7 @@ def pipeline_step(plan: Pipeline, job: Job, rates: Rates) -> Step:
         found[phase] += times * stage.seconds * (1.0 if phase == "tensor" else 1 - job.hidden)
     found["bubble"] = (
         (plan.stages - 1)
-        / _param_indices(plan, job)
+        / _micro_batches(plan, job)
         * (found["compute"] + found["tensor"] + found["stages"])
     )
     found["optimizer"] = model.params / plan.topology.world_size * OPTIMIZER_BYTES / rates.memory

@@ -31,13 +31,12 @@ from typing import TypeVar
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
-from zero_topo.cost.experts import expert_sizes, shares, token_exchanges
+from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.job import Job
 from zero_topo.cost.memory import HOST, memory_bytes, on_device, predict_memory
 from zero_topo.cost.network import rates_of
 from zero_topo.cost.step import Range, Step, all_reduces, predict_step, step_range
-from zero_topo.cost.tensor import tensor_sizes, tree_of
-from zero_topo.cost.transformer import LEAST_PARAMS, scaled
+from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.volume import Key, Workload, by_domain, step_bytes
 from zero_topo.topology.model import DOMAINS, MOST_RANKS, Topology
 from zero_topo.topology.presets import load_machine
@@ -57,9 +56,6 @@ HOLDS_LESS = 0.1
 
 MOST_DOUBLINGS = 6  # doublings of the nodes, while the planner searches for a sufficient number
 ASSUMED_MACHINE = "frontier"
-MOST_PARAMS = 10**15
-CLOSE = 1.0002
-STEPS_ABOVE = (1.002, 1.005, 1.01, 1.02, 1.05)
 
 
 @dataclass(frozen=True)
@@ -405,11 +401,11 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
             for.
     """
     found = _careful(candidates(asked, request.tree, request.sparse), request)
-    plans = []
-    for candidate in found:
-        choices = [Priced(candidate.config, each, candidate) for each in request.choices]
-        plans.append(first_that_fits(choices))
-    plans += _with_host_copies(asked, plans, request)
+    plans = [_priced(candidate, request) for candidate in found]
+    # Of what does not fit, secondary copies may lie in host memory, if the user's keys allow that.
+    if request.host_limit is not None and "secondary_on" not in asked.model_fields_set:
+        captured = [plan.candidate for plan in plans if not plan.fits and plan.config.captured]
+        plans += [_priced(candidate.on_host(), request) for candidate in captured]
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(
@@ -427,73 +423,8 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     )
 
 
-def _with_host_copies(
-    asked: ZeroTopoConfig, plans: Sequence[Priced], request: Request
-) -> list[Priced]:
-    """Return the plans that do not fit with their secondary copies in host memory, if the user's
-    keys allow that.
-    """
-    if request.host_limit is None or "secondary_on" in asked.model_fields_set:
-        return []
-    found = []
-    for plan in plans:
-        if not plan.fits and plan.config.captured:
-            candidate = plan.candidate.on_host()
-            found.append(
-                first_that_fits(
-                    Priced(candidate.config, each, candidate) for each in request.choices
-                )
-            )
-    return found
-
-
-def tensor_requests(request: Request, size: int) -> tuple[Request, Request]:
-    """Return the two requests that train the same batch on groups of ``size`` tensor parallel
-    ranks.
-
-    A group takes the micro-batches of its ranks one after the other, or in fewer, larger ones.
-    """
-    job = request.job
-    longer = replace(job, tensor=size, micro_batches=job.micro_batches * size)
-    larger = replace(job, tensor=size, micro_batch=job.micro_batch * size)
-    return replace(request, job=longer), replace(request, job=larger)
-
-
-def rank_tensor(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
-    """Rank the plans with each number of tensor parallel ranks, and return the rankings with a plan
-    that fits.
-
-    They are sorted by the time of their best plan; of both ways to place the batch, the faster is
-    taken. There are none if the request has a number of tensor parallel ranks, or counts states
-    alone.
-    """
-    if request.job.tensor > 1 or request.job.expert > 1 or request.states_only:
-        return ()
-    found = []
-    for size in tensor_sizes(request.machine, request.job.model):
-        rankings = [rank_plans(asked, each) for each in tensor_requests(request, size)]
-        fitting = [ranking for ranking in rankings if ranking.timed]
-        if fitting:
-            found.append(min(fitting, key=lambda ranking: ranking.best.seconds))
-    return tuple(sorted(found, key=lambda ranking: ranking.best.seconds))
-
-
-def rank_experts(asked: ZeroTopoConfig, request: Request) -> tuple[Ranking, ...]:
-    """Rank the plans with each number of expert parallel ranks, as :func:`rank_tensor` does for
-    tensor parallel ones.
-
-    There are none for a model without stacked experts.
-    """
-    job = request.job
-    if job.tensor > 1 or job.expert > 1 or request.states_only:
-        return ()
-    sizes = expert_sizes(request.machine, job.model)
-    rankings = [
-        rank_plans(asked, replace(request, job=replace(job, expert=size))) for size in sizes
-    ]
-    return tuple(
-        sorted((of for of in rankings if of.timed), key=lambda ranking: ranking.best.seconds)
-    )
+def _priced(candidate: Candidate, request: Request) -> Priced:
+    return first_that_fits(Priced(candidate.config, each, candidate) for each in request.choices)
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
@@ -614,40 +545,3 @@ def _more_nodes(machine: Topology) -> list[int]:
 def _on(plan: Priced, request: Request) -> Price:
     """Return the cost of a plan under another request."""
     return request.price(resolve_config(plan.candidate.chosen, request.tree))
-
-
-def max_params(config: ResolvedConfig, request: Request) -> int | None:
-    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that fits;
-    None if unlimited.
-
-    No model up to 5% larger fits either.
-
-    Args:
-        config: the plan on the request's machine.
-        request: machine and job; only the sequence of its model is used.
-    """
-    if request.limit is None:
-        return None
-
-    def fits(params: int) -> bool:
-        model = scaled(params, sequence=request.job.model.sequence)
-        return replace(request, job=replace(request.job, model=model)).price(config).fits
-
-    low = LEAST_PARAMS
-    if not fits(low):
-        return 0
-    while True:
-        high = low
-        while high < MOST_PARAMS and fits(2 * high):
-            high *= 2
-        low = high
-        high = 2 * high
-        while high > low * CLOSE:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        # A larger model may need less memory: shapes change in steps
-        above = [int(low * step) for step in STEPS_ABOVE]
-        larger = [params for params in above if fits(params)]
-        if not larger:
-            return low
-        low = larger[-1]

@@ -79,7 +79,6 @@ from zero_topo.cost.volume import (
     matrix_moves,
     message_bytes,
     phase_moves,
-    sent_as,
 )
 from zero_topo.plan import Phase
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
@@ -161,9 +160,8 @@ def _packet(
     """Return the collectives of a phase for ``count`` modules, each with one of ``runs`` parts of
     these parameters.
     """
-    sent = sent_as(config, phase, job.stock)
     itemsize = _itemsize(config, job, phase)
-    moves, message = phase_moves(sent, phase, columns, itemsize)
+    moves, message = phase_moves(config, phase, columns, itemsize, job.stock)
     found = [move for move in moves if move.sent]
     # INT8 weights are always decoded
     if not found and not (columns.coded and phase.startswith("gather")):
@@ -171,7 +169,10 @@ def _packet(
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
         matrices = _matrices(config, columns.all)
-        apart = [phase_moves(sent, phase, Columns((width,)), itemsize)[0] for width in matrices]
+        apart = [
+            phase_moves(config, phase, Columns((width,)), itemsize, job.stock)[0]
+            for width in matrices
+        ]
         scaled = phase != "scatter" and gather_spec(config, phase) is not None
         found = [move for moves in apart for move in moves]
         if scaled:
@@ -565,8 +566,6 @@ def all_reduces(job: Job) -> Exchanges:
     """Return the all-reduces of activations of one optimizer step; see Note [Tensor
     parallelism].
     """
-    model = job.model
     ranks = job.tensor
-    count = job.micro_batches * model.layers * (4 + 2 * job.checkpointing)
-    activations = job.micro_batch * model.sequence * model.hidden * job.itemsize
-    return Exchanges(count, activations * (ranks - 1) / ranks)
+    count = job.micro_batches * job.model.layers * (4 + 2 * job.checkpointing)
+    return Exchanges(count, job.boundary_bytes * (ranks - 1) / ranks)

@@ -40,17 +40,9 @@ def part_of(model: Model, ranks: int) -> Model:
     """Return the part of a model that each of some tensor parallel ranks has."""
     if ranks == 1:
         return model
-    return ModuleTree(
-        model.name,
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=-(-model.heads // ranks),
-        kv_heads=-(-model.kv_heads // ranks),
-        vocab=-(-model.vocab // ranks),
-        sequence=model.sequence,
-        parts=tuple(_divided(part, model.hidden, ranks) for part in model.parts),
-        notes=model.notes,
-    )
+    parts = [_divided(part, model.hidden, ranks) for part in model.parts]
+    shares = {key: -(-getattr(model, key) // ranks) for key in ("heads", "kv_heads", "vocab")}
+    return ModuleTree.of(model, parts, **shares)
 
 
 def _divided(part: Part, hidden: int, ranks: int) -> Part:

@@ -44,9 +44,10 @@ VII and section III.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import compress
 from math import ceil, comb
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,6 +60,9 @@ from zero_topo.quant.spec import BlockSpec, ChangeSpec
 from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
+Moves = Sequence[Move]
+Collectives = tuple[Phase, int, Moves]
+"""Phase, how many times in a step, and what a rank sends each time."""
 T = TypeVar("T")
 # Per run: its blocks sent whole and its bytes of changes, which all ranks receive before its buffer
 COUNT_BYTES = 16
@@ -232,15 +236,6 @@ def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology)
     return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
-def sent_as(config: ResolvedConfig, phase: Phase, stock: bool) -> ResolvedConfig:
-    """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a
-    quantized scatter.
-    """
-    if not stock or (phase == "scatter" and config.gradients_spec is not None):
-        return config
-    return replace(config, plan=replace(config.plan, inner=None))
-
-
 def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
     """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on
     average).
@@ -254,65 +249,65 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as
         sent].
     """
-    plan = config.plan
-    param_indices = range(len(work.numels))
-    coded = work.coded(config)
-    trained = list(zip(work.shards(plan), coded, strict=True))
     sent: Counter[Key] = Counter()
-
-    def book(phase: Phase, moves: Iterable[Move], times: int = 1) -> None:
+    for phase, times, moves in _collectives(config, work, stock):
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
+    return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
-    def add(
-        phase: Phase, of: Columns, itemsize: int, times: int = 1, message: int | None = None
-    ) -> None:
-        own = sent_as(config, phase, stock)
-        moves, _ = phase_moves(own, phase, of, itemsize, message)
-        book(phase, moves, times)
 
-    def columns(part: Iterable[int]) -> Columns:
-        return Columns.of(trained[param_index] for param_index in part)
+def _collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator[Collectives]:
+    """Yield the collectives of an optimizer step."""
+    plan = config.plan
+    coded = work.coded(config)
+    trained = list(zip(work.shards(plan), coded, strict=True))
 
-    for of in filter(None, (work, work.frozen)):
-        parameters = list(zip(of.shards(plan), of.coded(config), of.persistent, strict=True))
-        own = config.of_frozen() if of is work.frozen else config
-        # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
-        filled = of is work.frozen and own.captured and not stock
-        for itemsize, part in of.by_itemsize(of.itemsize):
-            sharded = Columns.of(
-                parameters[param_index][:2]
-                for param_index in part
-                if not of.persistent[param_index]
-            )
-            passes: list[Phase] = ["gather_forward"]
-            if of.trains:
-                passes.append("gather_backward")
-            for phase in passes:
-                read: Phase = "gather_backward" if filled else phase
-                moves, _ = phase_moves(sent_as(own, read, stock), read, sharded, itemsize)
-                book(phase, moves, of.micro_batches)
-        if of.trains:
-            exact = Columns.of(
-                (width, stored) for width, stored, persistent in parameters if persistent
-            )
-            add("gather_exact", exact, of.itemsize)
+    def of(phase: Phase, part: Iterable[int], itemsize: int, message: int | None = None) -> Moves:
+        columns = Columns.of(trained[param_index] for param_index in part)
+        return phase_moves(config, phase, columns, itemsize, stock, message)[0]
+
+    yield from _gathers(config, work, stock)
+    if work.frozen is not None:
+        yield from _gathers(config, work.frozen, stock, frozen=True)
     all_reduces = stock and any(work.whole)  # twice a reduce-scatter
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
-        add("scatter", columns(part), itemsize, work.micro_batches * (2 if all_reduces else 1))
+        yield "scatter", work.micro_batches * (1 + all_reduces), of("scatter", part, itemsize)
+    param_indices = range(len(work.numels))
     limit = config.sync.run_numel(work.run_numel, work.params)
     for run in param_runs(plan, work, param_indices, limit):
-        add("sync", columns(run), work.sync_itemsize)
-    book("matrices", matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock))
+        yield "sync", 1, of("sync", run, work.sync_itemsize)
+    yield "matrices", 1, matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock)
     plain = [i for i in param_indices if not coded[i]]
     for run in param_runs(plan, work, plain, work.run_numel):
-        add("publish", columns(run), work.publish_itemsize)
+        yield "publish", 1, of("publish", run, work.publish_itemsize)
     int8 = [i for i in param_indices if coded[i]]
     changed = param_runs(plan, work, int8, work.run_numel)
-    book("publish", count_moves(plan, len(changed)))
+    yield "publish", 1, count_moves(plan, len(changed))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        add("publish", columns(run), work.publish_itemsize, message=message)
-    return {key: nbytes for key, nbytes in sent.items() if nbytes}
+        yield "publish", 1, of("publish", run, work.publish_itemsize, message)
+
+
+def _gathers(
+    config: ResolvedConfig, of: Workload, stock: bool, frozen: bool = False
+) -> Iterator[Collectives]:
+    """Yield the gathers of trained or of frozen parameters."""
+    own = config.of_frozen() if frozen else config
+    # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
+    filled = frozen and own.captured and not stock
+    stored = list(zip(of.shards(config.plan), of.coded(config), strict=True))
+    for itemsize, part in of.by_itemsize(of.itemsize):
+        sharded = Columns.of(stored[i] for i in part if not of.persistent[i])
+        passes: list[Phase] = ["gather_forward"]
+        if of.trains:
+            passes.append("gather_backward")
+        for phase in passes:
+            read: Phase = "gather_backward" if filled else phase
+            moves, _ = phase_moves(own, read, sharded, itemsize, stock)
+            yield phase, of.micro_batches, moves
+    if of.trains:
+        exact = Columns.of(compress(stored, of.persistent))
+        moves, _ = phase_moves(config, "gather_exact", exact, of.itemsize, stock)
+        yield "gather_exact", 1, moves
 
 
 def param_runs(
@@ -360,8 +355,9 @@ def phase_moves(
     phase: Phase,
     columns: Columns,
     itemsize: int,
+    stock: bool,
     published: int | None = None,
-) -> tuple[Sequence[Move], int]:
+) -> tuple[Moves, int]:
     """Compute what a rank sends in one pass of a phase over some parameters.
 
     Args:
@@ -369,6 +365,7 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
+        stock: whether DeepSpeed's own engine sends; it is hierarchical only in a quantized scatter.
         published: bytes of a message in a publish of INT8 weights; None expects those of
             :func:`change_bytes`.
 
@@ -376,7 +373,9 @@ def phase_moves(
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
     plan = config.plan
-    pair = config.plan.pair_of(phase)
+    if stock and not (phase == "scatter" and config.gradients_spec is not None):
+        plan = replace(plan, inner=None)
+    pair = plan.pair_of(phase)
     codes = config.resident_spec
     rows = plan.world_size // pair[1]
     if phase == "sync":

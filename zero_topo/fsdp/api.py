@@ -16,7 +16,7 @@ from zero_topo.collectives.meter import Meter
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.agreement import agree, check_agreement
 from zero_topo.fsdp.block import resolve, state_mesh
-from zero_topo.fsdp.collectives import Shared
+from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
 from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.mesh import Mesh
@@ -27,6 +27,7 @@ ATTACHED = "zero_topo_host"
 """The attribute of an attached model."""
 
 
+@refusals()
 def shard_mesh(block: Mapping[str, Any]) -> DeviceMesh:
     """Return the mesh of the ranks that share weights by the block, for FSDP2. Collective.
 
@@ -38,6 +39,7 @@ def shard_mesh(block: Mapping[str, Any]) -> DeviceMesh:
     return state_mesh(_agreed(block).plan, _device().type)["shard"]
 
 
+@refusals()
 def fully_shard(
     model: nn.Module,
     block: Mapping[str, Any],
@@ -61,13 +63,12 @@ def fully_shard(
     Raises:
         ValueError: in one line, for a block or option that FSDP2 does not have.
     """
-    with refusals():
-        if "mesh" in options:
-            raise ValueError(
-                "mesh: fully_shard makes the mesh from the block; leave it out, or call torch's "
-                "fully_shard over shard_mesh(block) and then attach"
-            )
-        config = _agreed(block)
+    if "mesh" in options:
+        raise ValueError(
+            "mesh: fully_shard makes the mesh from the block; leave it out, or call torch's "
+            "fully_shard over shard_mesh(block) and then attach"
+        )
+    config = _agreed(block)
     states = state_mesh(config.plan, _device().type)
     if modules is None:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -78,6 +79,7 @@ def fully_shard(
     return _attached(model, config, states, divisor)
 
 
+@refusals()
 def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = None) -> nn.Module:
     """Give a model that FSDP2 has sharded our collectives. Collective.
 
@@ -94,9 +96,7 @@ def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = N
         ValueError: in one line, for a wrong block, or a model that is not sharded as the block
             says.
     """
-    with refusals():
-        config = _agreed(block)
-    return _attached(model, config, None, divisor)
+    return _attached(model, _agreed(block), None, divisor)
 
 
 def _attached(
@@ -109,17 +109,17 @@ def _attached(
     meter = Meter(config.meter)
     registered = config.registered_buffers
     mesh = Mesh(plan, config.topology, meter, plan.pairs(), registered=registered)
-    shared = Shared(config, mesh.hierarchy(1, plan.weights))
     states = states or state_mesh(plan, device.type)
-    host = Host(model, config, mesh, states, shared, divisor or plan.world_size)
+    host = Host(model, config, mesh, states, divisor or plan.world_size)
     show_log(rank)
     log_notes(rank, config.log_lines())
     select(device, config.kinds)
-    host.install()
+    install(host)
     setattr(model, ATTACHED, host)
     return model
 
 
+@refusals()
 def shard_optimizer(
     kind: Callable[..., torch.optim.Optimizer],
     model: nn.Module,
@@ -139,15 +139,14 @@ def shard_optimizer(
             own.
     """
     host: Host | None = getattr(model, ATTACHED, None)
-    with refusals():
-        if host is None:
-            raise ValueError(
-                f"{type(model).__name__} is not attached: call fully_shard or attach of "
-                "zero_topo.fsdp first"
-            )
-        if params is None:
-            params = [param for param in model.parameters() if param.requires_grad]
-        return ShardedOptimizer(kind, host, list(params), settings)
+    if host is None:
+        raise ValueError(
+            f"{type(model).__name__} is not attached: call fully_shard or attach of zero_topo.fsdp "
+            "first"
+        )
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    return ShardedOptimizer(kind, host, list(params), settings)
 
 
 def _agreed(block: Mapping[str, Any]) -> ResolvedConfig:

@@ -16,79 +16,76 @@ Streams
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.module_tracker import ModuleTracker
 
-from zero_topo.collectives.transport import Hierarchy, all_gather_views, reduce_scatter
-from zero_topo.config import ResolvedConfig
+from zero_topo.collectives.transport import all_gather_views, reduce_scatter
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
+from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
 from zero_topo.quant.operands import FLOATS, View, at_blocks
 from zero_topo.quant.ops import cast_to
 from zero_topo.quant.spec import BlockSpec
 
 
-@dataclass
-class Shared:
-    """What the collectives of all modules share.
-
-    Attributes:
-        config: the plan and the formats.
-        hierarchy: the groups of the ranks that share the weights.
-        formula: bytes of the current step by the formulas: ``(phase, domain) -> bytes``.
-    """
-
-    config: ResolvedConfig
-    hierarchy: Hierarchy
-    formula: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def book(self, phase: str, moves: Iterable[Move]) -> None:
-        """Add what a rank sends in a collective."""
-        for move in moves:
-            self.formula[phase, self.config.topology.domain(move.hi)] += move.sent
+def install(host: Host) -> None:
+    """Give every module that FSDP2 shards our collectives."""
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ValueError("this torch has no custom collectives of FSDP2; install torch 2.13")
+    config = host.config
+    for module in sharded_modules(host.model):
+        stored = own_parameters(module)
+        trained = [param for param in stored if param.requires_grad]
+        module.set_custom_all_gather(Gather(host, config.weights_spec, stored))
+        module.set_custom_reduce_scatter(Scatter(host, config.gradients_spec, trained))
+        # FSDP2 then divides nothing and asks for sums: the sum is divided once, in FP32.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
-class ModuleCollective(ABC):
+class ModuleCollective:
     """A collective of one module, as FSDP2 calls it.
 
     Args:
-        shared: with other modules.
+        host: the attached model.
         spec: the format; None sends values as they are.
-        sizes: elements of each parameter in a rank's shard, as far as they are known.
+        params: the module's parameters, as far as they usually take part.
     """
 
-    def __init__(self, shared: Shared, spec: BlockSpec | None, sizes: Sequence[int]) -> None:
-        self._shared = shared
+    def __init__(self, host: Host, spec: BlockSpec | None, params: Sequence[DTensor]) -> None:
+        self._host = host
         self._spec = spec
-        self._sizes = tuple(sizes)
+        # Elements of each parameter in a rank's shard: FSDP2 pads dimension 0.
+        self._sizes = []
+        for param in params:
+            rows = -(-param.shape[0] // host.config.plan.weights)
+            self._sizes.append(rows * param.shape[1:].numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer of FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @abstractmethod
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
-        """Run the collective."""
-
     def _counted(self, phase: str, shard: Tensor) -> Sequence[int]:
         """Count a call, and return the sizes at which its shards are cut."""
-        sizes = self._sizes if sum(self._sizes) == shard.numel() else (shard.numel(),)
+        sizes = self._sizes if sum(self._sizes) == shard.numel() else [shard.numel()]
         message = rows_message(1, sizes, self._spec, shard.itemsize)
-        plan = self._shared.config.plan
+        plan = self._host.config.plan
         moves = reduce_moves if phase == "scatter" else gather_moves
-        self._shared.book(phase, moves(plan, (1, plan.weights), message))
+        self._host.book(phase, moves(plan, (1, plan.weights), message))
         return sizes
 
 
 class Gather(ModuleCollective):
     """All-gathers a module's weights."""
+
+    _tracker = ModuleTracker()  # never entered: of it, only `is_bw` is asked
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
         """Fill ``output_tensor``, which has this rank's shard, with those of all ranks.
@@ -98,15 +95,15 @@ class Gather(ModuleCollective):
         are, by FSDP2's own group.
         """
         group: dist.ProcessGroup = how["group"]
-        phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
-        hierarchy = self._shared.hierarchy.metered(phase)
-        meter = hierarchy.groups[0].meter
+        phase = "gather_backward" if self._tracker.is_bw else "gather_forward"
+        hierarchy = self._host.hierarchy.metered(phase)
+        meter = self._host.mesh.meter
         if hierarchy.size == 1:  # the shard is in place and is all there is; no format rounds it
             return
         if group.size() != hierarchy.size or output_tensor.dtype not in FLOATS:
             sent = (group.size() - 1) * input_tensor.nbytes
-            self._shared.book(phase, [Move(1, group.size(), sent, gathers=True)])
-            meter.record(phase, self._shared.config.topology.domain(group.size()), sent)
+            self._host.book(phase, [Move(1, group.size(), sent, gathers=True)])
+            meter.record(phase, self._host.config.topology.domain(group.size()), sent)
             with meter.timing(phase):
                 dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
@@ -121,40 +118,24 @@ class Gather(ModuleCollective):
 
 
 class Scatter(ModuleCollective):
-    """Reduce-scatters a module's gradients.
-
-    Args:
-        factor: multiplies the sums; FSDP2 is set to divide nothing.
-        before: called before FSDP2 reads the gradients of shards.
-    """
-
-    def __init__(
-        self,
-        shared: Shared,
-        spec: BlockSpec | None,
-        sizes: Sequence[int],
-        factor: float,
-        before: Callable[[], None],
-    ) -> None:
-        super().__init__(shared, spec, sizes)
-        self._factor = factor
-        self._before = before
+    """Reduce-scatters a module's gradients."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer: FSDP2's first call in a module's reduction."""
-        self._before()
+        """Allocate a buffer: FSDP2's first call in a module's reduction, before it reads the
+        gradients of shards.
+        """
+        self._host.before_reduction()
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
         """Fill ``output_tensor`` with this rank's shard of the sums, in FP32 and tree order."""
-        hierarchy = self._shared.hierarchy.metered("scatter")
+        hierarchy = self._host.hierarchy.metered("scatter")
         spec = self._spec or cast_to(output_tensor.dtype)
         sizes = self._counted("scatter", output_tensor)
         parts = cut(input_tensor, sizes, hierarchy.size)
-        with hierarchy.groups[0].meter.timing("scatter"):
-            reduce_scatter(
-                hierarchy, parts, spec, cut(output_tensor, sizes, 1), self._factor
-            ).wait()
+        sums = cut(output_tensor, sizes, 1)
+        with self._host.mesh.meter.timing("scatter"):
+            reduce_scatter(hierarchy, parts, spec, sums, 1 / self._host.divisor).wait()
 
 
 def cut(flat: Tensor, sizes: Sequence[int], members: int) -> list[View]:

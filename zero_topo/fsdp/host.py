@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,16 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.fsdp.collectives import Gather, Scatter, Shared
-from zero_topo.mesh import Mesh
+from zero_topo.config.sync_config import Move
+from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
 
 
-class Receiver(Protocol):
-    """The sharded optimizer, as the collectives call it."""
-
-    def before_reduction(self) -> None:
-        """Prepare for new gradients of shards."""
+def no_optimizer() -> None:
+    """Refuse a backward pass."""
+    raise RuntimeError(
+        "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync gradients "
+        "between nodes; build the optimizer by shard_optimizer first"
+    )
 
 
 @dataclass
@@ -34,58 +37,28 @@ class Host:
         config: the resolved block.
         mesh: the process groups of the plan.
         states: the mesh of optimizer states.
-        shared: what the collectives of all modules share.
         divisor: what the sum of all ranks' gradients is divided by.
-        optimizer: the sharded optimizer, once it is built.
+        before_reduction: the sharded optimizer's, called before FSDP2 reduces a module's gradients.
+        formula: bytes of the current step by the formulas: ``(phase, domain) -> bytes``.
     """
 
     model: nn.Module
     config: ResolvedConfig
     mesh: Mesh
     states: DeviceMesh
-    shared: Shared
     divisor: float
-    optimizer: Receiver | None = None
+    before_reduction: Callable[[], None] = no_optimizer
+    formula: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    @property
-    def factor(self) -> float:
-        """Multiplies added gradients: FSDP2 reduces nothing if one rank stores all weights."""
-        return 1 / self.divisor if self.config.plan.weights == 1 else 1.0
+    @cached_property
+    def hierarchy(self) -> Hierarchy:
+        """The groups of the ranks that share the weights."""
+        return self.mesh.hierarchy(1, self.config.plan.weights)
 
-    def install(self) -> None:
-        """Give every module that FSDP2 shards our collectives."""
-        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            raise ValueError("this torch has no custom collectives of FSDP2; install torch 2.13")
-        config = self.config
-        for module in sharded_modules(self.model):
-            stored = own_parameters(module)
-            trained = [param for param in stored if param.requires_grad]
-            gather = Gather(self.shared, config.weights_spec, self._sizes(stored))
-            scatter = Scatter(
-                self.shared,
-                config.gradients_spec,
-                self._sizes(trained),
-                1 / self.divisor,
-                self._before_reduction,
-            )
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-            # FSDP2 then divides nothing and asks for sums: the sum is divided once, in FP32.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    def _sizes(self, params: list[DTensor]) -> list[int]:
-        degree = self.config.plan.weights
-        rows = [-(-param.shape[0] // degree) for param in params]
-        return [count * param.shape[1:].numel() for count, param in zip(rows, params, strict=True)]
-
-    def _before_reduction(self) -> None:
-        if self.optimizer is None:
-            raise RuntimeError(
-                "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync "
-                "gradients between nodes; build the optimizer by shard_optimizer first"
-            )
-        self.optimizer.before_reduction()
+    def book(self, phase: str, moves: Iterable[Move]) -> None:
+        """Add what a rank sends in a collective to the formula."""
+        for move in moves:
+            self.formula[phase, self.config.topology.domain(move.hi)] += move.sent
 
 
 def check_sharding(model: nn.Module, plan: Plan, rank: int) -> None:

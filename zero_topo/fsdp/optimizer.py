@@ -18,11 +18,15 @@ The last backward pass
     ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called on the root
     module. Another backward pass before the step takes ``param.grad`` back and adds to it; its sync
     then sends only what is new.
+
+Checkpoints
+    The state dict has DTensors of the parameters' shapes, which torch's checkpoints save, and load
+    on other numbers of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -37,17 +41,23 @@ from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
-from zero_topo.fsdp.checkpoint import CheckpointedOptimizer
-from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
+from zero_topo.fsdp.host import Host, no_optimizer, own_parameters, sharded_modules
 from zero_topo.fsdp.parts import Part
 from zero_topo.fsdp.publish import Publisher
+from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES, FLOATS
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
+MASTER = "zero_topo_master"
+RESIDUAL = "zero_topo_residual"
+"""Entries of a state dict that torch's own optimizers do not have: FP32 weights, and the residual
+of sync.
+"""
 
-class ShardedOptimizer(CheckpointedOptimizer):
+
+class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with the parameters of the model, whose states are sharded.
 
     Learning rates, schedulers, ``zero_grad``, and ``get_state_dict`` of torch's checkpoints work on
@@ -76,21 +86,21 @@ class ShardedOptimizer(CheckpointedOptimizer):
         params: Sequence[Any],
         settings: dict[str, Any],
     ) -> None:
-        if host.optimizer is not None:
+        if host.before_reduction is not no_optimizer:
             raise ValueError(
                 "the model has a sharded optimizer already; give one all parameter groups"
             )
+        super().__init__(params, {})
         self.host = host
-        grouped = isinstance(next(iter(params), None), dict)
-        given = params if grouped else [{"params": params}]
-        groups = [{**group, "params": list(group["params"])} for group in given]
-        self.parts = self._cut({param for group in groups for param in group["params"]})
+        self.parts = self._cut({param for group in self.param_groups for param in group["params"]})
         of_parts = []
-        for group in groups:
+        for group in self.param_groups:
             masters = [self.parts[param].master for param in group["params"]]
             of_parts.append({**group, "params": masters})
         self.inner = kind(of_parts, **settings)
-        super().__init__(groups, dict(self.inner.defaults))
+        self.defaults = self.inner.defaults
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_without_params(inner))
         self._build()
         # Parts whose gradient has arrived since the last step; after `_show`, `param.grad` is
         # theirs.
@@ -105,49 +115,50 @@ class ShardedOptimizer(CheckpointedOptimizer):
             part.param.register_post_accumulate_grad_hook(partial(self._collect, part))
         for name in ("set_is_last_backward", "set_requires_all_reduce"):
             self._follow(name)
-        host.optimizer = self
+        host.before_reduction = self._before_reduction
 
     def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
         """Return the part of each chosen parameter, in the model's order."""
         host = self.host
-        named = [(name, p) for name, p in host.model.named_parameters() if p in chosen]
-        if unknown := chosen.difference(param for _, param in named):
+        parts: dict[Tensor, Part] = {}
+        for name, param in host.model.named_parameters():
+            if param in chosen:
+                parts[param] = Part(name, _checked(name, param), host.config.plan, host.states)
+        if unknown := chosen - parts.keys():
             raise ValueError(
                 f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
                 f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
             )
-        for name, param in named:
-            _check(name, param)
-        if len({param.dtype for _, param in named}) > 1:
+        if len({param.dtype for param in parts}) > 1:
             raise ValueError(
                 "trained parameters have several types; convert the model to one, and let "
                 "mp_policy choose the type of the computation"
             )
-        plan = host.config.plan
-        return {param: Part(name, param, plan, host.states) for name, param in named}
+        return parts
 
     def _build(self) -> None:
         """Build the gradient shard, the mode of sync, and the post-step all-gather."""
         host = self.host
-        config = self.host.config
+        config = host.config
         plan = config.plan
         mesh = host.mesh
-        self._stored = [part for part in self.parts.values() if part.width]
-        layout = Layout(plan, mesh.rank, tuple(plan.world_size * p.width for p in self._stored))
-        ranges = layout.shard_ranges(range(len(self._stored)))
+        stored = [part for part in self.parts.values() if part.width]
+        layout = Layout(plan, mesh.rank, tuple(plan.world_size * part.width for part in stored))
         parameters = []
-        for param_index, (part, shard_range) in enumerate(zip(self._stored, ranges, strict=True)):
-            part.param_index = param_index
-            numel = layout.padded_numels[param_index]
+        for index, part in enumerate(stored):
+            part.param_index = index
+            part.begin = layout.begins[index]
+            numel = layout.numels[index]
+            shard_range = (part.begin, part.begin + part.width)
             dims = part.param.dim()
-            parameters.append(Parameter(part.name, numel, dims, shard_range, place=param_index))
+            parameters.append(Parameter(part.name, numel, dims, shard_range, place=index))
         weights = next(iter(self.parts)).dtype
         accumulated = DTYPES[config.accumulation_dtype] if config.accumulation_dtype else weights
         sync_dtype = getattr(config.sync, "dtype", None)
         modules = map(own_parameters, sharded_modules(host.model))
         bucket = max(sum(param.numel() for param in params) for params in modules)
-        run_numel = config.sync.run_numel(bucket, sum(layout.padded_numels))
-        runs = packed_runs(layout.padded_numels, run_numel)
+        run_numel = config.sync.run_numel(bucket, sum(layout.numels))
+        runs = packed_runs(layout.numels, run_numel)
         device = next(iter(self.parts.values())).master.device
         context = SyncContext(
             plan=plan,
@@ -165,7 +176,7 @@ class ShardedOptimizer(CheckpointedOptimizer):
         queue = OrderedQueue(device, overlap=config.overlap, staged=True)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
-        self.publisher = Publisher(self._stored, weights, config, mesh, bucket, queue)
+        self.publisher = Publisher(stored, weights, config, mesh, bucket, queue)
 
     def _follow(self, name: str) -> None:
         """Follow a call of FSDP2 on the root module that says whether the next pass is the last."""
@@ -179,9 +190,17 @@ class ShardedOptimizer(CheckpointedOptimizer):
 
         setattr(model, name, followed)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later ones have no gradient shard."""
+        if hasattr(self, "gradients"):
+            raise ValueError(
+                "parameters cannot be added to a sharded optimizer; build it anew with all groups"
+            )
+        super().add_param_group(param_group)
+
     # -- backward pass -----------------------------------------------------------------------------
 
-    def before_reduction(self) -> None:
+    def _before_reduction(self) -> None:
         """Prepare for FSDP2's reduction of a module: it will read ``param.grad``, and add to it."""
         if not self._in_backward:
             self._in_backward = True
@@ -204,15 +223,16 @@ class ShardedOptimizer(CheckpointedOptimizer):
         assert isinstance(grad, DTensor)
         param.grad = None
         self._arrived[part] = None
-        if part.param_index is None:
+        if not part.width:
             return
-        gradients = self.gradients
+        host = self.host
+        # FSDP2 reduces nothing, and divides nothing, if one rank stores all weights.
+        factor = 1 / host.divisor if host.config.plan.weights == 1 else 1.0
         # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
         # it.
-        gradients.reopen([part.param_index])
-        columns = gradients.layout.parameter(gradients.buffer, part.param_index)
-        part.add(columns, grad.to_local(), self.host.factor)
-        gradients.mark_added([part.param_index], self._last)
+        self.gradients.reopen([part.param_index])
+        part.add(self.gradients.buffer, grad.to_local(), factor)
+        self.gradients.mark_added([part.param_index], self._last)
 
     @torch.no_grad()
     def _show(self) -> None:
@@ -227,10 +247,7 @@ class ShardedOptimizer(CheckpointedOptimizer):
             self._arrived |= dict.fromkeys(trained)
         rows = self.gradients.optimizer_rows()
         for part in self._arrived:
-            flat = part.master.new_empty(0, dtype=rows.dtype)
-            if part.param_index is not None:
-                flat = self.gradients.layout.parameter(rows, part.param_index).reshape(-1)
-            part.show(flat)
+            part.show(rows)
 
     def _take_back(self) -> None:
         """Unset ``param.grad`` so that gradients are added; drop those that the user has unset."""
@@ -240,8 +257,8 @@ class ShardedOptimizer(CheckpointedOptimizer):
             self.zero_grad()
             return
         for part in self._arrived:
-            if part.param.grad is None and part.param_index is not None:
-                self.gradients.layout.parameter(self.gradients.buffer, part.param_index).zero_()
+            if part.param.grad is None:
+                part.columns(self.gradients.buffer).zero_()
             part.param.grad = None
         self._arrived = dict.fromkeys(kept)
         self.gradients.reopen()
@@ -281,7 +298,7 @@ class ShardedOptimizer(CheckpointedOptimizer):
             part.follow_edits()
             part.take_gradient()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
+            inner.update(_without_params(group))
         with self._watched():
             self.inner.step()
         self.publisher.publish()
@@ -299,16 +316,16 @@ class ShardedOptimizer(CheckpointedOptimizer):
 
     def _end_meter(self) -> None:
         """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
-        shared = self.host.shared
-        sync = self.host.config.sync
+        host = self.host
+        sync = host.config.sync
         context = self.gradients.mode.context
         for ranges in context.runs:
             widths = [end - begin for begin, end in ranges]
-            shared.book("sync", sync.volume(context.plan, widths, context.dtype.itemsize))
-        shared.book("publish", self.publisher.moves())
-        self.formula = {key: nbytes for key, nbytes in shared.formula.items() if nbytes}
-        shared.formula.clear()
-        self.host.mesh.meter.end_step()
+            host.book("sync", sync.volume(context.plan, widths, context.dtype.itemsize))
+        host.book("publish", self.publisher.moves())
+        self.formula = {key: nbytes for key, nbytes in host.formula.items() if nbytes}
+        host.formula.clear()
+        host.mesh.meter.end_step()
         self.passes = self._counted
         self._counted = 0
 
@@ -316,46 +333,109 @@ class ShardedOptimizer(CheckpointedOptimizer):
     def _watched(self) -> Iterator[None]:
         """Call the mode of sync before and, if it wants updates, after the update."""
         mode = self.gradients.mode
-        layout = self.gradients.layout
-        updated = [part for part in self._stored if part.master.grad is not None]
-        begins = [
-            layout.begins[part.param_index] for part in updated if part.param_index is not None
-        ]
-        for part, begin in zip(updated, begins, strict=True):
-            mode.before_update(begin, part.width)
+        parts = self.parts.values()
+        updated = [part for part in parts if part.width and part.master.grad is not None]
+        for part in updated:
+            mode.before_update(part.begin, part.width)
         if not mode.wants_updates:
             yield
             return
-        own = layout.row(layout.plan.optimizer)
-        before = [part.row(own).clone() for part in updated]
+        layout = self.gradients.layout
+        index = layout.row(layout.plan.optimizer)
+        own = [part.rows(part.master.detach())[index] for part in updated]
+        before = [row.clone() for row in own]
         rates = {p: float(group["lr"]) for group in self.param_groups for p in group["params"]}
         yield
-        for part, begin, old in zip(updated, begins, before, strict=True):
-            mode.after_update(begin, old, part.row(own), rates[part.param])
+        for part, old, new in zip(updated, before, own, strict=True):
+            mode.after_update(part.begin, old, new, rates[part.param])
 
     def _moments(self) -> list[Moment]:
         """Return the momentum of an Adam-like optimizer for the mode of sync."""
         found = []
-        for group in self.inner.param_groups:
-            for part in self._stored:
+        for group in self.param_groups:
+            for part in map(self.parts.__getitem__, group["params"]):
                 mean = self.inner.state.get(part.master, {}).get("exp_avg")
-                if mean is None or not any(part.master is master for master in group["params"]):
-                    continue
-                begin = self.gradients.layout.begins[part.param_index or 0]
-                found.append(Moment(begin, mean.view(-1, part.width), float(group["betas"][0])))
+                if mean is not None and part.width:
+                    beta = float(group["betas"][0])
+                    found.append(Moment(part.begin, part.rows(mean), beta))
         return found
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later ones have no gradient shard."""
-        if hasattr(self, "gradients"):
-            raise ValueError(
-                "parameters cannot be added to a sharded optimizer; build it anew with all groups"
-            )
-        super().add_param_group(param_group)
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @property
+    def _keeps_masters(self) -> bool:
+        """Whether FP32 masters are more exact than the weights, so that a checkpoint needs both."""
+        exact = self.publisher.wire == cast_to(torch.float32)
+        return next(iter(self.parts)).dtype != torch.float32 or not exact
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return states as DTensors of the parameters' shapes, as under FSDP2, whose memory they
+        share. Collective.
+        """
+        residuals: Mapping[Part, Tensor] = {}
+        if getattr(self.host.config.sync, "error_feedback", False):
+            residuals = summed_residuals(self.gradients, self.parts.values(), self.host.mesh)
+        packed = super().state_dict()
+        state = packed["state"]
+        for index, part in enumerate(self._parts_in_order()):
+            entry = dict(state.get(index, {}))
+            if entry and self._keeps_masters:
+                entry[MASTER] = part.master.detach()
+            if entry and part in residuals:
+                entry[RESIDUAL] = residuals[part]
+            for key, value in entry.items():
+                if _is_flat(value, part):
+                    entry[key] = part.as_dtensor(value)
+            state[index] = entry
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load :meth:`state_dict`, resharded by torch's checkpoints from that of other ranks; see
+        Note [Residuals of a checkpoint].
+        """
+        groups = state_dict["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        self.zero_grad()
+        mode = self.gradients.mode
+        mode.drain()  # the state that is replaced owns what its collectives send
+        mode.load_state_dict({})
+        layout = self.gradients.layout
+        for key, part in zip(keys, self._parts_in_order(), strict=True):
+            entry = dict(state_dict["state"].get(key, {}))
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    entry[name] = part.from_dtensor(value).clone()
+            residual = entry.pop(RESIDUAL, None)
+            if residual is not None:
+                row = part.rows(residual)[layout.row(layout.plan.optimizer)]
+                part.columns(self.gradients.own_row[None])[0].copy_(row)
+            master = entry.pop(MASTER, None)
+            if master is not None:
+                part.master.copy_(master)
+                part.remember()
+            self.inner.state[part.master] = entry
+            self.state[part.param] = entry
+        for group, own_group in zip(groups, self.param_groups, strict=True):
+            own_group.update(_without_params(group))
+
+    def _parts_in_order(self) -> list[Part]:
+        """Return the parts in the order of the groups, in which state dicts count them."""
+        return [self.parts[param] for group in self.param_groups for param in group["params"]]
 
 
-def _check(name: str, param: Tensor) -> None:
-    """Raise ValueError, in one line, for a parameter that cannot be trained here."""
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_flat(value: Any, part: Part) -> bool:
+    """Return whether an entry of a state has a value for each element of a part."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == part.master.numel()
+
+
+def _checked(name: str, param: Tensor) -> DTensor:
+    """Return a parameter that can be trained here; raise ValueError, in one line, for another."""
     if not isinstance(param, DTensor):
         raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
     if param.dtype not in FLOATS:
@@ -367,3 +447,4 @@ def _check(name: str, param: Tensor) -> None:
             f"{name} is on {param.to_local().device}: offloaded shards are not supported; leave "
             "offload_policy out"
         )
+    return param

@@ -32,27 +32,27 @@ class Part:
 
     Args:
         name: the parameter's name in the model.
-        param: the parameter, a DTensor with a shard of FSDP2.
+        param: the parameter, with a shard of FSDP2.
         plan: the degrees.
         mesh: of the optimizer's states.
 
     Attributes:
-        degree: ranks that share the optimizer states.
-        width: columns of the parameter in a gradient shard.
-        part_numel: elements of a full part.
+        width: columns of the parameter in a gradient shard; 0 if FSDP2 stores nothing of it on this
+            rank.
+        shard_range: elements of a full part.
         numel: elements of this rank's part.
         master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer
             updates.
-        param_index: parameter index in the gradient shard; None if FSDP2 stores nothing of the
-            parameter on this rank.
+        param_index: parameter index in the gradient shard, if it has columns there.
+        begin: first column in the gradient shard.
     """
 
-    param_index: int | None = None
+    param_index = 0
+    begin = 0
 
-    def __init__(self, name: str, param: nn.Parameter, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, name: str, param: DTensor, plan: Plan, mesh: DeviceMesh) -> None:
         self.name = name
         self.param = param
-        self.degree = plan.optimizer
         self._mesh = mesh
         self._parts = plan.optimizer // plan.weights
         self._copies = plan.world_size // plan.optimizer
@@ -61,106 +61,126 @@ class Part:
         part_rows = -(-rows // self._parts)
         self.shard_range = part_rows * row_numel
         self.width = -(-self.shard_range // self._copies)
-        self._begin = mesh.get_local_rank("part") * self.shard_range
-        own_rows = min(max(rows - mesh.get_local_rank("part") * part_rows, 0), part_rows)
-        self.shape = (own_rows, *rest)
+        first_row = mesh.get_local_rank("part") * part_rows
+        self._offset = first_row * row_numel
+        own_rows = min(max(rows - first_row, 0), part_rows)
+        self._shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
-        padded = self.local().new_zeros(self._copies * self.width, dtype=torch.float32)
-        padded[: self.numel] = self.own(self.local().view(-1))
-        self.master = nn.Parameter(padded)
+        padded = _padded(self.weights().float(), self._copies * self.width)
+        self.master = nn.Parameter(padded.clone())
         self.remember()
+
+    # -- weights -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def local(self) -> Tensor:
         """Return FSDP2's shard of the parameter on this rank."""
-        assert isinstance(self.param, DTensor)
         return self.param.to_local()
 
-    def own(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of a flat shard, a view."""
-        return flat[self._begin : self._begin + self.numel]
+    def weights(self) -> Tensor:
+        """Return this rank's part of the stored weights, a flat view."""
+        return self._own(self.local().view(-1))
+
+    def _own(self, flat: Tensor) -> Tensor:
+        return flat[self._offset : self._offset + self.numel]
 
     @torch.no_grad()
     def follow_edits(self) -> None:
         """Overwrite masters whose stored weight the user has changed since :meth:`remember`."""
-        weights = self.own(self.local().view(-1))
+        weights = self.weights()
         masters = self.master[: self.numel]
         edited = weights != self._published
         masters.copy_(torch.where(edited, weights.to(masters.dtype), masters))
 
     def remember(self) -> None:
         """Copy the part of the stored weights, by which :meth:`follow_edits` finds edits."""
-        self._published = self.own(self.local().view(-1)).clone()
+        self._published = self.weights().clone()
 
-    def add(self, columns: Tensor, shard: Tensor, factor: float) -> None:
-        """Add a shard's gradient, times ``factor``, to its columns of the gradient shard."""
-        flat = shard.reshape(-1)
-        rows = _padded(flat, self._parts * self.shard_range).view(self._parts, self.shard_range)
-        rows = _padded(rows, self._copies * self.width)
+    def difference(self) -> Tensor:
+        """Return masters minus stored weights, FP32."""
+        return self.master.detach()[: self.numel] - self.weights()
+
+    def stored(self, block: int) -> View:
+        """Return the parts of all ranks in the stored weights, each padded to whole blocks."""
+        return self._view(self.local().view(-1), block, self._parts)
+
+    def message(self, delta: bool, block: int) -> View:
+        """Return what the rank sends of the part, padded to whole blocks.
+
+        Args:
+            delta: send the difference to the stored weights, not the masters.
+            block: elements of a block.
+        """
+        return self._view(self.difference() if delta else self.master.detach(), block, 1)
+
+    def _view(self, flat: Tensor, block: int, members: int) -> View:
+        numel = self.shard_range
+        columns = -(-numel // block) * block
+        return View(flat, 1, columns, columns, members, numel, present=numel)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def columns(self, shard: Tensor) -> Tensor:
+        """Return a view of the parameter's columns of any shard, ``[rows, width]``."""
+        return shard[:, self.begin : self.begin + self.width]
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """Return a flat padded part as rows, as the gradient shard has them: ``[N / O, width]``."""
+        return flat.view(self._copies, self.width)
+
+    def add(self, shard: Tensor, grad: Tensor, factor: float) -> None:
+        """Add a gradient of FSDP2's shard, times ``factor``, to the gradient shard."""
+        rows = _padded(grad.reshape(-1), self._parts * self.shard_range)
+        rows = _padded(rows.view(self._parts, self.shard_range), self._copies * self.width)
         table = rows.view(self._parts, self._copies, self.width)
-        places = columns.unflatten(0, (self._copies, self._parts))
+        places = self.columns(shard).unflatten(0, (self._copies, self._parts))
         places.add_(table.transpose(0, 1), alpha=factor)
 
-    def show(self, flat: Tensor) -> None:
-        """Set ``param.grad`` to a flat part of the synced gradient, of which it is a view."""
-        if flat.dtype != self.param.dtype:
+    def show(self, rows: Tensor) -> None:
+        """Set ``param.grad`` to the part of the optimizer's rows of the synced gradient."""
+        if rows.dtype != self.param.dtype:
             self.param.grad_dtype = None  # torch then allows a gradient of another type
-        self.param.grad = self.as_dtensor(flat)
+        self.param.grad = self.as_dtensor(self.columns(rows).reshape(-1))
 
     def take_gradient(self) -> None:
         """Give the master the parameter's gradient, if it has one, in FP32, zero-padded."""
         grad = self.param.grad
         self.master.grad = None
         if grad is not None:
-            assert isinstance(grad, DTensor)
-            own = self.from_dtensor(grad).float()
-            self.master.grad = _padded(own, self.master.numel())
+            self.master.grad = self.from_dtensor(grad).float()
 
-    def difference(self) -> Tensor:
-        """Return masters minus stored weights, FP32."""
-        return self.master.detach()[: self.numel] - self.own(self.local().view(-1))
-
-    def row(self, index: int) -> Tensor:
-        """Return a row ``[width]`` of the masters, as the gradient shard has it."""
-        return self.master.detach().view(self._copies, self.width)[index]
-
-    def stored(self, block: int) -> View:
-        """Return the parts of all ranks in the stored weights, each padded to whole blocks."""
-        local = self.local().view(-1)
-        columns = -(-self.shard_range // block) * block
-        return View(
-            local, 1, columns, columns, self._parts, self.shard_range, present=self.shard_range
-        )
-
-    def view(self, flat: Tensor, block: int) -> View:
-        """Return a flat part, padded to whole blocks."""
-        columns = -(-self.shard_range // block) * block
-        return View(flat, 1, columns, columns, present=self.shard_range)
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """Return a flat part as a DTensor of the parameter's shape, which shares the memory."""
-        local = flat[: self.numel].view(self.shape)
+        local = flat[: self.numel].view(self._shape)
         size = self.param.size()
         stride = self.param.stride()
         return DTensor.from_local(
             local, self._mesh, PLACEMENTS, run_check=False, shape=size, stride=stride
         )
 
-    def from_dtensor(self, value: DTensor) -> Tensor:
-        """Return the flat part of a DTensor of :meth:`as_dtensor`, or with FSDP2's own shards.
+    def from_dtensor(self, value: Tensor) -> Tensor:
+        """Return the flat zero-padded part of a DTensor of :meth:`as_dtensor`, or with FSDP2's own
+        shards.
 
         Raises:
             ValueError: for another layout.
         """
+        if not isinstance(value, DTensor):
+            raise ValueError(
+                f"{self.name}: the optimizer's state is a whole tensor; load it by "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
         flat = value.to_local().reshape(-1)
-        if value.device_mesh == self._mesh and tuple(value.placements) == PLACEMENTS:
-            return flat
-        if flat.shape == self.local().view(-1).shape:
-            return self.own(flat)
-        raise ValueError(
-            f"{self.name}: a tensor on {value.device_mesh} is not sharded as the states of the "
-            "optimizer are; load checkpoints with torch.distributed.checkpoint"
-        )
+        if value.device_mesh != self._mesh or tuple(value.placements) != PLACEMENTS:
+            if flat.numel() != self.local().numel():
+                raise ValueError(
+                    f"{self.name}: a tensor on {value.device_mesh} is not sharded as the states of "
+                    "the optimizer are; load checkpoints with torch.distributed.checkpoint"
+                )
+            flat = self._own(flat)
+        return _padded(flat, self.master.numel())
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:

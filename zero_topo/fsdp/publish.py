@@ -84,8 +84,7 @@ class Publisher:
 
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size
-        flats = [part.difference() if self.delta else part.master.detach() for part in run]
-        own = [part.view(flat, block) for part, flat in zip(run, flats, strict=True)]
+        own = [part.message(self.delta, block) for part in run]
         message = quantize(own, self.wire, allocate=self._hierarchy.groups[-1].allocate)
         stored = [part.stored(block) for part in run]
         # The owner decodes its own message too: it stores what the others store.

@@ -35,6 +35,10 @@ ADDRESS = {
 """Scheduler -> the line of a script that sets the address of its own node, which is that of
 rank 0.
 """
+DOCTOR = (
+    "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens without "
+    "the variable."
+)
 _PLAIN = re.compile(r"[\w./:=@%+,{}-]+")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
 MINUTE = 60
@@ -225,52 +229,53 @@ def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
             f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each "
             "node; leave it out"
         )
-    asked = {
-        "log": job.log or scheduler.log or None,
-        "account": job.account,
-        "partition": job.partition,
-    }
-    asked["time"] = None if job.seconds is None else scheduler.time(job.seconds)
-    given = {
-        scheduler.options[option]: value for option, value in asked.items() if value is not None
-    }
-    options = (*target.job, *(target.disk_job if job.environment else ()))
-    doctor = (
-        "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens "
-        "without the variable."
-    )
+    asked, resources = _options(job, scheduler)
     variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
-    unpacked = ""
-    if job.environment is not None:
-        unpacked = _lines(
-            target.disk, EXPORT, "# -- The Python environment, unpacked on a disk of each node."
-        )
-        unpacked += _template("environment.sbatch").substitute(
-            nodes=job.nodes, archive=job.environment
-        )
     passed = f"The Python environment active at submission is passed on by {scheduler.title}."
     words = {
         **{name: getattr(job, name) for name in ("nodes", "on_node", "name")},
         "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. {passed}"),
-        "asked": "".join(
-            f"{scheduler.directive} {option}{value}\n" for option, value in given.items()
-        ),
+        "asked": asked,
         "cpus": target.cpus_per_rank,
-        "resources": _lines(
-            [each for each in options if f"{each.name}=" not in given],
-            f"{scheduler.directive} {{0.use}}",
-            end=":",
-        ),
-        "software": _lines(target.modules, "module load {0.use}", "# -- Software.") + unpacked,
+        "resources": resources,
+        "software": _lines(target.modules, "module load {0.use}", "# -- Software.")
+        + _unpacked(job),
         "port": job.master_port,
         "address": _lines(target.address, "{0.bash}") or ADDRESS[scheduler.name],
-        "variables": variables + _lines(target.doctors, EXPORT, doctor),
+        "variables": variables + _lines(target.doctors, EXPORT, DOCTOR),
         "step": _lines(target.step, "{0.use}", indent="  "),
         "command": shlex.join(job.command),
     }
     return _template(scheduler.template).substitute(words)
+
+
+def _options(job: BatchJob, scheduler: Scheduler) -> tuple[str, str]:
+    """The scheduler's lines for the options that the user gave, then those of the machine."""
+    asked = {
+        "log": job.log or scheduler.log or None,
+        "account": job.account,
+        "partition": job.partition,
+        "time": None if job.seconds is None else scheduler.time(job.seconds),
+    }
+    given = {
+        scheduler.options[option]: value for option, value in asked.items() if value is not None
+    }
+    lines = [f"{scheduler.directive} {option}{value}\n" for option, value in given.items()]
+    options = (*job.target.job, *(job.target.disk_job if job.environment else ()))
+    others = [each for each in options if f"{each.name}=" not in given]
+    return "".join(lines), _lines(others, f"{scheduler.directive} {{0.use}}", end=":")
+
+
+def _unpacked(job: BatchJob) -> str:
+    """The lines that unpack a Python environment, if there is one to unpack."""
+    if job.environment is None:
+        return ""
+    title = "# -- The Python environment, unpacked on a disk of each node."
+    unpack = _template("environment.sbatch")
+    lines = unpack.substitute(nodes=job.nodes, archive=job.environment)
+    return _lines(job.target.disk, EXPORT, title) + lines
 
 
 def _template(name: str) -> Template:

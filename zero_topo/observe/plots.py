@@ -6,8 +6,8 @@ matplotlib is imported when one is drawn, and no global figure is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import cycle, pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import GB, KB, MB, format_count
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -170,26 +171,34 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]]) -> Figure:
 
     unit, name = decimal_unit(max(sum(stored.values()) for stored in rows.values()))
     figure, axes = _figure(7.5, 4.2)
-    found = {role for stored in rows.values() for role in stored}
-    roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
-    colours = {role: ROLE_COLOURS.get(role, OTHER) for role in roles}
+    colours = _role_colours({role for stored in rows.values() for role in stored})
     for index, stored in enumerate(rows.values()):
         total = f"{sum(stored.values()) / unit:.1f}"
-        _stacked(
-            axes,
-            index,
-            0.62,
-            [(stored.get(role, 0) / unit, colours[role]) for role in roles],
-            total,
-        )
+        parts = [(stored.get(role, 0) / unit, colour) for role, colour in colours.items()]
+        _stacked(axes, index, 0.62, parts, total)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set(ylabel=f"{name} on each rank")
     axes.set_title("Memory per rank", size=10)
-    handles = [Patch(color=colour, label=role) for role, colour in colours.items()]
+    _legend_right(axes, [Patch(color=colour, label=role) for role, colour in colours.items()])
+    return figure
+
+
+def _role_colours(roles: Set[str]) -> dict[str, str]:
+    """Return the colours of roles, known ones first."""
+    known = {role: colour for role, colour in ROLE_COLOURS.items() if role in roles}
+    return known | dict.fromkeys(sorted(roles - known.keys()), OTHER)
+
+
+def _legend_right(axes: Axes, handles: Sequence[Artist]) -> None:
     axes.legend(
         handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
     )
-    return figure
+
+
+def _write_notes(figure: Figure, notes: str, width: int) -> None:
+    """Write lines under a picture, small."""
+    wrapped = "\n".join(fill(line, width) for line in notes.splitlines())
+    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
 
 
 def ranked_plans(
@@ -216,23 +225,21 @@ def ranked_plans(
     left.set(xlabel="seconds of a step", yticks=places, yticklabels=[name for name, *_ in rows])
     left.invert_yaxis()
     unit, name = decimal_unit(max(sum(stored.values()) for *_, stored in rows))
-    found = {role for *_, stored in rows for role, n in stored.items() if n}
-    roles = [*(role for role in ROLE_COLOURS if role in found), *sorted(found - set(ROLE_COLOURS))]
+    colours = _role_colours({role for *_, stored in rows for role, n in stored.items() if n})
     for place, (*_, stored) in zip(places, rows, strict=True):
         start = 0.0
-        for role in roles:
+        for role, colour in colours.items():
             part = stored.get(role, 0) / unit
-            right.barh(place, part, 0.62, start, color=ROLE_COLOURS.get(role, OTHER))
+            right.barh(place, part, 0.62, start, color=colour)
             start += part
     right.set(xlabel=f"{name} on each rank")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     left.set_title(title, size=10, loc="left")
-    handles = [Patch(color=ROLE_COLOURS.get(role, OTHER), label=role) for role in roles]
+    handles = [Patch(color=colour, label=role) for role, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=8, frameon=False, fontsize=8)
-    wrapped = "\n".join(fill(line, 150) for line in notes.splitlines())
-    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
+    _write_notes(figure, notes, 150)
     return figure
 
 
@@ -265,16 +272,10 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
     from matplotlib.lines import Line2D
 
     figure, axes = _figure(7, 4.4)
-    colours = dict(
-        zip(dict.fromkeys(point["scheme"] for point in points), _LINES * len(points), strict=False)
-    )
-    styles = dict(
-        zip(
-            dict.fromkeys(point["micro_batches"] for point in points),
-            _STYLES * len(points),
-            strict=False,
-        )
-    )
+    schemes = dict.fromkeys(point["scheme"] for point in points)
+    colours = dict(zip(schemes, cycle(_LINES), strict=False))
+    counts = dict.fromkeys(point["micro_batches"] for point in points)
+    styles = dict(zip(counts, cycle(_STYLES), strict=False))
     for place, ((scheme, count), line) in enumerate(_lines(points).items()):
         ranks = [point["ranks"] * APART**place for point in line]
         speeds = [point["tflops_per_gpu"] for point in line]
@@ -299,12 +300,8 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
         Line2D([], [], color="black", linestyle=style, label=f"K = {count}")
         for count, style in styles.items()
     ]
-    # Lines of many schemes leave no place inside.
-    axes.legend(
-        handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
-    )
-    wrapped = "\n".join(fill(line, 115) for line in notes.splitlines())
-    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
+    _legend_right(axes, handles)  # lines of many schemes leave no place inside
+    _write_notes(figure, notes, 115)
     return figure
 
 

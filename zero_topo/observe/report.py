@@ -136,24 +136,11 @@ def build_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
-    steps = [line for line in metrics if "lr" in line]
-    losses = [line["loss"] for line in metrics if "loss" in line]
-    evaluations = [line["eval_loss"] for line in metrics if "eval_loss" in line]
-    seconds = [line["seconds"] for line in steps]
-    pace = {}
-    for key in ("tokens_per_s", "tflops", "mfu"):
-        pace[key] = _median([line[key] for line in steps if key in line])
     report = {
         "format": FORMAT,
         "title": title,
         "world_size": world_size,
-        "steps": len(steps),
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "eval_loss": evaluations[-1] if evaluations else None,
-        "seconds": round(sum(seconds), 1),
-        "seconds_per_step": _median(seconds),
-        "pace": {key: value for key, value in pace.items() if value is not None},
+        **_of_steps(metrics),
         "zero_topo": None if stats is None else measurements(stats, ranks),
         "settings": {key: _plain(value) for key, value in settings.items()},
         "deepspeed": _shareable(deepspeed),
@@ -166,6 +153,28 @@ def build_report(
             write_png(plots.bytes_by_domain(report["zero_topo"]), folder / "bytes.png", RUN)
         write_page(report, metrics, folder / HTML)
     return report
+
+
+def _of_steps(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number, the losses and the speed of the steps in a log."""
+    steps = [line for line in metrics if "lr" in line]
+    losses = [line["loss"] for line in metrics if "loss" in line] or [None]
+    evaluations = [line["eval_loss"] for line in metrics if "eval_loss" in line] or [None]
+    seconds = [line["seconds"] for line in steps]
+    pace = {}
+    for key in ("tokens_per_s", "tflops", "mfu"):
+        values = [line[key] for line in steps if key in line]
+        if values:
+            pace[key] = _median(values)
+    return {
+        "steps": len(steps),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "eval_loss": evaluations[-1],
+        "seconds": round(sum(seconds), 1),
+        "seconds_per_step": _median(seconds),
+        "pace": pace,
+    }
 
 
 def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
@@ -222,15 +231,15 @@ def _sent_rows(
         order[kind, link] = len(order)
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
+        key = phase, domain
         row = {
             "domain": domain,
             "phase": phase,
-            **_spread([rank.get((phase, domain), 0) for rank in measured]),
+            **_spread([rank.get(key, 0) for rank in measured]),
+            "formula": formula.get(key, 0),
+            "zero3": zero3.get(key, 0),
         }
-        rows.append(
-            row
-            | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)}
-        )
+        rows.append(row)
     return rows
 
 
@@ -252,11 +261,14 @@ def _memory_rows(
         stock.update(memory_bytes(*stock_part, *itemsizes))
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
-        row = {"role": role, **_spread([rank.get(role, 0) for rank in measured])}
-        rows.append(
-            row
-            | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)}
-        )
+        row = {
+            "role": role,
+            **_spread([rank.get(role, 0) for rank in measured]),
+            "formula": formula.get(role),
+            "padding": padding.get(role),
+            "zero3": stock.get(role),
+        }
+        rows.append(row)
     return rows
 
 

@@ -68,7 +68,7 @@ class DeviceTree:
         count: number of devices.
         packages: package number of each device, or None if the tool does not report it.
         links: ``(i, j)`` with ``i < j`` -> link; absent pairs are unknown.
-        numa: NUMA node of each device, None where unknown.
+        numa: NUMA node of each device, None where unknown; None if none is known.
         bus_ids: PCI address of each device as :func:`normal_bus_id` writes it, or None.
         sources: field -> where it came from.
 
@@ -93,6 +93,8 @@ class DeviceTree:
                     f"{self.tool}: {len(values)} {key} for {self.count} devices; capture its "
                     "output again"
                 )
+        if self.numa is not None and set(self.numa) == {None}:
+            object.__setattr__(self, "numa", None)
         wrong = [pair for pair in self.links if not 0 <= pair[0] < pair[1] < self.count]
         if wrong:
             raise ValueError(
@@ -306,5 +308,4 @@ def _of_partitions(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
     """
     nodes = dict(zip(map(physical, tree.bus_ids or ()), tree.numa or (), strict=False))
     numa = tuple(nodes.get(physical(address)) for address in like.bus_ids or ())
-    known = numa if any(node is not None for node in numa) else None
-    return DeviceTree(tree.tool, like.count, numa=known, bus_ids=like.bus_ids)
+    return DeviceTree(tree.tool, like.count, numa=numa, bus_ids=like.bus_ids)

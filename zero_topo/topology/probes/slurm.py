@@ -191,10 +191,10 @@ def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
     """
     rounds = range(0, per_node, plane)
     return tuple(
-        node * per_node + param_index
+        node * per_node + task
         for first in rounds
         for node in range(nodes)
-        for param_index in range(first, min(first + plane, per_node))
+        for task in range(first, min(first + plane, per_node))
     )
 
 
@@ -349,7 +349,7 @@ def _arbitrary_order(
             f"{name} is {env[name]!r}, which does not put {per_node} tasks on each of "
             f"{', '.join(hosts)}; start equally many on every node"
         )
-    param_indices = {
+    positions = {
         host: iter(range(node * per_node, (node + 1) * per_node)) for node, host in enumerate(hosts)
     }
-    return tuple(next(param_indices[host]) for host in tasks)
+    return tuple(next(positions[host]) for host in tasks)

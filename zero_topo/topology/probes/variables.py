@@ -20,7 +20,7 @@ its own local rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_topo.strict import packaged, read
 from zero_topo.topology.probes import LauncherView, first_int
@@ -52,6 +52,10 @@ class Variables:
         return not self.always or bool(env.get(self.always) and not foreign)
 
 
+UNEVEN = (
+    "nodes with unequal numbers of ranks have no regular tree; start equally many ranks on every "
+    "node"
+)
 _KNOWN = read(
     dict[str, tuple[Variables, ...]],
     "launchers.json",
@@ -97,48 +101,41 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         if world_size % nodes:
             raise ValueError(
                 f"{names.source}: {world_size} ranks ({name['world_size']}) on {nodes} nodes "
-                f"({name['nodes']}) cannot be spread evenly: nodes with unequal numbers of ranks "
-                "have no regular tree; start equally many ranks on every node"
+                f"({name['nodes']}) cannot be spread evenly: {UNEVEN}"
             )
-        per_node, name["ranks_per_node"] = (
-            world_size // nodes,
-            f"{name['world_size']} / {name['nodes']}",
-        )
-    rank = number("rank")
-    local_rank = number("local_rank")
-    node = number("node")
-    alone = None
-    # Other processes on this node, and the device of this process, are no property of the job
-    if world_size == 1:
-        if per_node is not None and per_node > 1:
-            alone = (
-                f"{name['world_size']} is 1 but {name['ranks_per_node']} {per_node} on this "
-                "node: a rank of its own"
-            )
-        per_node, nodes, name["ranks_per_node"] = (
-            1,
-            None,
-            name["ranks_per_node"] or name["world_size"],
-        )
-        node = node and 0
-        local_rank = local_rank and 0
-    if per_node is not None and (
-        world_size % per_node or (nodes is not None and nodes * per_node != world_size)
-    ):
-        spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
-        here = "this node" if node is None else f"this node, number {node} ({name['node']}),"
-        raise ValueError(
-            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, {here} has "
-            f"{per_node} ({name['ranks_per_node']}): nodes with unequal numbers of ranks have no "
-            "regular tree; start equally many ranks on every node"
-        )
-    return LauncherView(
+        per_node = world_size // nodes
+        name["ranks_per_node"] = f"{name['world_size']} / {name['nodes']}"
+    view = LauncherView(
         source=names.source,
         world_size=world_size,
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
+        rank=number("rank"),
+        local_rank=number("local_rank"),
+        node=number("node"),
         ranks_per_node=per_node,
-        origins={key: f"{names.source}: {variable}" for key, variable in name.items() if variable},
-        doubt=alone,
     )
+    if world_size == 1:
+        view = _alone(view, name)
+    elif per_node is not None and (world_size % per_node or nodes not in (None, view.nodes)):
+        spread = "" if nodes is None else f" on {nodes} nodes ({name['nodes']})"
+        number_of_it = "" if view.node is None else f", number {view.node} ({name['node']}),"
+        raise ValueError(
+            f"{names.source}: of {world_size} ranks ({name['world_size']}){spread}, this node"
+            f"{number_of_it} has {per_node} ({name['ranks_per_node']}): {UNEVEN}"
+        )
+    origins = {key: f"{names.source}: {variable}" for key, variable in name.items() if variable}
+    return replace(view, origins=origins)
+
+
+def _alone(view: LauncherView, name: dict[str, str]) -> LauncherView:
+    """Return the view of a job of one rank: other processes on its node, and the device of this
+    process, are no property of the job.
+    """
+    doubt = None
+    if view.ranks_per_node not in (None, 1):
+        doubt = (
+            f"{name['world_size']} is 1 but {name['ranks_per_node']} {view.ranks_per_node} on this "
+            "node: a rank of its own"
+        )
+    name["ranks_per_node"] = name["ranks_per_node"] or name["world_size"]
+    local_rank = view.local_rank and 0
+    return replace(view, ranks_per_node=1, local_rank=local_rank, node=view.node and 0, doubt=doubt)

@@ -79,8 +79,7 @@ def parse(text: str) -> DeviceTree:
     numa = tuple(
         int(words[1]) if len(words) > 1 and words[1].isdecimal() else None for words in behind
     )
-    known = numa if any(node is not None for node in numa) else None
-    return DeviceTree(NAME, len(gpus), tuple(range(len(gpus))), links, numa=known, sources=sources)
+    return DeviceTree(NAME, len(gpus), tuple(range(len(gpus))), links, numa=numa, sources=sources)
 
 
 TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)

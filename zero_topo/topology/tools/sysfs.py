@@ -33,8 +33,7 @@ def read_sys(root: Path) -> DeviceTree | None:
     if not gpus:
         return None
     numa = tuple(None if node < 0 else node for _, node in gpus)
-    known = numa if any(node is not None for node in numa) else None
-    return DeviceTree("sysfs", len(gpus), numa=known, bus_ids=tuple(bus_id for bus_id, _ in gpus))
+    return DeviceTree("sysfs", len(gpus), numa=numa, bus_ids=tuple(bus_id for bus_id, _ in gpus))
 
 
 def ask_sys(_run: Runner) -> DeviceTree | None:
