@@ -30,7 +30,7 @@ from benchmarks.control import Control
 from benchmarks.training import Bench, build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.collectives.meter import Meter
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 STEPS = 5
 SAVED_EVERY = 2

@@ -24,7 +24,7 @@ import zero_topo
 from benchmarks.control import Control
 from benchmarks.counting import Counts, Launches
 from zero_topo.examples.process import behave
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 from zero_topo.quant.operators import select
 
 WIDTH = 64

@@ -23,7 +23,7 @@ import zero_topo
 from benchmarks import training
 from benchmarks.control import Control
 from benchmarks.training import Bench, build_model, engine_of, evaluate
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 MICRO_BATCHES = 2
 MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

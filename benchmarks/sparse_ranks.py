@@ -29,7 +29,7 @@ from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 from zero_topo.quant.operators import select
 from zero_topo.sync import Moment, oktopk
 from zero_topo.sync.oktopk import OkTopk

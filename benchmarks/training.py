@@ -48,7 +48,7 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 from zero_topo.observe.report import Stats
 from zero_topo.quant.operators import select
 

@@ -27,7 +27,7 @@ _LAZY = {
     "enable": ("zero_topo.hook.install", "enable"),
     "estimate": ("zero_topo.cost.explain", "estimate"),
     "initialize": ("zero_topo.hook.install", "initialize"),
-    "leave": ("zero_topo.hook.leaving", "leave"),
+    "leave": ("zero_topo.leaving", "leave"),
     "report": ("zero_topo.hook.stats", "report"),
     "stats": ("zero_topo.hook.stats", "stats"),
 }

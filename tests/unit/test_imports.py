@@ -20,6 +20,7 @@ _PLANNING = ("units", "versions", "strict", "topology", "quant.spec", "plan", "c
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "units": (),
     "versions": (),
+    "leaving": (),
     "quant.spec": ("units",),
     "strict": (),
     "topology": ("units", "strict"),
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine",
         "observe",
         "measure",
+        "leaving",
     ),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
     "fsdp": (*_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),

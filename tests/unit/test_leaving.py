@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.launching import ROOT
-from zero_topo.hook.leaving import unlink_shared_memory
+from zero_topo.leaving import unlink_shared_memory
 
 
 def test_leave_runs_what_is_registered_and_gives_the_status() -> None:

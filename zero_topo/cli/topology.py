@@ -165,7 +165,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     import torch.distributed as dist
 
     from zero_topo.examples.process import behave
-    from zero_topo.hook.leaving import leave
+    from zero_topo.leaving import leave
     from zero_topo.measure import choose_device, measure
 
     behave()

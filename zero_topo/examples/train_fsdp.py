@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import zero_topo
 import zero_topo.fsdp as topo
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
@@ -99,7 +100,7 @@ def main() -> None:
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=args.checkpoint)
     if args.report is not None:
         topo.report(optimizer, args.report)
-    dist.destroy_process_group()
+    zero_topo.leave()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from zero_topo.config import deepspeed_hints
 from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
-from zero_topo.hook.leaving import unlink_shared_memory
 from zero_topo.hook.loading import loading_together
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
@@ -39,6 +38,7 @@ from zero_topo.hook.saving import saving_atomically
 from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
+from zero_topo.leaving import unlink_shared_memory
 from zero_topo.observe.log import log_notes, one_line, refusals, show_log
 from zero_topo.strict import cut
 from zero_topo.sync import OPTIMIZERS

@@ -33,7 +33,7 @@ def train(options: Namespace) -> None:
         require(options)
     adopt_launcher()
     adapt.reach(options)
-    from zero_topo.hook.leaving import leave
+    from zero_topo.leaving import leave
 
     neox_args = arguments(options)
     neox_args.configure_distributed_args()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 from zero_topo.measure import measure
 
 

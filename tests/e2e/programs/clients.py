@@ -38,7 +38,7 @@ from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
 from zero_topo.config.parts import ROOT
 from zero_topo.examples.hf_model import deepspeed_config, join
 from zero_topo.examples.hf_trainer import losses
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 WORDS = ("red", "green", "blue", "warm", "cold", "old", "new", "sea", "sky", "hill")
 SIZES = {

@@ -22,7 +22,7 @@ from lightning_fabric.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 
 class AsCuda:

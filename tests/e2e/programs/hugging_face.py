@@ -35,7 +35,7 @@ from tests.e2e.programs.shared import steps_of_engine
 from zero_topo.examples.hf_accelerate import Run, start
 from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
 from zero_topo.examples.hf_trainer import losses, train
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 STEPS, SAVED = 20, 10
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zero_topo
 from tests.e2e.programs.fabric import AsCuda, OverGloo, ds_config, mean, network
 from tests.e2e.programs.shared import BLOCKS
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
 

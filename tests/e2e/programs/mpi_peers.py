@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 from zero_topo.sync import Parameter
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated

@@ -28,7 +28,7 @@ from tests.launcher.checkpoints import loaded, net, to_universal
 from tests.launcher.test_loading import unequal
 from tests.launcher.training import AGED, Job, advance, block, running, weights
 from zero_topo.engine.residual_transfer import carry
-from zero_topo.hook.leaving import leave
+from zero_topo.leaving import leave
 
 STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 """The steps that each number of ranks takes."""
