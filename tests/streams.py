@@ -437,12 +437,9 @@ def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
         codes_at, scales_at = (
-            places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member)
+            places.cpu().numpy() for places in reference._places(codes, part, member)
         )
-        where = (
-            (codes_at + np.arange(codes.block)).reshape(-1),
-            (scales_at + np.arange(4)).reshape(-1),
-        )
+        where = (codes_at.reshape(-1), (4 * scales_at[:, None] + np.arange(4)).reshape(-1))
     return codes.stored.untyped_storage(), np.concatenate(where)
 
 

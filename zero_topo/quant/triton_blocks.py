@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero_topo.quant.operands import Messages
 from zero_topo.quant.spec import NF4_BOUNDS, NF4_LEVELS, NF4_NEAREST, NF4_SCALE, Cast, Format
 from zero_topo.quant.triton_sparse import loaded, widened
 
@@ -117,6 +118,30 @@ class Work(NamedTuple):
     factor: float
 
 
+def table_of(table: Tensor, unit: int, kind: object, scales: int = 0, end: int = 0) -> Table:
+    """Return messages of some kind as kernels take them.
+
+    Raises:
+        ValueError: if they do not begin at multiples of ``unit`` bytes.
+    """
+    steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
+    if any(number % unit for number in (table.data_ptr(), *steps)):
+        raise ValueError(
+            f"{kind} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, "
+            f"{steps}"
+        )
+    return Table(table, steps[0], steps[1], steps[2], table.shape[2], scales, end)
+
+
+def programs_of(messages: Messages, tiles: int) -> tuple[int, int]:
+    """Return the member left out, or the number of members, and the programs of a launch with some
+    tiles for each of the others.
+    """
+    members = messages.members
+    skipped = members if messages.without_member < 0 else messages.without_member
+    return skipped, tiles * (members - (skipped < members))
+
+
 @triton.constexpr_function
 def size_of(spec: Format) -> int:
     """Return the values of a block; 256 for floats, which have no blocks."""
@@ -180,13 +205,18 @@ def requantize_tile(
 
 
 @triton.jit
+def member_of(tiles: int, skipped: int) -> tl.tuple:
+    """Return the program's number among those of its member, and the member; see `Work`."""
+    tiles = tiles >> 2
+    member = tl.program_id(0) // tiles
+    return tl.program_id(0) - member * tiles, member + (member >= (skipped >> 2)).to(tl.int32)
+
+
+@triton.jit
 def _mine(work: Work) -> tl.tuple:
     """Return the program's tile, int64, and member."""
-    tiles = work.tiles >> 2
-    skipped = work.skipped >> 2
-    member = tl.program_id(0) // tiles
-    tile = tl.program_id(0) - member * tiles
-    return tile.to(tl.int64), member + (member >= skipped).to(tl.int32)
+    tile, member = member_of(work.tiles, work.skipped)
+    return tile.to(tl.int64), member
 
 
 @triton.jit
