@@ -277,7 +277,7 @@ class Weights:
             }
             return [whole[param_index] for param_index in param_indices]
 
-        return Handle(None, (), finish)
+        return Handle(finish)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Weights:
         views = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
             if hierarchy.size == 1:
-                return Handle(None, (), lambda: None)
+                return Handle(lambda: None)
             return all_gather_views(hierarchy, views, wire)
         own = by_member[hierarchy.index]
         differences = list[View]()
