@@ -45,7 +45,10 @@ class Gloo(Group):
         return received.then(lambda rows: rows.view(table.shape))
 
     def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Handle[Tensor]:
         received = self._room(expected, rows)
         return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
@@ -55,7 +58,10 @@ class Gloo(Group):
         return self._swap([rows] * self.size, received.split(list(sizes)), received)
 
     def _swap(
-        self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor
+        self,
+        parts: Sequence[Tensor],
+        places: Sequence[Tensor],
+        received: Tensor,
     ) -> Handle[Tensor]:
         """Send a part to each other member and receive one from each, nearest neighbours in the
         ring first.
@@ -114,7 +120,12 @@ class Registered(Group):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def _begin(
-        self, op: Any, nbytes: int, even: bool, begin: Any, *arguments: Any
+        self,
+        op: Any,
+        nbytes: int,
+        even: bool,
+        begin: Any,
+        *arguments: Any,
     ) -> Handle[Tensor]:
         begun = super()._begin(op, nbytes, even, begin, *arguments)
         if not self._registered and self.group is not None:

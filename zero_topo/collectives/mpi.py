@@ -46,7 +46,10 @@ class Mpi(Group):
         return Handle(lambda: received.to(table.device), request.Wait, (sent,))
 
     def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
         received = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu")

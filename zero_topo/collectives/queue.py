@@ -126,7 +126,11 @@ class OrderedQueue:
     """
 
     def __init__(
-        self, device: torch.device, overlap: bool, staged: bool = False, priority: int = 0
+        self,
+        device: torch.device,
+        overlap: bool,
+        staged: bool = False,
+        priority: int = 0,
     ) -> None:
         self.overlaps = overlap
         self._staged = staged

@@ -161,7 +161,10 @@ class Group:
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
 
     def all_to_all_known(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Tensor:
         """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in
         member order.
@@ -255,7 +258,10 @@ class Group:
         return torch.index_select(table, 0, _index(order, table.device), out=ordered)
 
     def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Handle[Tensor]:
         """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``:
         ``[sum(expected), width]``.

@@ -119,7 +119,9 @@ def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) ->
 
 
 def check_agreement(
-    config: ResolvedConfig, device: torch.device, more: Mapping[str, Any] = MappingProxyType({})
+    config: ResolvedConfig,
+    device: torch.device,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology
     places them.
@@ -246,7 +248,8 @@ def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
 
 
 def _disagreement(
-    kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]
+    kinds: Sequence[Sequence[int]],
+    texts: Sequence[tuple[Mapping[str, Any], str]],
 ) -> str:
     """Describe in one line how ranks differ from the largest kind, which comes first in
     ``kinds``.

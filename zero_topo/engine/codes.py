@@ -144,7 +144,10 @@ class CodeStore:
         ops.encode_changes(masters, self.codes, part, change, nbytes)
 
     def begin(
-        self, hierarchy: Hierarchy, sizes: dict[int, int], updates: Sequence[Update]
+        self,
+        hierarchy: Hierarchy,
+        sizes: dict[int, int],
+        updates: Sequence[Update],
     ) -> Begun:
         """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows
         it owns.
@@ -193,7 +196,12 @@ class CodeStore:
         return sizes
 
     def _publish(
-        self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int
+        self,
+        hierarchy: Hierarchy,
+        own: Masters,
+        part: Part,
+        change: Change,
+        nbytes: int,
     ) -> Handle[None]:
         allocate = hierarchy.groups[-1].allocate
         message = ops.encode_changes(own, self.codes, part, change, nbytes, allocate)

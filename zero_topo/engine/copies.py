@@ -48,7 +48,12 @@ class Copy:
     view: View
 
     def __init__(
-        self, hierarchy: Hierarchy, data: Tensor, wire: Format, packed: bool = False, block: int = 1
+        self,
+        hierarchy: Hierarchy,
+        data: Tensor,
+        wire: Format,
+        packed: bool = False,
+        block: int = 1,
     ) -> None:
         self.hierarchy = hierarchy
         self.data = data
@@ -160,7 +165,11 @@ def gather(
 
 
 def _decode(
-    copies: Sequence[Copy], message: Sequence[int], buffers: Tensor, layout: Layout, like: Tensor
+    copies: Sequence[Copy],
+    message: Sequence[int],
+    buffers: Tensor,
+    layout: Layout,
+    like: Tensor,
 ) -> dict[int, Tensor]:
     """Decode one message of all members into whole parameters, flat with padding."""
     flats = {}
@@ -174,7 +183,10 @@ def _decode(
 
 
 def _local(
-    copies: Sequence[Copy], param_indices: Sequence[int], layout: Layout, like: Tensor
+    copies: Sequence[Copy],
+    param_indices: Sequence[int],
+    layout: Layout,
+    like: Tensor,
 ) -> list[Tensor]:
     """Return whole parameters of which this rank stores all rows."""
     whole = []
@@ -190,7 +202,8 @@ def _local(
 
 
 def _messages(
-    copies: Sequence[Copy], param_indices: Sequence[int]
+    copies: Sequence[Copy],
+    param_indices: Sequence[int],
 ) -> tuple[list[list[int]], list[int]]:
     """Return the parameters of each message of a gather, and its bytes."""
     messages = list[list[int]]()
@@ -294,7 +307,10 @@ class Secondary:
         self._allocate(hierarchy, param_indices, wires)
 
     def _allocate(
-        self, hierarchy: Hierarchy, param_indices: range, wires: Sequence[Format]
+        self,
+        hierarchy: Hierarchy,
+        param_indices: range,
+        wires: Sequence[Format],
     ) -> None:
         """Allocate one tensor for all copies, cut parameter by parameter."""
         on_device = self._copying is None

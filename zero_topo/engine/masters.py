@@ -92,7 +92,11 @@ class Masters:
         masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
 
     def moments(
-        self, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
+        self,
+        state: State,
+        flats: Sequence[Tensor],
+        begins: Sequence[int],
+        groups: Sequence[Any],
     ) -> list[Moment]:
         """Return the momentum of an Adam-like optimizer, for the mode of sync.
 
@@ -114,7 +118,10 @@ class Masters:
 
     @contextmanager
     def narrowed(
-        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+        self,
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        share: bool,
     ) -> Iterator[list[Tensor]]:
         """Present masters and optimizer states in DeepSpeed's layout during a save or load.
 

@@ -122,7 +122,11 @@ def _read(engine: Any, path: Path, contents: Contents) -> Any:
 
 
 def _agreed(
-    engine: Any, contents: Contents, load_dir: Path, tag: str | None, states: bool
+    engine: Any,
+    contents: Contents,
+    load_dir: Path,
+    tag: str | None,
+    states: bool,
 ) -> tuple[str | None, list[Group]]:
     """Read and check this rank's files, and compare them with the other ranks'. Collective.
 
@@ -174,7 +178,10 @@ def _agreed(
 
 
 def _files(
-    engine: Any, contents: Contents, folder: Path, states: bool
+    engine: Any,
+    contents: Contents,
+    folder: Path,
+    states: bool,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Read and check this rank's files of a tag; return the facts that must be equal on all ranks,
     and the parameter groups of a universal checkpoint.
@@ -237,7 +244,10 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
 
 
 def _same_experts(
-    path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool
+    path: Path,
+    found: Mapping[str, Any],
+    shapes: Sequence[Mapping[str, Any]],
+    alike: bool,
 ) -> bool:
     """Return True if the ranks and the shapes of a run with expert parallelism are those of this
     run.
@@ -295,7 +305,10 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
 
 
 def _universal(
-    parameters: Sequence[Parameter], folder: Path, states: bool, tensor: int
+    parameters: Sequence[Parameter],
+    folder: Path,
+    states: bool,
+    tensor: int,
 ) -> list[Group]:
     """Check every file of a universal checkpoint without reading its tensors; return the saved
     parameter groups.

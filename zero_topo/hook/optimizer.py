@@ -267,7 +267,9 @@ class TopoStage3(Stock):
             self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
-        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+        self,
+        params_to_reduce: list[Any],
+        communication_data_type: torch.dtype,
     ) -> None:
         # DeepSpeed calls this on its reduction's stream, once for each full bucket.
         param_indices = [self.param_indices[p.ds_id] for p in params_to_reduce]
@@ -450,14 +452,20 @@ class TopoStage3(Stock):
     # -- masters edited by the user (safe_set_*) ---------------------------------------------------
 
     def set_full_hp_param(
-        self, value: Tensor, param: Any, optim_state_key: str | None = None
+        self,
+        value: Tensor,
+        param: Any,
+        optim_state_key: str | None = None,
     ) -> None:
         self._parts.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def set_local_hp_param(
-        self, value: Tensor, param: Any, optim_state_key: str | None = None
+        self,
+        value: Tensor,
+        param: Any,
+        optim_state_key: str | None = None,
     ) -> None:
         self._parts.finish()
         super().set_local_hp_param(value, param, optim_state_key)
@@ -506,7 +514,9 @@ class TopoStage3(Stock):
         return self._parts.own_param_index(param)
 
     def _get_fp32_grad_state_partition(
-        self, param: Any, release_swap_buffers: bool
+        self,
+        param: Any,
+        release_swap_buffers: bool,
     ) -> tuple[Tensor, int]:
         # DeepSpeed keeps its swap buffers if it is going to write.
         gradient = self._synced_param(param, write=not release_swap_buffers)
@@ -519,7 +529,9 @@ class TopoStage3(Stock):
         return found
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
+        self,
+        update_func: Callable[[Tensor, Any], Tensor],
+        param_list: list[Any],
     ) -> None:
         for param in (p for p in param_list if p.requires_grad):
             full = self._fp32_state_allgather(param, self._synced_param(param))

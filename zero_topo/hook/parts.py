@@ -230,7 +230,10 @@ class Parts:
 
     @contextmanager
     def narrowed(
-        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+        self,
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        share: bool,
     ) -> Iterator[list[Tensor]]:
         """Present masters and optimizer states of all engines in DeepSpeed's layout; see
         :class:`Masters`.
@@ -315,7 +318,10 @@ class Replicated:
     """
 
     def __init__(
-        self, topo: Stage3, param_indices: Sequence[int], group: dist.ProcessGroup
+        self,
+        topo: Stage3,
+        param_indices: Sequence[int],
+        group: dist.ProcessGroup,
     ) -> None:
         self._topo = topo
         self._group = group
@@ -404,6 +410,7 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
 
 
 def _bound(
-    moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]
+    moments: Callable[[Sequence[int]], Any],
+    sub_groups: tuple[int, ...],
 ) -> Callable[[], Any]:
     return lambda: moments(sub_groups) if sub_groups else []

@@ -92,7 +92,9 @@ def stats(engine: Any) -> Stats:
 
 
 def _predicted(
-    engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[ResolvedConfig, Workload]]
+    engine: Any,
+    optimizer: TopoStage3,
+    parts: Sequence[tuple[ResolvedConfig, Workload]],
 ) -> dict[str, int]:
     """Return the planner's memory of a rank at the peak of a step, with the shards of experts
     added.

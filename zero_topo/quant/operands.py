@@ -332,7 +332,11 @@ class Codes:
 
     @classmethod
     def build(
-        cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device
+        cls,
+        columns: Sequence[tuple[int, int]],
+        rows: int,
+        block: int,
+        device: torch.device,
     ) -> Codes:
         """Allocate codes that are all zero.
 

@@ -182,7 +182,12 @@ def _reduced(
 
 
 def _check(
-    table: Tensor, spec: Format, numel: int, nbytes: int, members: int, without_source: int = -1
+    table: Tensor,
+    spec: Format,
+    numel: int,
+    nbytes: int,
+    members: int,
+    without_source: int = -1,
 ) -> None:
     """Refuse a table that does not hold ``numel`` values of a format for each of the members."""
     sources, outer, inner, size = table.shape
@@ -400,7 +405,11 @@ def row_largest(x: Tensor, k: int) -> Tensor:
 
 
 def ternary_encode(
-    x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: torch.dtype
+    x: Tensor,
+    rows: int,
+    indices: Tensor,
+    low_bits: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Encode elements of blocks as signs with one scale a block, the mean of their magnitudes.
 
@@ -434,7 +443,12 @@ def ternary_encode(
 
 
 def ternary_decode(
-    packets: Tensor, begins: Tensor, block: int, k: int, low_bits: int, dtype: torch.dtype
+    packets: Tensor,
+    begins: Tensor,
+    block: int,
+    k: int,
+    low_bits: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Decode packets of :func:`ternary_encode`; an element that was not sent has the value 0, so
     values may be added.

@@ -96,7 +96,12 @@ def dequantize_reduce(
 
 
 def requantize(
-    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    messages: Messages,
+    source: Format,
+    spec: Format,
+    out: Messages,
+    numel: int,
+    factor: float = 1.0,
 ) -> None:
     """Sum each member's dequantized messages, and quantize the sum into one message."""
     for member in out.kept():
@@ -550,7 +555,11 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
 
 
 def ternary_decode(
-    packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor
+    packets: Tensor,
+    begins: Tensor,
+    form: Sequence[int],
+    indices: Tensor,
+    values: Tensor,
 ) -> None:
     """Write the positions and values of packets; the arguments are those of
     ``ops.ternary_decode``.

@@ -77,7 +77,12 @@ def dequantize_reduce(
 
 
 def requantize(
-    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    messages: Messages,
+    source: Format,
+    spec: Format,
+    out: Messages,
+    numel: int,
+    factor: float = 1.0,
 ) -> None:
     """Quantize the sum of each member's messages into one message."""
     work, programs = _worked(replace(messages, without_member=out.without_member), numel, factor)
@@ -108,7 +113,9 @@ def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumul
 
 
 def _parts(
-    views: Sequence[View], spec: Cast, messages: Messages
+    views: Sequence[View],
+    spec: Cast,
+    messages: Messages,
 ) -> Iterator[tuple[View, Messages]]:
     """Return each view with its part of messages that hold floats."""
     parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)

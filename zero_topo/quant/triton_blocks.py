@@ -156,7 +156,11 @@ def _float(spec: Cast) -> tl.dtype:
 
 @triton.jit
 def quantize_tile(
-    message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr
+    message: Table,
+    place: Place,
+    work: Work,
+    SPEC: tl.constexpr,
+    FOLD: tl.constexpr,
 ) -> None:
     """Quantize a tile of a view into its blocks of the message."""
     tile, member = _mine(work)
@@ -305,7 +309,12 @@ def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.cons
 
 @triton.jit
 def _encode_blocks(
-    x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr
+    x: tl.tensor,
+    message: tl.tensor,
+    planes: Table,
+    work: Work,
+    numel: int,
+    SPEC: tl.constexpr,
 ) -> None:
     """Quantize blocks and write them, with the message's padding."""
     tile, _ = _mine(work)
@@ -384,7 +393,11 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _decode(
-    message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr
+    message: tl.tensor,
+    planes: Table,
+    tile: int,
+    numel: int,
+    SPEC: tl.constexpr,
 ) -> tl.tensor:
     """Decode a tile's values from one message."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
@@ -412,7 +425,10 @@ def _decode(
 
 @triton.jit
 def _unpack(
-    words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr
+    words: tl.tensor,
+    AT: tl.constexpr,
+    STEP: tl.constexpr,
+    SPEC: tl.constexpr,
 ) -> tl.tensor:
     """Return the integers at bits AT, AT + STEP, ... of each word, as floats, in new last
     dimensions of 2.

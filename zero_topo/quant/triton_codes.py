@@ -208,7 +208,10 @@ def _values_of(VALUES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _codes_of(
-    data: tl.tensor, codes: tl.tensor, SIZE: tl.constexpr, VALUES: tl.constexpr
+    data: tl.tensor,
+    codes: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Return pointers to codes ``[blocks, tiles, VALUES]``, from byte offsets ``[blocks]`` on."""
     tile = tl.arange(0, SIZE // VALUES)[None, :, None]
@@ -218,7 +221,10 @@ def _codes_of(
 
 @triton.jit
 def _counts(
-    counts: tl.tensor, block: tl.tensor, SIZE: tl.constexpr, VALUES: tl.constexpr
+    counts: tl.tensor,
+    block: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Load the counts of blocks' tiles, int32 ``[blocks, tiles]``."""
     tile = tl.arange(0, SIZE // VALUES)[None, :]
@@ -227,7 +233,10 @@ def _counts(
 
 @triton.jit
 def _masks(
-    changes: _Changes, block: tl.tensor, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    block: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Return pointers to the first byte of each tile's masks, ``[blocks, tiles]``."""
     tile = tl.arange(0, SIZE // VALUES)[None, :]
@@ -259,7 +268,11 @@ def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _values(
-    own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr
+    own: _Own,
+    row: tl.tensor,
+    first: tl.tensor,
+    left: tl.tensor,
+    SIZE: tl.constexpr,
 ) -> tl.tensor:
     """Load the masters ``[blocks, block]``, zero where there are none."""
     inside = tl.arange(0, SIZE)[None, :]
@@ -380,7 +393,11 @@ def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _emit(
-    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Emit some blocks, unless the message is too small for all."""
     n = weights.blocks >> 2
@@ -402,7 +419,11 @@ def _emit(
 
 @triton.jit
 def _emit_whole(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    at: tl.tuple,
+    SIZE: tl.constexpr,
 ) -> None:
     """Emit the blocks that are sent whole."""
     block, exists, rank, whole_at = at
@@ -463,7 +484,11 @@ def _emit_tiles(
 
 @triton.jit
 def _emit_new(
-    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Store and send the new codes of some blocks' tiles with large changes, unless the message is
     too small for all.
@@ -495,7 +520,11 @@ def _emit_new(
 
 @triton.jit
 def _apply(
-    messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr, VALUES: tl.constexpr
+    messages: Table,
+    weights: _Weights,
+    sizes: _Sizes,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Update some blocks of a member; blocks that its message does not hold stay unchanged."""
     TILES: tl.constexpr = SIZE // VALUES
@@ -542,7 +571,11 @@ def _apply(
 
 @triton.jit
 def _apply_tiles(
-    message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
+    message: tl.tensor,
+    data: tl.tensor,
+    at: tl.tuple,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Apply encoded tiles with given counts to their codes."""
     begin, codes, count = at

@@ -150,7 +150,11 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(
-    context: SyncContext, shard: Tensor, ranges: Sequence[Range], hierarchy: Hierarchy, wire: Format
+    context: SyncContext,
+    shard: Tensor,
+    ranges: Sequence[Range],
+    hierarchy: Hierarchy,
+    wire: Format,
 ) -> Handle[None] | None:
     """Begin to gather synced rows from the ranks that own them, over the groups from the wanted
     degree to the world.

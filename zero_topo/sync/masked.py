@@ -21,7 +21,11 @@ class Masked(Sparse):
     """
 
     def reduce_masked(
-        self, total: Tensor, run: Run, mask: Callable[[], Tensor], kept: int
+        self,
+        total: Tensor,
+        run: Run,
+        mask: Callable[[], Tensor],
+        kept: int,
     ) -> Started:
         """Begin to sum the masked elements over the peers; collective.
 

@@ -170,7 +170,10 @@ class OkTopk(Sparse):
         return own
 
     def _selected(
-        self, total: Tensor, state: OkTopkState, exact: bool
+        self,
+        total: Tensor,
+        state: OkTopkState,
+        exact: bool,
     ) -> tuple[Selected, float, bool]:
         """Select elements, rounded to the wire dtype, so that the residual loses exactly what the
         owners add up.
@@ -220,7 +223,11 @@ class OkTopk(Sparse):
         return counted(size + 1, self.context.shard) * self.numel // size
 
     def _summed(
-        self, selected: Selected, bounds: Tensor, world: Tensor, own: Tensor | None
+        self,
+        selected: Selected,
+        bounds: Tensor,
+        world: Tensor,
+        own: Tensor | None,
     ) -> tuple[int, Tensor, float]:
         """Sum the selected elements of this rank's region; one host synchronization.
 

@@ -123,7 +123,11 @@ class Records:
         return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
     def all_to_all(
-        self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        peers: Group,
+        selected: Selected,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Selected:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
         order of the peers.

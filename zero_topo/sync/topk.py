@@ -268,7 +268,11 @@ class GTopk(Sparse):
         return rounded
 
     def _pass(
-        self, records: Records, selection: Selected, target: int | None, source: int | None
+        self,
+        records: Records,
+        selection: Selected,
+        target: int | None,
+        source: int | None,
     ) -> Selected | None:
         """Send the elements to one group rank, and receive as many from another."""
         size = self.peers.size
