@@ -322,6 +322,7 @@ class Secondary:
             numel = height * self._layout.widths[param_index]
             plain = numel * self._like.itemsize
             sizes.append(wires[param_index].nbytes(numel) if packs else plain)
+        # Page-locked on the host, so that copies to and from it do not stop the host.
         if on_device:
             stored = self._like.new_zeros(sum(sizes), dtype=torch.uint8)
             self.tensors = (stored,)

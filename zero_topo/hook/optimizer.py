@@ -426,6 +426,7 @@ class TopoStage3(Stock):
         """
         master = self.fp32_partitioned_groups_flat[sub_group]
         state = self.optimizer.state[master]
+        # A load gives it the dtype that the file has.
         momentum = state.get("momentum_buffer")
         if momentum is None:
             momentum = torch.zeros_like(master, requires_grad=False)

@@ -133,6 +133,7 @@ class Parts:
 
     def _of(self, param: Any) -> tuple[Stage3, int]:
         """Return the engine of a parameter that follows a plan, and its index there."""
+        # Experts are in another engine than dense parameters.
         for part in self.parts:
             if param.ds_id in part.gathers.param_indices:
                 return part.topo, part.gathers.param_indices[param.ds_id]

@@ -113,10 +113,10 @@ class View:
         last_row = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride
         return max(0, last_row + self.width - self.flat.numel())
 
-    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a copy of the values, ``[members, numel]``."""
+    def read(self) -> Tensor:
+        """Return a copy of the values, FP32 ``[members, numel]``."""
         shape = self.members, self.rows, self.columns
-        out = torch.zeros(shape, dtype=dtype, device=self.flat.device)
+        out = torch.zeros(shape, dtype=torch.float32, device=self.flat.device)
         missing = self._missing()
         # The reference reads beyond the end from a padded copy; kernels compare indices.
         flat = pad(self.flat, (0, missing)) if missing else self.flat
@@ -215,9 +215,9 @@ def at_blocks(views: Sequence[View], block: int) -> list[View]:
     return parts
 
 
-def read_all(views: Sequence[View], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a copy of the concatenated values, ``[members, numel]``."""
-    return torch.cat([view.read(dtype) for view in views], dim=1)
+def read_all(views: Sequence[View]) -> Tensor:
+    """Return a copy of the concatenated values, FP32 ``[members, numel]``."""
+    return torch.cat([view.read() for view in views], dim=1)
 
 
 def write_all(values: Tensor, views: Sequence[View]) -> None:

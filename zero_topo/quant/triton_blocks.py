@@ -124,6 +124,7 @@ def table_of(table: Tensor, unit: int, kind: object, scales: int = 0, end: int =
     Raises:
         ValueError: if they do not begin at multiples of ``unit`` bytes.
     """
+    # The stride of a dimension of one is arbitrary, and nothing is ever that far apart.
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
     if any(number % unit for number in (table.data_ptr(), *steps)):
         raise ValueError(

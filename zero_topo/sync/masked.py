@@ -107,6 +107,7 @@ def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
 
 def packed(rows: Tensor) -> Tensor:
     """Pack bool ``[rows, m]`` to uint8 ``[rows, ceil(m / 8)]``, each row separately."""
+    # Whole bytes a row, since each row goes to another owner.
     missing = -rows.shape[1] % 8
     rows = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
     return ops.pack(rows.reshape(-1)).view(len(rows), -1)

@@ -102,6 +102,8 @@ class Quantized(Crossing):
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
+        # In memory of the group that sends it; the own row is added uncompressed, so nothing is
+        # written for it.
         messages = quantize(views, self.wire, without=own, allocate=self.peers.allocate)
         across = self.peers.all_to_all_later(messages)
         if self._feedback:
