@@ -96,18 +96,25 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins
     them.
     """
-    stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
+    stored = {}
+    for index, message in enumerate(messages):
+        sent = copies[message[0]].sent
+        if len(message) == 1 and sent is not None:
+            stored[index] = sent
     # Several messages that all must be encoded: each directly at its place in the buffer.
-    if len(stored) > 1 and all(part is None for part in stored):
+    if len(messages) > 1 and not stored:
         first = copies[messages[0][0]]
         group = first.hierarchy.groups[-1]
         buffer = group.allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
-    pairs = zip(messages, stored, strict=True)
-    parts = [_encode(copies, message) if part is None else part for message, part in pairs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    for index, message in enumerate(messages):
+        if index not in stored:
+            stored[index] = _encode(copies, message)
+    if len(messages) == 1:
+        return stored[0]
+    return torch.cat([stored[index] for index in range(len(messages))])
 
 
 def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
