@@ -437,12 +437,9 @@ def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
         codes_at, scales_at = (
-            places.cpu().numpy()[:, None] for places in reference._offsets(codes, part, member)
+            places.cpu().numpy() for places in reference._places(codes, part, member)
         )
-        where = (
-            (codes_at + np.arange(codes.block)).reshape(-1),
-            (scales_at + np.arange(4)).reshape(-1),
-        )
+        where = (codes_at.reshape(-1), (4 * scales_at[:, None] + np.arange(4)).reshape(-1))
     return codes.stored.untyped_storage(), np.concatenate(where)
 
 
@@ -552,7 +549,7 @@ class _Symbolic(Group):
         transport.wait_stream(self.device.current_stream())
         with transport, self.device.call("exchange", [_all_of(sent)], [_all_of(received)]):
             move()
-        return Handle(transport.record_event().wait, (sent, received), lambda: received)
+        return Handle(lambda: received, transport.record_event().wait, (sent, received))
 
 
 def _as_on_a_gpu(device: Device) -> list[Any]:
@@ -576,7 +573,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.queue.torch", _Torch(device)),
         patch("zero_topo.engine.weights.torch", _Torch(device)),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
-        patch("zero_topo.collectives.transport.transport", lambda registered: groups),
+        patch("zero_topo.collectives.backends.transport", lambda registered: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
     ]
     with ExitStack() as stack:

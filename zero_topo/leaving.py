@@ -43,7 +43,9 @@ def leave(status: int = 0) -> NoReturn:
 
 
 def unlink_shared_memory(
-    rank: int, env: Mapping[str, str] = os.environ, folder: Path = Path("/dev/shm")
+    rank: int,
+    env: Mapping[str, str] = os.environ,
+    folder: Path = Path("/dev/shm"),
 ) -> None:
     """Unlink this rank's shared-memory buffer of DeepSpeed's CPU collectives (its
     csrc/cpu/comm/shm.cpp), 66 MB.

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_topo.collectives import transport
+from zero_topo.collectives import backends
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.mpi import Mpi
 from zero_topo.collectives.transport import Group
@@ -92,7 +92,7 @@ class Mesh:
         self.rank = self.ranks.index(dist.get_rank())
         self._prefix = groups.prefix if groups else ""
         self._created: list[dist.ProcessGroup] = []
-        self._transport = transport.transport(registered)
+        self._transport = backends.transport(registered)
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
         used = dict.fromkeys(

@@ -194,7 +194,8 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
             message[at : at + plane.numel()] = plane.to(torch.uint8)
         check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
     case = Case(single(2, block), "none", device)
-    masters, (stored, scales) = case.masters(0), reference._stored(case.codes, case.part, 0)
+    places = reference._places(case.codes, case.part, 0)
+    masters, (stored, scales) = case.masters(0), reference._stored(case.codes, places)
     rows = stored * scales[:, None]
     rows[0, : spec.most] += 1.2 * scales[0]
     rows[1, : spec.most + 1] += 1.2 * scales[1]

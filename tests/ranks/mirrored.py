@@ -19,7 +19,7 @@ from tests.harness import fake_world
 from tests.ranks.test_sparse_modes import mode_of
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World
-from zero_topo.collectives import transport
+from zero_topo.collectives import backends
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
 from zero_topo.sync import selection
@@ -30,11 +30,11 @@ class Mirrored(Group):
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.expand(self.size, -1).contiguous()
-        return Handle(None, (), lambda: received)
+        return Handle(lambda: received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         received = table[self.index].expand_as(table).contiguous()
-        return Handle(None, (), lambda: received)
+        return Handle(lambda: received)
 
     def _all_to_all_uneven(
         self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
@@ -47,12 +47,12 @@ class Mirrored(Group):
             own.repeat(self.size, 1) if len(own) else rows.new_zeros(sum(expected), rows.shape[1])
         )
         assert len(received) == sum(expected)
-        return Handle(None, (), lambda: received)
+        return Handle(lambda: received)
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         received = rows.repeat(self.size, 1)
         assert len(received) == sum(sizes)
-        return Handle(None, (), lambda: received)
+        return Handle(lambda: received)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def mirrored(size: int) -> Iterator[None]:
     """
     with (
         fake_world(size),
-        patch.object(transport, "transport", lambda registered: Mirrored),
+        patch.object(backends, "transport", lambda registered: Mirrored),
         patch.object(selection, "_on_cpu", lambda x: False),
     ):
         yield
@@ -80,7 +80,7 @@ def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
         def within(*args: Any) -> Any:
             with entered[-1]():
                 result = call(*args)
-            return Handle(None, (), entering(result.wait)) if isinstance(result, Handle) else result
+            return Handle(entering(result.wait)) if isinstance(result, Handle) else result
 
         return within
 

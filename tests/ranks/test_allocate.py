@@ -19,9 +19,10 @@ from torch import Tensor
 from benchmarks.bare import BareStep, fake_world
 from tests.plans import resolve
 from tests.ranks.worlds import shuffled
+from zero_topo.collectives.backends import Registered, transport
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import Group, Registered, transport
+from zero_topo.collectives.transport import Group
 from zero_topo.topology.presets import emulated
 
 CODED: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}}

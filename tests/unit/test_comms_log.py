@@ -72,7 +72,7 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     exchanges: list[tuple[str, bool, int]] = []
     meter, table = Meter(), torch.zeros(2, 3)
     meter.listener = lambda _, op, nbytes, even: exchanges.append((op, even, nbytes))
-    sent = Handle(None, (), lambda: as_bytes(table).view(2, -1))
+    sent = Handle(lambda: as_bytes(table).view(2, -1))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
             patch.setattr(Group, name, lambda *_: sent)
@@ -95,11 +95,11 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     meter.listener = partial(comms_timing, logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
         assert (
-            group("gather_forward", meter)._begin(*GATHER, lambda: Handle(wait, (), came)).wait()
+            group("gather_forward", meter)._begin(*GATHER, lambda: Handle(came, wait)).wait()
             is came()
         )
     logger.verbose = True
-    group("scatter", meter)._begin(*SCATTER, lambda: Handle(None, (), MagicMock()))
+    group("scatter", meter)._begin(*SCATTER, lambda: Handle(MagicMock()))
     reported = logger.get_operation_summary(
         "all_gather_into_tensor | zero_topo gather_forward | node"
     )
@@ -136,6 +136,6 @@ def test_deepspeeds_switches_decide(
 def test_what_nobody_listens_to_is_not_waited_for() -> None:
     """Timing an exchange ends its overlap."""
     meter, work = Meter(), MagicMock()
-    group("gather_forward", meter)._begin(*GATHER, lambda: Handle(work, (), MagicMock()))
+    group("gather_forward", meter)._begin(*GATHER, lambda: Handle(MagicMock(), work))
     meter.end_step()
     assert meter.last_step == {("gather_forward", "node"): 300} and not work.wait.called

@@ -15,9 +15,9 @@ from tests.house import Function, sources
 REGISTERING = ("command", "callback", "register", "jit", "autotune", "heuristics")
 """Decorators that call, or hand to a framework that calls, what they decorate."""
 
-NAME = re.compile(r"([\w.]+:)?[A-Za-z_]\w*")
-"""A string that may name something to call: ``name`` (``getattr``, lazy imports) or ``module:name``
-(programs).
+NAME = re.compile(r"([\w.]+:)?[A-Za-z_]\w*(\(self[\w, ]*\))?")
+"""A string that may name something to call: ``name`` (``getattr``, lazy imports), ``module:name``
+(programs), or a method with its parameters (what the hook requires of DeepSpeed).
 """
 
 CALLED_FROM_OUTSIDE: Mapping[str, str] = {
@@ -84,7 +84,7 @@ def used_names(node: ast.AST) -> Iterator[str]:
         and isinstance(node.value, str)
         and NAME.fullmatch(node.value)
     ):
-        yield node.value.rpartition(":")[2]
+        yield node.value.partition("(")[0].rpartition(":")[2]
     elif isinstance(node, ast.alias) and node.asname:
         yield node.name.rpartition(".")[2]
     for child in ast.iter_child_nodes(node):

@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 import torch
 
+from zero_topo.collectives.backends import KEPT, Gloo
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.transport import KEPT, Gloo
 
 
 class Done:
@@ -31,7 +31,7 @@ def alive_after(group: Gloo, nbytes: int) -> int:
         made.add(work)
         return work
 
-    with patch("zero_topo.collectives.transport.dist", MagicMock(isend=message, irecv=message)):
+    with patch("zero_topo.collectives.backends.dist", MagicMock(isend=message, irecv=message)):
         group._all_gather(torch.zeros(nbytes // (2 * (group.size - 1)), dtype=torch.uint8)).wait()
     return len(made)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops, reference
 from zero_topo.sync import selection
+from zero_topo.sync.masked import masked_of_rows
 from zero_topo.sync.selection import (
     TINY,
     Records,
@@ -34,7 +35,6 @@ from zero_topo.sync.selection import (
     largest_of_each,
     positions,
 )
-from zero_topo.sync.sparse import masked_of_rows
 from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

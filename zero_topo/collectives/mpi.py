@@ -37,16 +37,19 @@ class Mpi(Group):
         sent = message.cpu()
         received = torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
-        return Handle(request.Wait, (sent,), lambda: received.to(message.device))
+        return Handle(lambda: received.to(message.device), request.Wait, (sent,))
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         sent = table.cpu()
         received = torch.empty_like(table, device="cpu")
         request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
-        return Handle(request.Wait, (sent,), lambda: received.to(table.device))
+        return Handle(lambda: received.to(table.device), request.Wait, (sent,))
 
     def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
         received = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu")
@@ -54,7 +57,7 @@ class Mpi(Group):
         lengths, due = (width * host_counts(counts).numpy() for counts in (sizes, expected))
         # MPI counts bytes, of a row's width each.
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
-        return Handle(None, (), lambda: received.to(rows.device))
+        return Handle(lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
@@ -63,7 +66,7 @@ class Mpi(Group):
         self._comm.Allgatherv(
             rows.cpu().numpy(), [received.numpy(), width * host_counts(sizes).numpy()]
         )
-        return Handle(None, (), lambda: received.to(rows.device))
+        return Handle(lambda: received.to(rows.device))
 
 
 def _buffer(x: Tensor) -> Any:

@@ -40,11 +40,11 @@ class Handle(Generic[T]):
     """Owns the buffers of a collective until it is waited for, and then finishes it once.
 
     Args:
+        finish: computes the result from the received buffers; runs once. If it returns a handle,
+            that one's stages follow, and its result is the result; see Note [Stages].
         wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended;
             None if nothing moves.
         buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
-        finish: computes the result from the received buffers; runs once. If it returns a handle,
-            that one's stages follow, and its result is the result; see Note [Stages].
     """
 
     # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits
@@ -53,9 +53,9 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        wait: Callable[[], object] | None,
-        buffers: tuple[object, ...],
         finish: Callable[[], T | Handle[T]],
+        wait: Callable[[], object] | None = None,
+        buffers: tuple[object, ...] = (),
     ) -> None:
         self._wait = wait
         self._buffers = buffers
@@ -126,7 +126,11 @@ class OrderedQueue:
     """
 
     def __init__(
-        self, device: torch.device, overlap: bool, staged: bool = False, priority: int = 0
+        self,
+        device: torch.device,
+        overlap: bool,
+        staged: bool = False,
+        priority: int = 0,
     ) -> None:
         self.overlaps = overlap
         self._staged = staged
@@ -155,7 +159,7 @@ class OrderedQueue:
             self._advance()
         elif not self.overlaps or self._on_gpu:
             self._end(0)
-        return Handle(None, (), partial(self._wait, begun))
+        return Handle(partial(self._wait, begun))
 
     def flush(self) -> None:
         """Finish all begun runs on a GPU, without host synchronization; do nothing on a CPU."""

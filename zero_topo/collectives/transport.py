@@ -6,23 +6,20 @@ Members are counted in tree order. All calls are collective: every member makes 
 same order. A buffer being sent must not change until its handle has been waited for. The mesh
 chooses the class of each group once.
 
-Note [Point to point on gloo]
-    gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's
-    rate, an all-gather a little more, and its reduce-scatter sends every byte twice. With gloo,
-    :class:`Gloo` therefore sends whole messages by ``isend`` and ``irecv``, all at once. Other
-    backends use their own collectives.
+Note [Own reduce-scatter]
+    Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums,
+    ring order), it cannot carry block-quantized values, and gloo's sends every byte twice. One
+    all-to-all sends ``(d - 1) / d`` of the input, as a ring does, and the same code serves INT4,
+    INT8, 16-bit and FP32. Where a library's ring is faster than its all-to-all, ``summing`` takes
+    it for the last group, at that price.
+
+    Each part of a message begins a block, so that it does not share a scale with another, which may
+    be a thousand times larger (a matrix next to a norm).
 
 Note [Group order]
     Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the
     tree's order, one copy on the device reorders the buffers that a collective sends and receives,
     by an index that stays on the device. Point-to-point messages need no copy.
-
-Note [Works that are kept]
-    A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with
-    fewer than two cores each, this may take a time slice of the scheduler. Among four ranks on two
-    cores, sending a byte took 2.9 ms; it takes 1.3 ms if finished works are kept until a later
-    exchange of the same group is waited for. A work keeps its message alive, so works of long
-    messages are released at once.
 """
 
 from __future__ import annotations
@@ -40,11 +37,9 @@ from torch import Tensor
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
-from zero_topo.quant.operands import View, at_blocks, total_numel
+from zero_topo.quant.operands import View, at_blocks, counted, total_numel
 from zero_topo.quant.ops import dequantize, dequantize_reduce, quantize, requantize
 from zero_topo.quant.spec import Cast, Format
-
-KEPT = 1 << 22  # bytes
 
 
 class Group:
@@ -63,7 +58,8 @@ class Group:
         group: the process group; None for a group of one.
         sums: whether :meth:`sum_later` may be called: the backend's own reduce-scatter sends no
             more than needed.
-        done: finished works that are kept alive, see Note [Works that are kept].
+        done: finished works that are kept alive, see Note [Works that are kept] in
+            ``backends.py``.
         meter: counts the exchanges.
         phase: the phase under which they count, one of ``plan.PHASES``; only a group of
             :meth:`metered` has one.
@@ -96,8 +92,7 @@ class Group:
         self.meter = meter
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
-        # Shared by all copies of the group, since they share its process group: see Note [Works
-        # that are kept].
+        # Shared by all copies of the group, since they share its process group.
         self.done: list[dist.Work] = []
 
     def metered(self, phase: str) -> Self:
@@ -111,16 +106,13 @@ class Group:
         ``[size, *x.shape]``.
         """
         if self.size == 1:
-            return Handle(None, (), lambda: x[None])
+            return Handle(lambda: x[None])
         shape = self.size, *x.shape
-        received = self._begin(
-            "all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x)
-        )
-        return (
-            received
-            if x.dtype == torch.uint8 and x.dim() == 1
-            else received.then(lambda b: b.view(x.dtype).view(shape))
-        )
+        nbytes = (self.size - 1) * x.nbytes
+        received = self._begin("all_gather", nbytes, True, self._all_gather, as_bytes(x))
+        if x.dtype == torch.uint8 and x.dim() == 1:
+            return received
+        return received.then(lambda b: b.view(x.dtype).view(shape))
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather ``x`` and wait; see :meth:`gather_later`."""
@@ -134,7 +126,7 @@ class Group:
             table: ``[size, ...]`` of any dtype, contiguous, of one shape on all members.
         """
         if self.size == 1:
-            return Handle(None, (), lambda: table)
+            return Handle(lambda: table)
         if table.dtype != torch.uint8:
             dtype = table.dtype
             shape = table.shape
@@ -169,7 +161,10 @@ class Group:
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
 
     def all_to_all_known(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Tensor:
         """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in
         member order.
@@ -204,9 +199,8 @@ class Group:
         """Begin and count an exchange; if the meter's listener times it, also finish it."""
         # Counted when it begins, whether or not it is waited for.
         self.meter.record(self.phase, self.domain, nbytes)
-        timing = (
-            None if self.meter.listener is None else self.meter.listener(self, op, nbytes, even)
-        )
+        listener = self.meter.listener
+        timing = listener and listener(self, op, nbytes, even)
         if timing is None:
             return begin(*arguments)
         with timing:
@@ -220,9 +214,8 @@ class Group:
         """All-gather ``message`` (1-D, contiguous, of one length on all members) into
         ``[size, numel]``.
         """
-        received = self.allocate(
-            self.size, message.numel(), dtype=message.dtype, device=message.device
-        )
+        shape = self.size, message.numel()
+        received = self.allocate(shape, dtype=message.dtype, device=message.device)
         work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
@@ -243,22 +236,21 @@ class Group:
         # Of uint8 nothing can be summed: the caller has viewed the table as values.
         received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
-        name = (
-            "reduce_scatter_single"
-            if hasattr(dist, "reduce_scatter_single")
-            else "reduce_scatter_tensor"
-        )
-        work = getattr(dist, name)(received, send, group=self.group, async_op=True)
-        return Handle(work.wait, (send,), lambda: received.view(torch.uint8))
+        old: Any = getattr(dist, "reduce_scatter_tensor", None)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", old)
+        work = reduce_scatter(received, send, group=self.group, async_op=True)
+        return Handle(lambda: received.view(torch.uint8), work.wait, (send,))
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
-        in_order = self.in_order
-        return Handle(
-            work.wait,
-            (sent,),
-            lambda: received if in_order else self._in_order(received, self.group_ranks),
-        )
+        if self.in_order:
+            return Handle(lambda: received, work.wait, (sent,))
+        return Handle(lambda: self._in_order(received, self.group_ranks), work.wait, (sent,))
+
+    def _room(self, counts: Sequence[int], rows: Tensor) -> Tensor:
+        """Allocate ``[sum(counts), width]`` for rows like the given ones."""
+        width = rows.shape[1]
+        return self.allocate(sum(counts), width, dtype=rows.dtype, device=rows.device)
 
     def _in_order(self, table: Tensor, order: tuple[int, ...]) -> Tensor:
         """Return a copy with the entries in another order, which may be sent."""
@@ -266,17 +258,20 @@ class Group:
         return torch.index_select(table, 0, _index(order, table.device), out=ordered)
 
     def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Handle[Tensor]:
         """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``:
         ``[sum(expected), width]``.
         """
-        received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
+        received = self._room(expected, rows)
         if self.in_order:
             work = dist.all_to_all_single(
                 received, rows, list(expected), list(sizes), group=self.group, async_op=True
             )
-            return Handle(work.wait, (rows,), lambda: received)
+            return Handle(lambda: received, work.wait, (rows,))
         cpu = torch.device("cpu")
         members = _index(self.members, cpu)
         lengths = host_counts(sizes)
@@ -286,139 +281,19 @@ class Group:
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
         return Handle(
-            work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu))
+            lambda: _regrouped(received, due, _index(self.group_ranks, cpu)), work.wait, (send,)
         )
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
-        received = self.allocate(sum(sizes), rows.shape[1], dtype=rows.dtype, device=rows.device)
+        received = self._room(sizes, rows)
         places = received.split(list(sizes))
         if not self.in_order:
             places = itemgetter(*self.members)(places)
         # A list of tensors: every rank is sent the same memory, and each message is received where
         # it belongs.
         work = dist.all_to_all(list(places), [rows] * self.size, group=self.group, async_op=True)
-        return Handle(work.wait, (rows, places), lambda: received)
-
-
-class Gloo(Group):
-    """Exchanges messages point to point; see Note [Point to point on gloo]."""
-
-    sums = False
-
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        return self._all_gather_uneven(message[None], [1] * self.size)
-
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        ones = [1] * self.size
-        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
-        return received.then(lambda rows: rows.view(table.shape))
-
-    def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
-    ) -> Handle[Tensor]:
-        received = self.allocate(sum(expected), rows.shape[1], dtype=rows.dtype, device=rows.device)
-        return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        received = self.allocate(sum(sizes), rows.shape[1], dtype=rows.dtype, device=rows.device)
-        return self._swap([rows] * self.size, received.split(list(sizes)), received)
-
-    def _swap(
-        self, parts: Sequence[Tensor], places: Sequence[Tensor], received: Tensor
-    ) -> Handle[Tensor]:
-        """Send a part to each other member and receive one from each, nearest neighbours in the
-        ring first.
-
-        Empty messages are not sent.
-        """
-        members = self.members
-        size = self.size
-        own = self.group_ranks[self.index]
-        # The own part is not sent.
-        places[self.index].copy_(parts[self.index])
-        works: list[Any] = []
-        nbytes = 0
-        for distance in range(1, size):
-            # A receive is posted before each send, so that a message finds its place.
-            source = (own - distance) % size
-            target = (own + distance) % size
-            if (place := places[members[source]]).numel():
-                nbytes += place.nbytes
-                works.append(dist.irecv(place, group=self.group, group_src=source))
-            if (part := parts[members[target]]).numel():
-                nbytes += part.nbytes
-                works.append(dist.isend(part, group=self.group, group_dst=target))
-        done = self.done if nbytes <= KEPT else []
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-            # The previous works are destroyed only now; see Note [Works that are kept].
-            done[:] = works
-            works.clear()
-
-        return Handle(wait, (parts, received), lambda: received)
-
-
-class Registered(Group):
-    """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers
-    of its own.
-
-    Not run on a GPU. Source: "User buffer registration" of PyTorch's notes on CUDA.
-    """
-
-    def __init__(self, pools: list[Any], *place: Any) -> None:
-        super().__init__(*place)
-        # One pool for all groups: what one receives, another may send. There is none before the
-        # first exchange.
-        self._pools = pools
-        # Shared by all copies of this group, like the process group.
-        self._registered: list[Any] = []
-
-    def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._pools:
-            return torch.empty(*size, dtype=dtype, device=device)
-        # Whatever is allocated here, NCCL registers with its communicator.
-        with torch.cuda.use_mem_pool(self._pools[0]):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-    def _begin(
-        self, op: Any, nbytes: int, even: bool, begin: Any, *arguments: Any
-    ) -> Handle[Tensor]:
-        begun = super()._begin(op, nbytes, even, begin, *arguments)
-        if not self._registered and self.group is not None:
-            # Memory is registered with a communicator, which this group's first exchange has just
-            # made.
-            backend: Any = self.group._get_backend(arguments[0].device)
-            if not self._pools:
-                self._pools.append(torch.cuda.MemPool(backend.mem_allocator))
-            backend.register_mem_pool(self._pools[0])  # what it has and whatever it allocates later
-            self._registered.append(backend)
-        return begun
-
-
-def transport(registered: bool = False) -> Callable[..., Group]:
-    """Return what makes groups for the world's backend; without a name torch chooses one for each
-    device.
-
-    Args:
-        registered: whether NCCL is to register the memory of messages.
-
-    Raises:
-        ValueError: on every rank, if they are to be registered and the backend is not NCCL.
-    """
-    backend: str = dist.get_backend()
-    if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
-        backend = "gloo"
-    if registered and "nccl" not in dist.get_backend_config():
-        raise ValueError(
-            "zero_topo.registered_buffers = true needs NCCL, and the backend of this job is "
-            f"{backend}; remove the key"
-        )
-    if registered:
-        return partial(Registered, [])
-    return Gloo if backend == "gloo" else Group
+        return Handle(lambda: received, work.wait, (rows, places))
 
 
 class Hierarchy:
@@ -531,11 +406,12 @@ def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
     if len(hierarchy.groups) == 1:
         return outer.then(lambda received: received[None])
     inner = hierarchy.groups[0]
-    return outer.then(
-        lambda received: inner.gather_later(received).then(
-            lambda messages: messages.transpose(0, 1)
-        )
-    )
+
+    def inside(received: Tensor) -> Handle[Tensor]:
+        gathered = inner.gather_later(received)
+        return gathered.then(lambda messages: messages.transpose(0, 1))
+
+    return outer.then(inside)
 
 
 def all_gather_views(
@@ -564,10 +440,10 @@ def all_gather_views(
         own_views = [view.member(hierarchy.index) for view in views]
         message = quantize(own_views, spec, allocate=hierarchy.groups[-1].allocate)
 
+    without = -1 if own else hierarchy.index
+
     def finish(received: Tensor) -> None:
-        dequantize(
-            received, spec, views, accumulate=accumulate, without=-1 if own else hierarchy.index
-        )
+        dequantize(received, spec, views, accumulate=accumulate, without=without)
 
     return all_gather(hierarchy, message).then(finish)
 
@@ -604,19 +480,13 @@ def reduce_scatter(
 ) -> Handle[None]:
     """Sum over the members of ``hierarchy``; each member keeps its own part.
 
-    1. encode the parts of each member into one message for it; each part begins a block, so that it
-       does not share a scale with another, which may be a thousand times larger (a matrix next to a
-       norm);
+    1. encode the parts of each member into one message for it; each part begins a block;
     2. per group, the innermost first: one all-to-all sends each message to the member that
        represents its destination, where the messages for one destination are summed in tree order
        (FP32) and, if a group follows, encoded again;
     3. the last sums go into ``out``.
 
-    Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums,
-    ring order), it cannot carry block-quantized values, and gloo's sends every byte twice. One
-    all-to-all sends ``(d - 1) / d`` of the input, as a ring does, and the same code serves INT4,
-    INT8, 16-bit and FP32. Where a library's ring is faster than its all-to-all, ``summing`` takes
-    it for the last group, at that price.
+    See Note [Own reduce-scatter].
 
     Args:
         hierarchy: the members.
@@ -636,7 +506,7 @@ def reduce_scatter(
         # One member: values only move to their place, and are added.
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
-        return Handle(None, (), lambda: None)
+        return Handle(lambda: None)
     out = at_blocks(out, spec.block_size)
     first = hierarchy.groups[0]
     outer = hierarchy.groups[-1]
@@ -664,9 +534,8 @@ def reduce_scatter(
 
 def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
-    return group.allocate(
-        group.size, destinations // group.size, nbytes, dtype=torch.uint8, device=device
-    )
+    shape = group.size, destinations // group.size, nbytes
+    return group.allocate(shape, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -695,7 +564,6 @@ def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     begins = (sizes.cumsum(0) - sizes)[order]
     shifts = begins - (lengths.cumsum(0) - lengths)
     counts = lengths.to(rows.device, non_blocking=True)
-    shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(
-        counts, output_size=rows.shape[0]
-    )
-    return rows[torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device) + shifts]
+    shifts = shifts.to(rows.device, non_blocking=True)
+    shifts = shifts.repeat_interleave(counts, output_size=len(rows))
+    return rows[counted(len(rows), rows) + shifts]

@@ -35,6 +35,7 @@ from torch import Tensor
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, exported
 from zero_topo.plan import Plan
+from zero_topo.quant.operands import counted
 from zero_topo.topology.captures import ask_tools
 from zero_topo.topology.model import Topology
 from zero_topo.topology.placements import Placement, check_placements, take_placement
@@ -118,7 +119,9 @@ def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) ->
 
 
 def check_agreement(
-    config: ResolvedConfig, device: torch.device, more: Mapping[str, Any] = MappingProxyType({})
+    config: ResolvedConfig,
+    device: torch.device,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology
     places them.
@@ -245,7 +248,8 @@ def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
 
 
 def _disagreement(
-    kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]
+    kinds: Sequence[Sequence[int]],
+    texts: Sequence[tuple[Mapping[str, Any], str]],
 ) -> str:
     """Describe in one line how ranks differ from the largest kind, which comes first in
     ``kinds``.
@@ -331,5 +335,5 @@ def checksum(tensor: Tensor) -> Tensor:
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
     # Odd factors: a change of one word always changes the sum, modulo 2**64.
-    places = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
+    places = 2 * counted(len(words), words) + 1
     return (words * places * 0x9E3779B1).sum()

@@ -15,7 +15,7 @@ from zero_topo.collectives.transport import all_gather
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.quant import ops
-from zero_topo.quant.operands import Change, Codes, Masters, Part
+from zero_topo.quant.operands import Change, Codes, Masters, Part, counted
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
 NO_CODE = 128  # the byte of -128, which no weight has: every weight that is stored so changes
@@ -97,10 +97,7 @@ class CodeStore:
     def _scales(self) -> Tensor:
         """Positions of the own world shard's scales in the stored bytes, viewed as FP32."""
         param_index = self.codes.param_indices[self.codes.param_index_of.long()]
-        here = (
-            torch.arange(len(param_index), dtype=torch.int64, device=param_index.device)
-            - param_index[:, 3]
-        )
+        here = counted(len(param_index), param_index) - param_index[:, 3]
         return param_index[:, 1] // 4 + self._own_row * param_index[:, 2] + here
 
     def _scales_of(self, param_indices: range) -> Tensor:
@@ -123,17 +120,15 @@ class CodeStore:
             scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros
                 these too.
         """
-        self.codes.stored[
-            self._bytes[param_indices.start] : self._bytes[param_indices.stop]
-        ].zero_()
+        stored = self.codes.stored
+        stored[self._bytes[param_indices.start] : self._bytes[param_indices.stop]].zero_()
         if scales is not None:
             for param_index in param_indices:
                 # Codes that no weight has: every block differs, and is sent whole.
                 blocks = self._ends[param_index + 1] - self._ends[param_index]
                 self.buffers[param_index][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
-            self.codes.stored.view(torch.float32)[self._scales_of(param_indices)] = (
-                scales.nan_to_num(0.0)
-            )
+            kept = scales.nan_to_num(0.0)
+            stored.view(torch.float32)[self._scales_of(param_indices)] = kept
 
     def recode(self, param_index: int, rows: Tensor, first: int) -> None:
         """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new
@@ -145,12 +140,14 @@ class CodeStore:
         masters = Masters(rows, first, 0)
         part = self._part([param_index], 1)
         change = ops.assess_changes(masters, self.codes, part)
-        ops.encode_changes(
-            masters, self.codes, part, change, ChangeSpec(self.codes.block).largest(part.blocks)
-        )
+        nbytes = ChangeSpec(self.codes.block).largest(part.blocks)
+        ops.encode_changes(masters, self.codes, part, change, nbytes)
 
     def begin(
-        self, hierarchy: Hierarchy, sizes: dict[int, int], updates: Sequence[Update]
+        self,
+        hierarchy: Hierarchy,
+        sizes: dict[int, int],
+        updates: Sequence[Update],
     ) -> Begun:
         """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows
         it owns.
@@ -171,18 +168,13 @@ class CodeStore:
             # synchronization.
             assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
         agreed = self._agreed_sizes(hierarchy, [change for *_, change in assessed])
-        for (param_indices, *_), (own, part, change), nbytes in zip(
-            runs, assessed, agreed, strict=True
-        ):
+        for (param_indices, *_), run, nbytes in zip(runs, assessed, agreed, strict=True):
             sizes[param_indices[0]] = nbytes
+            own, _, change = run
             # The queue's stream reads them after this function has returned.
             reads = [own.table, change.scales, change.counts, change.steps, change.ends]
-            yield (
-                param_indices,
-                self._queue.run(
-                    partial(self._publish, hierarchy, own, part, change, nbytes), reads
-                ),
-            )
+            publish = partial(self._publish, hierarchy, *run, nbytes)
+            yield param_indices, self._queue.run(publish, reads)
 
     def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[Change]) -> list[int]:
         """Return the bytes of the messages of each run: enough for the changes of every rank.
@@ -204,12 +196,17 @@ class CodeStore:
         return sizes
 
     def _publish(
-        self, hierarchy: Hierarchy, own: Masters, part: Part, change: Change, nbytes: int
+        self,
+        hierarchy: Hierarchy,
+        own: Masters,
+        part: Part,
+        change: Change,
+        nbytes: int,
     ) -> Handle[None]:
         allocate = hierarchy.groups[-1].allocate
-        changes = all_gather(
-            hierarchy, ops.encode_changes(own, self.codes, part, change, nbytes, allocate)
-        )
-        return changes.then(
-            lambda received: ops.apply_changes(received, self.codes, part, hierarchy.index)
-        )
+        message = ops.encode_changes(own, self.codes, part, change, nbytes, allocate)
+
+        def finish(received: Tensor) -> None:
+            ops.apply_changes(received, self.codes, part, hierarchy.index)
+
+        return all_gather(hierarchy, message).then(finish)

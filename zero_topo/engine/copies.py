@@ -48,7 +48,12 @@ class Copy:
     view: View
 
     def __init__(
-        self, hierarchy: Hierarchy, data: Tensor, wire: Format, packed: bool = False, block: int = 1
+        self,
+        hierarchy: Hierarchy,
+        data: Tensor,
+        wire: Format,
+        packed: bool = False,
+        block: int = 1,
     ) -> None:
         self.hierarchy = hierarchy
         self.data = data
@@ -91,19 +96,25 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins
     them.
     """
-    stored = [copies[message[0]].sent if len(message) == 1 else None for message in messages]
+    stored = {}
+    for index, message in enumerate(messages):
+        sent = copies[message[0]].sent
+        if len(message) == 1 and sent is not None:
+            stored[index] = sent
     # Several messages that all must be encoded: each directly at its place in the buffer.
-    if len(stored) > 1 and all(part is None for part in stored):
+    if len(messages) > 1 and not stored:
         first = copies[messages[0][0]]
-        buffer = first.hierarchy.groups[-1].allocate(
-            sum(sizes), dtype=torch.uint8, device=first.data.device
-        )
+        group = first.hierarchy.groups[-1]
+        buffer = group.allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
-    pairs = zip(messages, stored, strict=True)
-    parts = [_encode(copies, message) if part is None else part for message, part in pairs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    for index, message in enumerate(messages):
+        if index not in stored:
+            stored[index] = _encode(copies, message)
+    if len(messages) == 1:
+        return stored[0]
+    return torch.cat([stored[index] for index in range(len(messages))])
 
 
 def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -139,51 +150,67 @@ def gather(
         On ``wait``: one flat tensor ``[numel]`` per parameter.
     """
     hierarchy = copies[param_indices[0]].hierarchy
-    world_size = layout.plan.world_size
-    flats = dict[int, Tensor]()
-
-    def decode(message: Sequence[int], buffers: Tensor) -> None:
-        places = []
-        for param_index in message:
-            # Allocated on the stream that decodes, when it decodes: nothing waits in memory.
-            flats[param_index] = flat = like.new_empty(layout.padded_numels[param_index])
-            places.append(copies[param_index].received(flat, world_size))
-        dequantize(buffers, copies[message[0]].wire, places)
-
-    def local() -> list[Tensor]:
-        for param_index in param_indices:
-            if copies[param_index].packed:
-                decode([param_index], copies[param_index].data[None, None])
-            else:
-                flats[param_index] = copies[param_index].whole()
-        return [
-            layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices
-        ]
-
     # Every rank stores all rows: nothing is sent, and nothing is quantized
     if hierarchy.size == 1 and message is None:
-        return Handle(None, (), local)
+        return Handle(partial(_local, copies, param_indices, layout, like))
     messages, sizes = _messages(copies, param_indices)
 
     def finish(buffers: Tensor) -> list[Tensor]:
+        flats = dict[int, Tensor]()
         table = buffers[None]  # of one source: here once for all messages
         # A column of the table is one message of all members, one launch.
         parts = table.split(sizes, dim=-1) if len(sizes) > 1 else (table,)
         for message, part in zip(messages, parts, strict=True):
-            decode(message, part)
+            flats |= _decode(copies, message, part, layout, like)
         if capture is not None:
             capture(flats)
-        return [
-            layout.flat_of(flats.pop(param_index), param_index) for param_index in param_indices
-        ]
+        return [layout.flat_of(flats.pop(i), i) for i in param_indices]
 
     if message is None:
         message = pack(copies, messages, sizes)
     return all_gather(hierarchy.metered(phase), message).then(finish)
 
 
+def _decode(
+    copies: Sequence[Copy],
+    message: Sequence[int],
+    buffers: Tensor,
+    layout: Layout,
+    like: Tensor,
+) -> dict[int, Tensor]:
+    """Decode one message of all members into whole parameters, flat with padding."""
+    flats = {}
+    places = []
+    for param_index in message:
+        # Allocated on the stream that decodes, when it decodes: nothing waits in memory.
+        flats[param_index] = flat = like.new_empty(layout.padded_numels[param_index])
+        places.append(copies[param_index].received(flat, layout.plan.world_size))
+    dequantize(buffers, copies[message[0]].wire, places)
+    return flats
+
+
+def _local(
+    copies: Sequence[Copy],
+    param_indices: Sequence[int],
+    layout: Layout,
+    like: Tensor,
+) -> list[Tensor]:
+    """Return whole parameters of which this rank stores all rows."""
+    whole = []
+    for param_index in param_indices:
+        copy = copies[param_index]
+        if copy.packed:
+            flats = _decode(copies, [param_index], copy.data[None, None], layout, like)
+            flat = flats[param_index]
+        else:
+            flat = copy.whole()
+        whole.append(layout.flat_of(flat, param_index))
+    return whole
+
+
 def _messages(
-    copies: Sequence[Copy], param_indices: Sequence[int]
+    copies: Sequence[Copy],
+    param_indices: Sequence[int],
 ) -> tuple[list[list[int]], list[int]]:
     """Return the parameters of each message of a gather, and its bytes."""
     messages = list[list[int]]()
@@ -272,9 +299,6 @@ class Secondary:
         self._copying = copying
         self._like = shards[param_indices[0]].data
         hierarchy = mesh.hierarchy(1, degree)
-        lossy = wires[param_indices[0]].lossy
-        # A copy on the host is stored as it is sent, so that no launch follows a load.
-        packs = lossy or (self.captured and copying is not None)
         if not self.captured:
             rows = {
                 param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree)
@@ -282,33 +306,41 @@ class Secondary:
             }
             # Unquantized: the copy is rows of the primary. On the host: they are quantized for each
             # gather.
-            if not lossy or copying is not None:
+            if not wires[param_indices[0]].lossy or copying is not None:
                 for param_index, row in rows.items():
                     self.copies[param_index] = Copy(hierarchy, row, wires[param_index])
                 return
             self._cut = rows
-        height, _ = layout.shape(degree)
-        numels = [height * layout.widths[param_index] for param_index in param_indices]
-        # One tensor for all copies, cut parameter by parameter.
-        plain = self._like.itemsize
-        sizes = [
-            wires[param_index].nbytes(n) if packs else n * plain
-            for param_index, n in zip(param_indices, numels, strict=True)
-        ]
-        if copying is None:
+        self._allocate(hierarchy, param_indices, wires)
+
+    def _allocate(
+        self,
+        hierarchy: Hierarchy,
+        param_indices: range,
+        wires: Sequence[Format],
+    ) -> None:
+        """Allocate one tensor for all copies, cut parameter by parameter."""
+        on_device = self._copying is None
+        # A copy on the host is stored as it is sent, so that no launch follows a load.
+        packs = wires[param_indices[0]].lossy or not on_device
+        height, _ = self._layout.shape(self._degree)
+        sizes = []
+        for param_index in param_indices:
+            numel = height * self._layout.widths[param_index]
+            plain = numel * self._like.itemsize
+            sizes.append(wires[param_index].nbytes(numel) if packs else plain)
+        # Page-locked on the host, so that copies to and from it do not stop the host.
+        if on_device:
             stored = self._like.new_zeros(sum(sizes), dtype=torch.uint8)
+            self.tensors = (stored,)
+            self.shared = () if self.captured else self.tensors
         else:
-            stored = on_host(sum(sizes), self._like.device)
+            stored = self.host = on_host(sum(sizes), self._like.device)
         for param_index, part in zip(param_indices, stored.split(sizes), strict=True):
             data = part
             if not packs:
-                data = part.view(self._like.dtype).view(height, layout.widths[param_index])
+                data = part.view(self._like.dtype).view(height, self._layout.widths[param_index])
             self.copies[param_index] = Copy(hierarchy, data, wires[param_index], packed=packs)
-        if copying is not None:
-            self.host = stored
-            return
-        self.tensors = (stored,)
-        self.shared = () if self.captured else self.tensors
 
     @property
     def nbytes(self) -> int:
@@ -348,36 +380,18 @@ class Secondary:
         """
         if not self.captured:
             return None
-        begun = {
-            param_index: self._versions[param_index]
-            for param_index in param_indices
-            if not self.is_fresh(param_index)
-        }
+        begun = {i: self._versions[i] for i in param_indices if not self.is_fresh(i)}
 
         def capture(flats: Mapping[int, Tensor]) -> None:
-            # Without those whose weights changed during the gather.
-            due = [
-                param_index
-                for param_index in flats
-                if begun.get(param_index) == self._versions[param_index]
-            ]
-            self.store_whole(
-                {
-                    param_index: flats[param_index].view(self._layout.plan.world_size, -1)
-                    for param_index in due
-                }
-            )
+            rows = {}
+            for param_index, flat in flats.items():
+                # Without those whose weights changed during the gather.
+                if begun.get(param_index) == self._versions[param_index]:
+                    whole = flat.view(self._layout.plan.world_size, -1)
+                    rows[param_index] = self._layout.subset(whole, 1, self._degree)
+            self._store(rows)
 
         return capture if begun else None
-
-    def store_whole(self, rows: Mapping[int, Tensor]) -> None:
-        """Store the copies of parameters, given as all their world shards ``[N, width]``."""
-        self._store(
-            {
-                param_index: self._layout.subset(whole, 1, self._degree)
-                for param_index, whole in rows.items()
-            }
-        )
 
     def settle(self) -> None:
         """Make the current stream wait for the last copy to the host, and free its staging
@@ -403,7 +417,7 @@ class Secondary:
             loaded = torch.empty(sum(sizes), dtype=torch.uint8, device=self._like.device)
             for part, place in zip(parts, loaded.split(sizes), strict=True):
                 place.copy_(part, non_blocking=True)
-            return Handle(None, (), lambda: loaded)
+            return Handle(lambda: loaded)
 
         assert self._copying is not None
         return self._copying.run(copied)
@@ -417,14 +431,12 @@ class Secondary:
             return
         self.settle()  # at most one staging buffer at a time
         places = [self.copies[param_index].data for param_index in rows]
-        staged = [
-            quantize(part, self.copies[param_index].wire) for param_index, part in rows.items()
-        ]
+        staged = [quantize(part, self.copies[i].wire) for i, part in rows.items()]
 
         def copied() -> Handle[None]:
             for place, part in zip(places, staged, strict=True):
                 place.copy_(part, non_blocking=True)
-            return Handle(None, (), lambda: None)
+            return Handle(lambda: None)
 
         assert self._copying is not None
         self._stored = self._copying.run(copied).then(partial(_keep, staged))

@@ -92,7 +92,11 @@ class Masters:
         masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
 
     def moments(
-        self, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
+        self,
+        state: State,
+        flats: Sequence[Tensor],
+        begins: Sequence[int],
+        groups: Sequence[Any],
     ) -> list[Moment]:
         """Return the momentum of an Adam-like optimizer, for the mode of sync.
 
@@ -114,7 +118,10 @@ class Masters:
 
     @contextmanager
     def narrowed(
-        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+        self,
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        share: bool,
     ) -> Iterator[list[Tensor]]:
         """Present masters and optimizer states in DeepSpeed's layout during a save or load.
 
@@ -133,21 +140,16 @@ class Masters:
             yield masters
             return
         state = optimizer.state
-        narrow = [
-            self.table(master.detach())[self.own_row].clone().requires_grad_(True)
-            for master in masters
-        ]
+        narrow = [self._own_row_of(master.detach()).requires_grad_(True) for master in masters]
         # The wide entries wait here; DeepSpeed sees, saves and loads those of one row.
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             small.ds_id = getattr(master, "ds_id", None)  # type: ignore[attr-defined]
             if entry is not None:
-                state[small] = {
-                    key: self.table(value)[self.own_row].clone()
-                    if _is_laid_out_as(master, value)
-                    else value
-                    for key, value in entry.items()
-                }
+                state[small] = dict(entry)
+                for key, value in entry.items():
+                    if _is_laid_out_as(master, value):
+                        state[small][key] = self._own_row_of(value)
         loaded = False
         try:
             yield narrow
@@ -162,13 +164,15 @@ class Masters:
                 if loaded:
                     self.table(master.detach())[self.own_row].copy_(small.detach())
                     self.share(master)
-                    entry = (
-                        None
-                        if changed is None
-                        else {k: self._widen(v, small, master) for k, v in changed.items()}
-                    )
+                    entry = changed and {
+                        key: self._widen(value, small, master) for key, value in changed.items()
+                    }
                 if entry is not None:
                     state[master] = entry
+
+    def _own_row_of(self, flat: Tensor) -> Tensor:
+        """Return a copy of the row of DeepSpeed's layout."""
+        return self.table(flat)[self.own_row].clone()
 
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
         if not _is_laid_out_as(small, value):

@@ -51,7 +51,10 @@ class Matrices:
         self._batches: dict[tuple[int, ...], list[Batch]] = {}
 
     def apply(
-        self, parts: Mapping[int, Tensor], shapes: Mapping[int, tuple[int, ...]], update: Update
+        self,
+        parts: Mapping[int, Tensor],
+        shapes: Mapping[int, tuple[int, ...]],
+        update: Update,
     ) -> None:
         """Replace matrices by their updates, in place. Collective for the group.
 
@@ -67,7 +70,9 @@ class Matrices:
             self._exchange(parts, shapes, batch, update)
 
     def _planned(
-        self, shapes: Mapping[int, tuple[int, ...]], param_indices: Sequence[int]
+        self,
+        shapes: Mapping[int, tuple[int, ...]],
+        param_indices: Sequence[int],
     ) -> list[Batch]:
         """Assign matrices to owners in turn, large ones first, so that owners compute about equally
         much.

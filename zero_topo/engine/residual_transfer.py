@@ -81,11 +81,11 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     residual = sync.get("residual")
     if residual is None or not residual.numel():
         return None
-    dropped = (
-        None
-        if was is None
-        else mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
-    )
+    lost = "each rank's residual of sync is"
+    dropped = None
+    if was is not None:
+        dropped = mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
+        lost = f"{dropped} rows of a rank's residual of sync are"
     # Masks and similar state do not fit other peers: a mode with such state restarts at step 0
     other_state = sync.keys() - {"residual", "step"}
     mode.steps = 0 if other_state else int(sync.get("step", 0))
@@ -94,11 +94,6 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     plans = (
         f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}"
         for of in (degrees, now)
-    )
-    lost = (
-        "each rank's residual of sync is"
-        if dropped is None
-        else f"{dropped} rows of a rank's residual of sync are"
     )
     return (
         f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks "
@@ -280,7 +275,7 @@ def _add_ages(
         return
     row = torch.cat([state["age"] for state in saved])
     for name, (numel, begin, width) in columns.items():
-        stored = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8, device="cpu"))[
-            rank * width :
-        ][:width]
-        stored.copy_(row[begin:][: len(stored)])
+        if name not in ages:
+            ages[name] = torch.zeros(numel, dtype=torch.uint8, device="cpu")
+        own = ages[name][rank * width :][:width]
+        own.copy_(row[begin:][: len(own)])

@@ -71,11 +71,9 @@ class Layout:
 
     def columns_of(self, param_indices: Sequence[int]) -> slice:
         """Return the columns of consecutive parameters."""
-        return (
-            slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1])
-            if param_indices
-            else slice(0, 0)
-        )
+        if not param_indices:
+            return slice(0, 0)
+        return slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1])
 
     def row(self, degree: int) -> int:
         """Return the index of the rank's own world shard in its shard of ``degree``."""
@@ -114,9 +112,8 @@ class Layout:
         """Return flat parameters ``[..., numel]`` as world shards in tree order, zero-padded:
         ``[..., N, width]``.
         """
-        return rows_of(
-            flat, self.plan, None if self.plan.order is None else self._order(flat.device)[0]
-        )
+        rank_at = None if self.plan.order is None else self._order(flat.device)[0]
+        return rows_of(flat, self.plan, rank_at)
 
     def in_tree_order(self, flat: Tensor) -> Tensor:
         """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are

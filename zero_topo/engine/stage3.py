@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -182,34 +183,26 @@ class Stage3:
 
     def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
         config = self.config
-        like = self.like
+        shape = self.layout.shape(config.plan.gradients)
+        runs = packed_runs(self.layout.padded_numels, self.run_numel)
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
             dtype=self.sync_dtype,
-            shard=like.new_zeros(
-                self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype
-            ),
+            shard=self.like.new_zeros(shape, dtype=self.accumulation_dtype),
             loss_scaled=self._loss_scaled,
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
-            runs=tuple(
-                tuple(self.layout.shard_ranges(run))
-                for run in packed_runs(self.layout.padded_numels, self.run_numel)
-            ),
+            runs=tuple(map(self.layout.shard_ranges, runs)),
         )
-        mode = build_mode(config.sync, context)
-        wire = config.gradients_spec or cast_to(self.scatter_dtype)
-        run_numel = self.run_numel
-        loss_scale = self._loss_scale
         return Gradients(
             self.layout,
             self.mesh,
-            mode,
-            wire,
-            run_numel,
-            loss_scale,
+            build_mode(config.sync, context),
+            config.gradients_spec or cast_to(self.scatter_dtype),
+            self.run_numel,
+            self._loss_scale,
             self.queues.updates,
             self._averaged,
         )
@@ -231,7 +224,7 @@ class Stage3:
         coded = self.weights.storage.coded
         int8 = None
         if self.config.resident_spec is not None:
-            stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
+            stored = sum(compress(numels, coded))
             int8 = (
                 f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
                 f"{sum(numels)} elements"
@@ -253,11 +246,10 @@ class Stage3:
 
     def restart_frozen(self) -> None:
         """Rebuild the shards of frozen parameters from each rank's own world shard. Collective."""
-        if self.weights.storage.frozen:
-            self.weights.storage.layout.clear_padding(
-                self.weights.storage.frozen_row, self.layout.columns
-            )
-            self.weights.publish_world(self.weights.storage.frozen)
+        storage = self.weights.storage
+        if storage.frozen:
+            storage.layout.clear_padding(storage.frozen_row, self.layout.columns)
+            self.weights.publish_world(storage.frozen)
             self.meter.reset_step()
 
     @contextmanager
@@ -303,10 +295,8 @@ class Stage3:
                     ranks: replace(plan, secondary=secondary)
                     for ranks, plan in self.mesh.plans.items()
                 }
-                check_replicas(
-                    plans,
-                    [self.weights.storage.frozen_primary, *self.weights.frozen_secondary.shared],
-                )
+                primary = self.weights.storage.frozen_primary
+                check_replicas(plans, [primary, *self.weights.frozen_secondary.shared])
         if self._counts_steps:
             self.meter.end_step()
 
@@ -336,10 +326,7 @@ class Stage3:
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **kept}
         if residuals is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
-            state["residual_owners"] = {
-                "owners": residuals.owners,
-                "parameters": residuals.parameters,
-            }
+            state["residual_owners"] = residuals._asdict()
             # Of optimizer states
             state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))
         return {STATE_KEY: state} if sync or kept else {}
@@ -374,25 +361,20 @@ class Stage3:
             if state is not entry:
                 raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
             lost = restore(mode, state, self.config.plan)
+        except ValueError as error:
+            problem = str(error)
         except Exception as error:  # a damaged entry has any content
-            problem = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
-        if (
-            "stored" in kept
-            and getattr(kept["stored"], "shape", None) != self.weights.storage.own_row.shape
-        ):
+            problem = f"{type(error).__name__}: {error}"
+        own = self.weights.storage.own_row
+        if "stored" in kept and getattr(kept["stored"], "shape", None) != own.shape:
             kept = {}
-            problem = (
-                f"its stored weights are no row of {self.weights.storage.own_row.numel()} weights"
-            )
+            problem = f"its stored weights are no row of {own.numel()} weights"
         residuals, ages = carried(folder, self.parameters)
         facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
         # All ranks or none: with a part of them restored, replicas would diverge.
         facts["carried"] = [sorted(residuals), sorted(ages)]
-        if differ := all_can(
-            None, facts, self.like.device, "look at their files of this checkpoint"
-        ):
+        way_out = "look at their files of this checkpoint"
+        if differ := all_can(None, facts, self.like.device, way_out):
             problem = differ
             kept = {}
             residuals = {}

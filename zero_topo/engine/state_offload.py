@@ -21,7 +21,9 @@ from zero_topo.collectives.queue import on_gpu
 
 
 def offload(
-    tensors: Iterable[Tensor], device: torch.device, pin_memory: bool
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    pin_memory: bool,
 ) -> Callable[[bool], None]:
     """Copy the storages of some tensors to the host, and free them; one host synchronization.
 

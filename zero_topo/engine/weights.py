@@ -184,7 +184,11 @@ class Weights:
             self._fill_hierarchy = mesh.hierarchy(degree, plan.weights).metered("publish")
 
     def _build_secondary(
-        self, config: ResolvedConfig, param_indices: range, plain: Sequence[Format], queues: Queues
+        self,
+        config: ResolvedConfig,
+        param_indices: range,
+        plain: Sequence[Format],
+        queues: Queues,
     ) -> Secondary:
         """Build secondary copies of trained or frozen parameters, and set what their forward
         gathers send.
@@ -277,12 +281,14 @@ class Weights:
             }
             return [whole[param_index] for param_index in param_indices]
 
-        return Handle(None, (), finish)
+        return Handle(finish)
 
     # -- updates -----------------------------------------------------------------------------------
 
     def mark_updated(
-        self, param_indices: range | None = None, masters: Tensor | None = None
+        self,
+        param_indices: range | None = None,
+        masters: Tensor | None = None,
     ) -> None:
         """Record updated optimizer rows or masters, for :meth:`start_publish`, which sends them to
         all copies.
@@ -333,7 +339,9 @@ class Weights:
             yield param_indices, self._queue.run(partial(self._publish_rows, parts, tables), tables)
 
     def _publish_rows(
-        self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]
+        self,
+        parts: Sequence[Sequence[Range]],
+        masters: Sequence[Tensor],
     ) -> Handle[None]:
         hierarchy = self._hierarchy
         wire = self._wire
@@ -342,7 +350,7 @@ class Weights:
         views = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
             if hierarchy.size == 1:
-                return Handle(None, (), lambda: None)
+                return Handle(lambda: None)
             return all_gather_views(hierarchy, views, wire)
         own = by_member[hierarchy.index]
         differences = list[View]()
@@ -435,7 +443,10 @@ class Weights:
             self._renew(changed)
 
     def publish_world(
-        self, param_indices: range | None = None, masters: Tensor | None = None, anew: bool = True
+        self,
+        param_indices: range | None = None,
+        masters: Tensor | None = None,
+        anew: bool = True,
     ) -> None:
         """Rebuild all copies from each rank's own world shard: at start-up, after a load, after an
         edit. Collective.

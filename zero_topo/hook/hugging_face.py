@@ -20,7 +20,11 @@ BLOCK = "zero_topo."
 
 @wrapping
 def fill_others(
-    fill: Callable[..., None], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
+    fill: Callable[..., None],
+    plugin: Any,
+    ds_key_long: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Wrap Accelerate's ``fill``, which replaces one key's "auto", to skip the keys of the
     ``zero_topo`` block.

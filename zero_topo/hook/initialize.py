@@ -291,7 +291,10 @@ def resolve_block(
 
 
 def resolve_experts(
-    config: dict[str, Any], dense: ResolvedConfig, members: Members, rank: int
+    config: dict[str, Any],
+    dense: ResolvedConfig,
+    members: Members,
+    rank: int,
 ) -> ResolvedConfig:
     """Resolve the block a second time, for experts, which DeepSpeed shards over smaller groups.
 
@@ -365,7 +368,10 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
 
 
 def _machine(
-    setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any
+    setting: str | Mapping[str, Any],
+    env: Mapping[str, str],
+    world_size: int | None,
+    engine: Any,
 ) -> Topology:
     """Return the machine of a setting; "measured" is resolved like "auto" until ranks can
     communicate.

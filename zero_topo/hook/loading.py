@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,16 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
                 "optimizer, and its weights stay as they are"
             )
         return None, {}
+    with _serving(engine, contents, tag):
+        loaded = load(*call.args, **call.kwargs)
+    if groups:
+        _restore_groups(engine.optimizer.param_groups, groups)
+    return loaded
+
+
+@contextmanager
+def _serving(engine: Any, contents: Contents, tag: str | None) -> Iterator[None]:
+    """Let DeepSpeed's load use the files that were read, within the context."""
     universal = engine.load_universal_checkpoint()
     whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
     stock = engine.checkpoint_engine
@@ -79,11 +90,9 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
         return {} if universal else whole(folder, tag)
 
     def read_before(path: str, map_location: Any = None) -> Any:
-        return (
-            contents[Path(path)]
-            if Path(path) in contents
-            else stock.load(path, map_location=map_location)
-        )
+        if Path(path) in contents:
+            return contents[Path(path)]
+        return stock.load(path, map_location=map_location)
 
     def model_file(engine: Any, *place: Any) -> list[str]:
         """Return the first file that was read, and those of the other tensor-parallel ranks.
@@ -95,19 +104,15 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
         own = next(iter(contents))
         # The name says which rank's file was read: the others of that model part lie next to it.
         rank = int(re.findall(r"zero_pp_rank_(\d+)_", own.name)[0])
-        return [
-            str(own.with_name(file_name(rank, "model", of))) for of in range(engine.mp_world_size)
-        ]
+        names = [file_name(rank, "model", of) for of in range(engine.mp_world_size)]
+        return [str(own.with_name(name)) for name in names]
 
     with (
         replaced(ds_engine, "get_fp32_state_dict_from_zero_checkpoint", weights_alone),
         replaced(DeepSpeedEngine, MODEL_FILES, model_file),
         replaced(engine, "checkpoint_engine", SimpleNamespace(load=read_before)),
     ):
-        loaded = load(*call.args, **call.kwargs)
-    if groups:
-        _restore_groups(engine.optimizer.param_groups, groups)
-    return loaded
+        yield
 
 
 def _read(engine: Any, path: Path, contents: Contents) -> Any:
@@ -117,7 +122,11 @@ def _read(engine: Any, path: Path, contents: Contents) -> Any:
 
 
 def _agreed(
-    engine: Any, contents: Contents, load_dir: Path, tag: str | None, states: bool
+    engine: Any,
+    contents: Contents,
+    load_dir: Path,
+    tag: str | None,
+    states: bool,
 ) -> tuple[str | None, list[Group]]:
     """Read and check this rank's files, and compare them with the other ranks'. Collective.
 
@@ -146,32 +155,13 @@ def _agreed(
             tag = latest.read_text().strip()
         facts["tag"] = tag
         if tag is not None:
-            folder = load_dir / str(tag)
-            if universal and len(engine.optimizer.engines()) > 1:
-                raise ValueError(
-                    f"{folder}: with expert_parallel load the run's own checkpoint, not a "
-                    "universal one"
-                )
-            if universal:
-                name = file_name(0, "model", _tensor_rank(engine))
-                facts |= _model(_read(engine, folder / name, contents))
-                parameters = engine.optimizer.topo.parameters
-                groups = _universal(parameters, folder, states, engine.mp_world_size)
-                facts |= {
-                    "parameter groups": _kind_of(groups),
-                    "carried": _kind_of([*carried(folder, parameters)]),
-                }
-            elif engine.optimizer.topo.parameters or folder.exists():
-                facts |= _own_files(engine, contents, folder, states)
-            else:
-                facts["skipped"] = str(tag)  # a save skips an engine without an optimizer
+            read, groups = _files(engine, contents, load_dir / str(tag), states)
+            facts |= read
     # Kept, not raised: the other ranks wait in the comparison below.
     except Exception as error:  # a damaged file has any content
-        problem = (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{load_dir}/{tag}: {first_line(error)}"
-        )
+        problem = f"{load_dir}/{tag}: {first_line(error)}"
+        if isinstance(error, ValueError):
+            problem = str(error)
     # Tensor-parallel ranks have different parts of the model, of different shapes if a size does
     # not divide.
     groups_of_ranks = [*engine.optimizer.topo.mesh.plans]
@@ -185,6 +175,32 @@ def _agreed(
             'dropped; a universal checkpoint and "zero-topo carry" take it along'
         )
     return tag, groups
+
+
+def _files(
+    engine: Any,
+    contents: Contents,
+    folder: Path,
+    states: bool,
+) -> tuple[dict[str, Any], list[Group]]:
+    """Read and check this rank's files of a tag; return the facts that must be equal on all ranks,
+    and the parameter groups of a universal checkpoint.
+    """
+    parameters = engine.optimizer.topo.parameters
+    if not engine.load_universal_checkpoint():
+        if parameters or folder.exists():
+            return _own_files(engine, contents, folder, states), []
+        return {"skipped": folder.name}, []  # a save skips an engine without an optimizer
+    if len(engine.optimizer.engines()) > 1:
+        raise ValueError(
+            f"{folder}: with expert_parallel load the run's own checkpoint, not a universal one"
+        )
+    name = file_name(0, "model", _tensor_rank(engine))
+    facts = _model(_read(engine, folder / name, contents))
+    groups = _universal(parameters, folder, states, engine.mp_world_size)
+    facts["parameter groups"] = _kind_of(groups)
+    facts["carried"] = _kind_of([*carried(folder, parameters)])
+    return facts, groups
 
 
 def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
@@ -228,7 +244,10 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
 
 
 def _same_experts(
-    path: Path, found: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], alike: bool
+    path: Path,
+    found: Mapping[str, Any],
+    shapes: Sequence[Mapping[str, Any]],
+    alike: bool,
 ) -> bool:
     """Return True if the ranks and the shapes of a run with expert parallelism are those of this
     run.
@@ -261,7 +280,7 @@ def _model(found: Mapping[str, Any]) -> dict[str, Any]:
     }
     kinds = {
         "module": module,
-        "frozen": found.get("frozen_param_fragments"),
+        "frozen": found.get(FRAGMENTS),
         "scheduler": "lr_scheduler" in found,
     }
     return {**_kind_of(kinds), **{key: found[key] for key in COUNTS if key in found}}
@@ -286,7 +305,10 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
 
 
 def _universal(
-    parameters: Sequence[Parameter], folder: Path, states: bool, tensor: int
+    parameters: Sequence[Parameter],
+    folder: Path,
+    states: bool,
+    tensor: int,
 ) -> list[Group]:
     """Check every file of a universal checkpoint without reading its tensors; return the saved
     parameter groups.

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,12 +122,8 @@ class TopoStage3(Stock):
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         # DeepSpeed makes its flat buffer; ours then take its values, and it is freed.
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        self._parts.build(
-            self,
-            self._configs,
-            self._moments,
-            lambda: self._autocast_scale or float(self.loss_scale),
-        )
+        scale = lambda: self._autocast_scale or float(self.loss_scale)  # noqa: E731
+        self._parts.build(self, self._configs, self._moments, scale)
         self.topo = self._parts.parts[0].topo
         self.param_indices = self._parts.param_indices
         # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are
@@ -177,12 +174,9 @@ class TopoStage3(Stock):
             # DeepSpeed finds a master's swapped state by this number.
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
-                grad = torch.zeros_like(master)
-                master.grad = (
-                    get_accelerator().pin_memory(grad)
-                    if self.offload_optimizer_pin_memory
-                    else grad
-                )
+                master.grad = torch.zeros_like(master)
+                if self.offload_optimizer_pin_memory:
+                    master.grad = get_accelerator().pin_memory(master.grad)
             self.fp32_partitioned_groups_flat[i] = master
 
     def _pin_masters(self) -> None:
@@ -203,14 +197,16 @@ class TopoStage3(Stock):
         )
 
     def _moments(self, sub_groups: Sequence[int]) -> list[Moment]:
-        groups = [
-            self.optimizer.param_groups[self.sub_group_to_group_id[index]] for index in sub_groups
-        ]
+        groups = [self._settings(index) for index in sub_groups]
         begins = [self._parts.columns[index][0] for index in sub_groups]
         flats = [self.fp32_partitioned_groups_flat[index] for index in sub_groups]
-        return self._parts.at(sub_groups[0]).masters.moments(
-            self.optimizer.state, flats, begins, groups
-        )
+        masters = self._parts.at(sub_groups[0]).masters
+        return masters.moments(self.optimizer.state, flats, begins, groups)
+
+    def _settings(self, sub_group: int) -> dict[str, Any]:
+        """Return the optimizer's parameter group of a sub-group."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group]]
+        return group
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
@@ -271,7 +267,9 @@ class TopoStage3(Stock):
             self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
-        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+        self,
+        params_to_reduce: list[Any],
+        communication_data_type: torch.dtype,
     ) -> None:
         # DeepSpeed calls this on its reduction's stream, once for each full bucket.
         param_indices = [self.param_indices[p.ds_id] for p in params_to_reduce]
@@ -390,16 +388,14 @@ class TopoStage3(Stock):
         rows = self._parts.gradient_rows(sub_group_id)
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
-        self.averaged_gradients[sub_group_id] = (
-            None  # as DeepSpeed does: these views have been read
-        )
+        # As DeepSpeed does: these views have been read.
+        self.averaged_gradients[sub_group_id] = None
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         begin, _ = self._parts.columns[sub_group_id]
-        rate = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]["lr"]
-        with self._parts.at(sub_group_id).watched(
-            self.fp32_partitioned_groups_flat[sub_group_id], begin, rate
-        ):
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        rate = self._settings(sub_group_id)["lr"]
+        with self._parts.at(sub_group_id).watched(master, begin, rate):
             super()._optimizer_step(sub_group_id)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
@@ -430,12 +426,12 @@ class TopoStage3(Stock):
         """
         master = self.fp32_partitioned_groups_flat[sub_group]
         state = self.optimizer.state[master]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(
-                master, dtype=torch.float32, requires_grad=False
-            )
-        state["momentum_buffer"] = state["momentum_buffer"].to(torch.float32)
-        return self.topo.masters.table(state["momentum_buffer"])
+        # A load gives it the dtype that the file has.
+        momentum = state.get("momentum_buffer")
+        if momentum is None:
+            momentum = torch.zeros_like(master, requires_grad=False)
+        state["momentum_buffer"] = momentum = momentum.to(torch.float32)
+        return self.topo.masters.table(momentum)
 
     def _apply_muon_to_accumulated_grads(self) -> None:
         """Replace synced gradients of Muon's matrices by the updates; stock calls this before it
@@ -445,7 +441,7 @@ class TopoStage3(Stock):
             return
         finite = all_finite(self.topo)
         for i, group in enumerate(self.fp16_groups):
-            settings = self.optimizer.param_groups[self.sub_group_to_group_id[i]]
+            settings = self._settings(i)
             if settings["use_muon"]:
                 self.sub_groups_lacking_loss_scale.add(i)
                 params = {self.param_indices[param.ds_id]: param for param in group}
@@ -457,14 +453,20 @@ class TopoStage3(Stock):
     # -- masters edited by the user (safe_set_*) ---------------------------------------------------
 
     def set_full_hp_param(
-        self, value: Tensor, param: Any, optim_state_key: str | None = None
+        self,
+        value: Tensor,
+        param: Any,
+        optim_state_key: str | None = None,
     ) -> None:
         self._parts.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def set_local_hp_param(
-        self, value: Tensor, param: Any, optim_state_key: str | None = None
+        self,
+        value: Tensor,
+        param: Any,
+        optim_state_key: str | None = None,
     ) -> None:
         self._parts.finish()
         super().set_local_hp_param(value, param, optim_state_key)
@@ -500,10 +502,8 @@ class TopoStage3(Stock):
         optimizer offload.
         """
         for param in self._parts.trained():
-            view = self._parts.own_param_index(param)
-            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(
-                view
-            )
+            norm = self._constant_buffered_norm2(self._parts.own_param_index(param))
+            self.norm_for_param_grads[self.get_param_id(param)] = norm
 
     def _peek(self, write: bool = False) -> None:
         self.require_states(LP_GRADS)
@@ -515,12 +515,13 @@ class TopoStage3(Stock):
         return self._parts.own_param_index(param)
 
     def _get_fp32_grad_state_partition(
-        self, param: Any, release_swap_buffers: bool
+        self,
+        param: Any,
+        release_swap_buffers: bool,
     ) -> tuple[Tensor, int]:
         # DeepSpeed keeps its swap buffers if it is going to write.
-        return self._synced_param(param, not release_swap_buffers), self.grad_position[
-            self.get_param_id(param)
-        ][0]
+        gradient = self._synced_param(param, write=not release_swap_buffers)
+        return gradient, self.grad_position[self.get_param_id(param)][0]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         found = {}
@@ -529,7 +530,9 @@ class TopoStage3(Stock):
         return found
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
+        self,
+        update_func: Callable[[Tensor, Any], Tensor],
+        param_list: list[Any],
     ) -> None:
         for param in (p for p in param_list if p.requires_grad):
             full = self._fp32_state_allgather(param, self._synced_param(param))
@@ -597,9 +600,8 @@ class TopoStage3(Stock):
 
     def require_states(self, *kinds: OffloadStateTypeEnum) -> None:
         """Raise RuntimeError if one of these states, by default any, is on the host."""
-        away = [
-            kind.value for kind in kinds or OffloadStateTypeEnum if kind in self.offloaded_states
-        ]
+        wanted = kinds or OffloadStateTypeEnum
+        away = [kind.value for kind in wanted if kind in self.offloaded_states]
         if away:
             raise RuntimeError(
                 f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() "
@@ -616,12 +618,8 @@ class TopoStage3(Stock):
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the optimizer's state tensors, without scalars."""
-        return [
-            v
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, Tensor) and v.dim()
-        ]
+        values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
+        return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -630,10 +628,9 @@ class TopoStage3(Stock):
         """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank,
         within the context.
         """
+        masters = self.fp32_partitioned_groups_flat
         with (
-            self._parts.narrowed(
-                self.fp32_partitioned_groups_flat, self.optimizer, share
-            ) as narrow,
+            self._parts.narrowed(masters, self.optimizer, share) as narrow,
             replaced(self, "fp32_partitioned_groups_flat", narrow),
         ):
             yield

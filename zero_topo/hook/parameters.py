@@ -48,7 +48,10 @@ def by_owner(convert: Callable[[Any, Any], None], init: Any, param: Any) -> None
 
 
 def _split_by_owner(
-    name: str, stock: Callable[..., Any], params: Any = None, **options: Any
+    name: str,
+    stock: Callable[..., Any],
+    params: Any = None,
+    **options: Any,
 ) -> Any:
     params = options.pop("param_list", params)
     if params is None:
@@ -159,7 +162,9 @@ def wrong_group(name: str, ranks: int, planned: int) -> str:
 
 
 def by_plan(
-    module: torch.nn.Module, names: Mapping[Any, str], configs: Sequence[ResolvedConfig]
+    module: torch.nn.Module,
+    names: Mapping[Any, str],
+    configs: Sequence[ResolvedConfig],
 ) -> list[tuple[ResolvedConfig, list[Any]]]:
     """Return for each plan the parameters that DeepSpeed partitions over its ranks.
 
@@ -389,7 +394,11 @@ class ParameterGathers:
         return [groups[key] for key in sorted(groups)]
 
     def _gather_coalesced(
-        self, stock: Callable[..., Any], params: Iterable[Any], *args: Any, **options: Any
+        self,
+        stock: Callable[..., Any],
+        params: Iterable[Any],
+        *args: Any,
+        **options: Any,
     ) -> Any:
         handles = self._start_all(
             params, _phase_of_pass(), lambda others: [stock(others, *args, **options)]
@@ -397,7 +406,10 @@ class ParameterGathers:
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
 
     def _start_all(
-        self, params: Iterable[Any], phase: Phase, stock: Callable[[list[Any]], Any]
+        self,
+        params: Iterable[Any],
+        phase: Phase,
+        stock: Callable[[list[Any]], Any],
     ) -> list[Any]:
         """Begin to gather parameters, others than ours by DeepSpeed's ``stock``; return the
         handles.
@@ -432,7 +444,7 @@ class ParameterGathers:
             handle = self._engine.weights.gather(
                 [self.param_indices[p.ds_id] for p in params], phase
             )
-        started = ParameterHandle(None, (), partial(self._finish, params, handle, phase))
+        started = ParameterHandle(partial(self._finish, params, handle, phase))
         self._started.add(started)
         return started
 
@@ -482,7 +494,11 @@ class ParameterGathers:
         return None
 
     def _partition(
-        self, param: Any, stock: Callable[..., Any], param_list: Any = None, **options: Any
+        self,
+        param: Any,
+        stock: Callable[..., Any],
+        param_list: Any = None,
+        **options: Any,
     ) -> None:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):

@@ -27,6 +27,7 @@ from zero_topo.engine.masters import clean
 from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.parameters import ParameterGathers, by_plan
+from zero_topo.quant.operands import counted
 from zero_topo.sync import AgedAdamW
 
 REPLICATED = "replicated"
@@ -130,9 +131,17 @@ class Parts:
             for ds_id, param_index in part.gathers.param_indices.items()
         }
 
+    def _of(self, param: Any) -> tuple[Stage3, int]:
+        """Return the engine of a parameter that follows a plan, and its index there."""
+        # Experts are in another engine than dense parameters.
+        for part in self.parts:
+            if param.ds_id in part.gathers.param_indices:
+                return part.topo, part.gathers.param_indices[param.ds_id]
+        raise KeyError(param.ds_id)
+
     def of(self, param: Any) -> Stage3:
         """Return the engine of a parameter that follows a plan."""
-        return next(part.topo for part in self.parts if param.ds_id in part.gathers.param_indices)
+        return self._of(param)[0]
 
     def at(self, sub_group: int) -> Stage3:
         """Return the engine of a sub-group."""
@@ -145,11 +154,9 @@ class Parts:
 
     def own_param_index(self, param: Any) -> Tensor:
         """Return the view of a parameter's gradient in the own row of its engine."""
-        part = next(part for part in self.parts if param.ds_id in part.gathers.param_indices)
-        gradients = part.topo.gradients
-        return gradients.layout.parameter(
-            gradients.own_row[None], part.gathers.param_indices[param.ds_id]
-        )[0]
+        topo, param_index = self._of(param)
+        gradients = topo.gradients
+        return gradients.layout.parameter(gradients.own_row[None], param_index)[0]
 
     def own_offset(self, sub_group: int) -> int:
         """Return the elements before the row of DeepSpeed's layout in a sub-group's masters."""
@@ -224,7 +231,10 @@ class Parts:
 
     @contextmanager
     def narrowed(
-        self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool
+        self,
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        share: bool,
     ) -> Iterator[list[Tensor]]:
         """Present masters and optimizer states of all engines in DeepSpeed's layout; see
         :class:`Masters`.
@@ -309,7 +319,10 @@ class Replicated:
     """
 
     def __init__(
-        self, topo: Stage3, param_indices: Sequence[int], group: dist.ProcessGroup
+        self,
+        topo: Stage3,
+        param_indices: Sequence[int],
+        group: dist.ProcessGroup,
     ) -> None:
         self._topo = topo
         self._group = group
@@ -348,16 +361,15 @@ class Replicated:
         if not self._shard_ranges:
             return
         device = self._topo.like.device
-        table = torch.cat(
-            [self._topo.masters.table(master.detach()).to(device) for master in masters], 1
-        )
+        tables = [self._topo.masters.table(master.detach()) for master in masters]
+        table = torch.cat([rows.to(device) for rows in tables], 1)
         sums = torch.stack([checksum(table[:, begin:end]) for begin, end in self._shard_ranges])
         least = sums.clone()
         most = sums.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         count = len(self._names)
-        places = torch.arange(count, dtype=torch.int64, device=device)
+        places = counted(count, sums)
         # The number of the first that differs, or how many there are if none does.
         first = torch.where(least == most, count, places).min()
         dist.all_reduce(first, dist.ReduceOp.MIN)  # of all groups, so that every rank raises
@@ -399,6 +411,7 @@ def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | N
 
 
 def _bound(
-    moments: Callable[[Sequence[int]], Any], sub_groups: tuple[int, ...]
+    moments: Callable[[Sequence[int]], Any],
+    sub_groups: tuple[int, ...],
 ) -> Callable[[], Any]:
     return lambda: moments(sub_groups) if sub_groups else []

@@ -70,7 +70,12 @@ class Saved:
     """
 
     def __init__(
-        self, folder: Path, prefix: str, rank: int, ranks: int, tensor_rank: int = 0
+        self,
+        folder: Path,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        tensor_rank: int = 0,
     ) -> None:
         self._folder = folder
         self._prefix = prefix
@@ -136,7 +141,9 @@ class Saved:
         return of(owner, sub_group).detach().view(-1)[first:][: -(-numel // self._saved_ranks)]
 
     def model(
-        self, found: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]]
+        self,
+        found: Mapping[str, Any],
+        shapes: Sequence[Mapping[str, torch.Size]],
     ) -> dict[str, Any]:
         """Return this rank's file of model states.
 
@@ -171,7 +178,9 @@ class Saved:
         return fragment
 
     def optimizer(
-        self, shapes: Sequence[Mapping[str, torch.Size]], groups: Sequence[int]
+        self,
+        shapes: Sequence[Mapping[str, torch.Size]],
+        groups: Sequence[int],
     ) -> dict[str, Any]:
         """Return this rank's file of optimizer states.
 
@@ -221,7 +230,9 @@ class Saved:
         return {"optimizer_state_dict": found}
 
     def _state(
-        self, names: Sequence[str], states: Mapping[int, Mapping[str, Any]]
+        self,
+        names: Sequence[str],
+        states: Mapping[int, Mapping[str, Any]],
     ) -> dict[str, Any]:
         sub_group = self._places[names[0]][0]
         columns = self._optimizer(0)["fp32_flat_groups"][sub_group].numel()

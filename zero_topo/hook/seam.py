@@ -46,84 +46,78 @@ release with it.
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 MODEL_FILES = "_get_all_ckpt_names"
 RECOVERY_SCRIPT = "_copy_recovery_script"
-LOAD_CHECKPOINT = (
-    "load_dir",
-    "tag",
-    "load_module_strict",
-    "load_optimizer_states",
-    "load_lr_scheduler_states",
-)
-LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
-SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
-# Every DeepSpeed name used -> the parameters it must have (None: it must only exist).
-REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
-    (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
-    (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
-    (DeepSpeedEngine, "_configure_basic_optimizer", ("self", "model_parameters")),
-    (DeepSpeedEngine, "_scheduler_from_config", ("self", "optimizer")),
-    (DeepSpeedEngine, "load_module_state_dict", None),
-    (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
-    (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
-    (ds_engine, "DeepSpeedZeRoOffload", None),
-    (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
-    (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
-    (DeepSpeedEngine, MODEL_FILES, ("self", "checkpoints_path", "tag")),
-    (DeepSpeedEngine, RECOVERY_SCRIPT, ("self", "save_path")),
-    (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
-    (CheckpointEngine, "save", ("self", "state_dict", "path")),
-    (CheckpointEngine, "commit", ("self", "info")),
-    (Init, "_convert_to_deepspeed_param", ("self", "param")),
-    (Stock, "load_state_dict", None),
-    (Stock, "offload_states", ("self", "include", "device", "pin_memory", "non_blocking")),
-    (Stock, "reload_states", ("self", "non_blocking")),
-    *((Stock, name, ("self",)) for name in ("checkpoint_event_prologue", "empty_partition_cache")),
-    *(
-        (Stock, name, ("self",))
-        for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")
-    ),
-    *(
-        (Stock, name, ("self",))
-        for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")
-    ),
-    *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
-    (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
+REQUIRED: tuple[tuple[type | ModuleType, str], ...] = (
+    (DeepSpeedEngine, "_configure_zero_optimizer(self, optimizer)"),
+    (DeepSpeedEngine, "_configure_distributed_model(self, model)"),
+    (DeepSpeedEngine, "_configure_basic_optimizer(self, model_parameters)"),
+    (DeepSpeedEngine, "_scheduler_from_config(self, optimizer)"),
+    (DeepSpeedEngine, "load_module_state_dict"),
+    (DeepSpeedEngine, "_get_param_fragment_func(self, param)"),
     (
-        Stock,
-        f"{MANGLED}__avg_scatter_grads",
-        ("self", "params_to_reduce", "communication_data_type"),
+        DeepSpeedEngine,
+        "load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, "
+        "load_lr_scheduler_states, load_module_only, custom_load_fn)",
     ),
-    (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
-    (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
-    *(
-        (Stock, name, ("self", "sub_group_id"))
-        for name in ("_unflatten_partitioned_parameters", "_optimizer_step")
+    (ds_engine, "DeepSpeedZeRoOffload"),
+    (ds_engine, "get_fp32_state_dict_from_zero_checkpoint"),
+    (
+        DeepSpeedEngine,
+        "save_checkpoint(self, save_dir, tag, client_state, save_latest, "
+        "exclude_frozen_parameters)",
     ),
-    (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
-    (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
-    (Stock, "step", ("self", "closure")),
-    (Stock, "zero_grad", ("self", "set_to_none")),
-    (Stock, "_get_norm_groups", ("self",)),
-    (Stock, "independent_gradient_partition_epilogue", ("self",)),
-    (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
-    (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
-    (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
-    (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
-    *(
-        (Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key"))
-        for part in ("full", "local")
-    ),
-    *(
-        (Stock, name, ("self", "param"))
-        for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")
-    ),
+    (DeepSpeedEngine, f"{MODEL_FILES}(self, checkpoints_path, tag)"),
+    (DeepSpeedEngine, f"{RECOVERY_SCRIPT}(self, save_path)"),
+    (CheckpointEngine, "makedirs(self, path, exist_ok)"),
+    (CheckpointEngine, "save(self, state_dict, path)"),
+    (CheckpointEngine, "commit(self, info)"),
+    (Init, "_convert_to_deepspeed_param(self, param)"),
+    (Stock, "load_state_dict"),
+    (Stock, "offload_states(self, include, device, pin_memory, non_blocking)"),
+    (Stock, "reload_states(self, non_blocking)"),
+    (Stock, "checkpoint_event_prologue(self)"),
+    (Stock, "empty_partition_cache(self)"),
+    (Stock, "_set_fp16_partitioned_groups_flat(self)"),
+    (Stock, "_setup_for_real_optimizer(self)"),
+    (Stock, "set_grad_positions(self)"),
+    (Stock, "get_fp32_grad_partitions(self)"),
+    (Stock, "destroy(self)"),
+    (Stock, "_rigid_state_dict(self)"),
+    (Stock, "_restore_from_bit16_weights(self)"),
+    (Stock, "_create_fp16_partitions_with_defragmentation(self, fp16_param_groups)"),
+    (Stock, f"{MANGLED}__avg_scatter_grads(self, params_to_reduce, communication_data_type)"),
+    (Stock, "partition_grads(self, params_to_release, grad_partitions)"),
+    (Stock, "_constant_buffered_norm2(self, input, buffer_size)"),
+    (Stock, "_unflatten_partitioned_parameters(self, sub_group_id)"),
+    (Stock, "_optimizer_step(self, sub_group_id)"),
+    (Stock, "_prepare_fp32_grad_for_sub_group(self, sub_group_id)"),
+    (Stock, "_reassign_or_swap_out_partitioned_parameters(self, sub_group_id)"),
+    (Stock, "step(self, closure)"),
+    (Stock, "zero_grad(self, set_to_none)"),
+    (Stock, "_get_norm_groups(self)"),
+    (Stock, "independent_gradient_partition_epilogue(self)"),
+    (Stock, "_get_fp32_grad_state_partition(self, param, release_swap_buffers)"),
+    (Stock, "_fp32_state_allgather(self, param, fp32_state_partition)"),
+    (Stock, "update_fp32_grad_for_param_vectorized(self, update_func, param_list)"),
+    (Stock, "set_fp32_grad_for_param(self, value, param)"),
+    (Stock, "set_full_hp_param(self, value, param, optim_state_key)"),
+    (Stock, "set_local_hp_param(self, value, param, optim_state_key)"),
+    (Stock, "get_param_id(self, param)"),
+    (Stock, "reduce_independent_p_g_buckets_and_remove_grads(self, param)"),
 )
-# Instance attributes used: some method of the class must name them.
+"""Every DeepSpeed name used; a function that is called or overridden with its parameters."""
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         DeepSpeedEngine,
-        ("_config", "seq_data_parallel_group", "expert_data_parallel_group", "checkpoint_engine"),
+        (
+            "_config",
+            "seq_data_parallel_group",
+            "expert_data_parallel_group",
+            "checkpoint_engine",
+            "param_names",
+            "mp_world_size",
+            "mpu",
+        ),
     ),
-    (DeepSpeedEngine, ("param_names", "mp_world_size", "mpu")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (
         type(deepspeed.comm.comms_logger),
@@ -131,63 +125,43 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (
         Stock,
-        (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position"),
-    ),
-    (
-        Stock,
         (
+            f"{MANGLED}__param_id_to_grad_partition",
+            "grad_partitions_flat_buffer",
+            "grad_position",
             "fp16_groups",
             "fp16_partitioned_groups_flat",
             "fp16_partitioned_groups_flat_numel",
             "lp_param_buffer",
-        ),
-    ),
-    (
-        Stock,
-        (
             "fp32_partitioned_groups_flat",
             "averaged_gradients",
             "inf_or_nan_tracker",
             "norm_for_param_grads",
-        ),
-    ),
-    (
-        Stock,
-        (
             "optimizer",
             "offload_optimizer",
             "param_names",
             "reduce_bucket_size",
             "loss_scale",
             "ipg_buckets",
-        ),
-    ),
-    (
-        Stock,
-        ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory"),
-    ),
-    (
-        Stock,
-        (
+            "persistent_parameters",
+            "reduce_and_partition_stream",
+            "offload_optimizer_pin_memory",
             "communication_data_type",
             "gradient_accumulation_dtype",
             "overflow",
             "module",
             "sub_group_to_group_id",
-        ),
-    ),
-    (
-        Stock,
-        (
             "is_gradient_accumulation_boundary",
             "offloaded_states",
             "reduce_scatter",
             "torch_autocast_gradscaler",
+            "backward",
+            "model_parallel_group",
         ),
     ),
-    (Stock, ("backward", "model_parallel_group")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
+"""Attributes of instances that are used: some method of the class must name them."""
 
 
 def deepspeed_json(engine: Any) -> dict[str, Any]:
@@ -269,13 +243,13 @@ def _differences() -> Iterator[str]:
     """Yield one phrase for each name that is missing, has other parameters, or came with another
     release.
     """
-    for owner, name, expected in REQUIRED:
+    for owner, required in REQUIRED:
+        name, takes, expected = required.rstrip(")").partition("(")
         found = getattr(owner, name, None)
         if found is None:
             yield f"{owner.__name__}.{name} is gone"
-        elif expected is not None and _parameters(found) != expected:
-            actual = ", ".join(_parameters(found))
-            yield f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})"
+        elif takes and (actual := ", ".join(_parameters(found))) != expected:
+            yield f"{owner.__name__}.{name}({actual}) was expected as ({expected})"
     for owner, names in ATTRIBUTES:
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)

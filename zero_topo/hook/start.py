@@ -96,11 +96,9 @@ def _agree_on_start(engine: Any, model: torch.nn.Module) -> None:
 
 def meeting_place() -> dist.Store | None:
     """Return the store of torch's rendezvous; None for backends without one."""
-    return (
-        None
-        if dist.get_backend() in ("mpi", "fake")
-        else dist.distributed_c10d._get_default_store()
-    )
+    if dist.get_backend() in ("mpi", "fake"):
+        return None
+    return dist.distributed_c10d._get_default_store()
 
 
 def groups_over(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:

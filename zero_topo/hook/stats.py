@@ -92,7 +92,9 @@ def stats(engine: Any) -> Stats:
 
 
 def _predicted(
-    engine: Any, optimizer: TopoStage3, parts: Sequence[tuple[ResolvedConfig, Workload]]
+    engine: Any,
+    optimizer: TopoStage3,
+    parts: Sequence[tuple[ResolvedConfig, Workload]],
 ) -> dict[str, int]:
     """Return the planner's memory of a rank at the peak of a step, with the shards of experts
     added.
@@ -165,14 +167,8 @@ def report(
     if recorder is not None and recorder.folder == Path(folder):
         recorder.finish()
     if dist.get_rank() == 0:
-        _write(
-            engine,
-            Path(folder),
-            found,
-            [rank for rank in ranks if rank is not None],
-            title,
-            settings,
-        )
+        known = [rank for rank in ranks if rank is not None]
+        _write(engine, Path(folder), found, known, title, settings)
 
 
 def _write(
@@ -223,12 +219,9 @@ class Recorder:
 
     def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            share = (
-                1
-                if kwargs.get("scale_wrt_gas") is False
-                else 1 / self._engine.gradient_accumulation_steps()
-            )
-            part = loss.detach().float().reshape(()) * share
+            part = loss.detach().float().reshape(())
+            if kwargs.get("scale_wrt_gas") is not False:
+                part = part * (1 / self._engine.gradient_accumulation_steps())
             self._loss = part if self._loss is None else self._loss + part
         return backward(loss, *args, **kwargs)
 

@@ -26,6 +26,11 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLOATS = tuple(DTYPES.values())
 
 
+def counted(count: int, like: Tensor) -> Tensor:
+    """Return the numbers below ``count``, int64, on the device of a tensor."""
+    return torch.arange(count, dtype=torch.int64, device=like.device)
+
+
 @dataclass(eq=False)
 class View:
     """Describes a part of one message, or the equal parts of the messages of all members of a
@@ -105,16 +110,13 @@ class View:
         """Return the number of elements between the end of ``flat`` and the end of the last row."""
         if not (self.members and self.rows and self.width):
             return 0
-        extent = (
-            (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
-        )
-        return max(0, extent - self.flat.numel())
+        last_row = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride
+        return max(0, last_row + self.width - self.flat.numel())
 
-    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a copy of the values, ``[members, numel]``."""
-        out = torch.zeros(
-            self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device
-        )
+    def read(self) -> Tensor:
+        """Return a copy of the values, FP32 ``[members, numel]``."""
+        shape = self.members, self.rows, self.columns
+        out = torch.zeros(shape, dtype=torch.float32, device=self.flat.device)
         missing = self._missing()
         # The reference reads beyond the end from a padded copy; kernels compare indices.
         flat = pad(self.flat, (0, missing)) if missing else self.flat
@@ -213,9 +215,9 @@ def at_blocks(views: Sequence[View], block: int) -> list[View]:
     return parts
 
 
-def read_all(views: Sequence[View], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a copy of the concatenated values, ``[members, numel]``."""
-    return torch.cat([view.read(dtype) for view in views], dim=1)
+def read_all(views: Sequence[View]) -> Tensor:
+    """Return a copy of the concatenated values, FP32 ``[members, numel]``."""
+    return torch.cat([view.read() for view in views], dim=1)
 
 
 def write_all(values: Tensor, views: Sequence[View]) -> None:
@@ -301,10 +303,8 @@ def from_sources(messages: Tensor, without: int = -1) -> Messages:
     several members.
     """
     assert messages.dim() in (2, 3)
-    return Messages(
-        messages[:, None, None] if messages.dim() == 2 else messages[:, None],
-        without_source=without,
-    )
+    missing = (None,) * (4 - messages.dim())
+    return Messages(messages[:, *missing], without_source=without)
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,11 @@ class Codes:
 
     @classmethod
     def build(
-        cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device
+        cls,
+        columns: Sequence[tuple[int, int]],
+        rows: int,
+        block: int,
+        device: torch.device,
     ) -> Codes:
         """Allocate codes that are all zero.
 
@@ -354,13 +358,12 @@ class Codes:
             param_indices.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
             # Kernels find the parameter of a block column by this table.
             param_index_of += [index] * blocks
-            at = at + wire.nbytes(numel)
-            before = before + blocks
+            at += wire.nbytes(numel)
+            before += blocks
         stored = torch.zeros(at, dtype=torch.uint8, device=device)
         table = torch.tensor(param_indices, dtype=torch.int64, device=device).view(-1, 6)
-        return cls(
-            stored, table, torch.tensor(param_index_of, dtype=torch.int32, device=device), block
-        )
+        numbers = torch.tensor(param_index_of, dtype=torch.int32, device=device)
+        return cls(stored, table, numbers, block)
 
 
 @dataclass(frozen=True)

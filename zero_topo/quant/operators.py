@@ -79,7 +79,11 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
     """
 
     def quantize(
-        flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int
+        flats: list[Tensor],
+        shapes: list[int],
+        code: list[int],
+        table: Tensor,
+        member: int,
     ) -> None:
         messages = Messages(table, -1, member)
         backend.quantize(_views(flats, shapes, messages), format_of(code), messages)
@@ -132,7 +136,10 @@ def _name(schema: str) -> str:
 
 
 def _coded(
-    stored: Tensor, param_indices: Tensor, param_index_of: Tensor, part: Sequence[int]
+    stored: Tensor,
+    param_indices: Tensor,
+    param_index_of: Tensor,
+    part: Sequence[int],
 ) -> tuple[Codes, Part]:
     return Codes(stored, param_indices, param_index_of, part[0]), Part(*part[1:])
 
@@ -295,7 +302,9 @@ use = _Serving().use
 
 
 def select(
-    device: torch.device = CPU, kinds: Collection[str] = (), env: Mapping[str, str] = os.environ
+    device: torch.device = CPU,
+    kinds: Collection[str] = (),
+    env: Mapping[str, str] = os.environ,
 ) -> str:
     """Select the best backend that loads for a device, or the one that ``ZERO_TOPO_QUANT`` names,
     and log one line.

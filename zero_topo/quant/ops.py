@@ -182,7 +182,12 @@ def _reduced(
 
 
 def _check(
-    table: Tensor, spec: Format, numel: int, nbytes: int, members: int, without_source: int = -1
+    table: Tensor,
+    spec: Format,
+    numel: int,
+    nbytes: int,
+    members: int,
+    without_source: int = -1,
 ) -> None:
     """Refuse a table that does not hold ``numel`` values of a format for each of the members."""
     sources, outer, inner, size = table.shape
@@ -221,17 +226,15 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
     _check_masters(masters, part)
     _check_devices(masters.table, codes.stored)
     tile = ChangeSpec(codes.block).tile
-    tiles = codes.block // tile
     blocks = part.blocks
     device = codes.stored.device
     scales = torch.empty(blocks, dtype=torch.float32, device=device)
-    counts = torch.empty(blocks, tiles, dtype=torch.uint8, device=device)
-    steps = torch.empty(blocks, tiles, 2, tile // 8, dtype=torch.uint8, device=device)
+    counts = torch.empty(blocks, codes.block // tile, dtype=torch.uint8, device=device)
+    steps = torch.empty(*counts.shape, 2, tile // 8, dtype=torch.uint8, device=device)
     sizes = torch.empty(blocks, 2, dtype=torch.int64, device=device)
     own = [masters.first, masters.member]
-    OPS.codes_assess.default(
-        masters.table, own, *_code_arguments(codes, part), scales, counts, steps, sizes
-    )
+    made = scales, counts, steps, sizes
+    OPS.codes_assess.default(masters.table, own, *_code_arguments(codes, part), *made)
     # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which
     # walks all rows.
     whole, changed = sizes.unbind(1)
@@ -373,11 +376,8 @@ def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tenso
         raise ValueError(f"room for {room} elements: it cannot be negative")
     indices = torch.empty(room, dtype=torch.int64, device=x.device)
     values = torch.empty(room, dtype=x.dtype, device=x.device)
-    return (
-        indices,
-        values,
-        OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x),
-    )
+    number = OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x)
+    return indices, values, number
 
 
 def row_largest(x: Tensor, k: int) -> Tensor:
@@ -392,7 +392,7 @@ def row_largest(x: Tensor, k: int) -> Tensor:
     Raises:
         ValueError: for another dtype or layout, or if ``k`` is not in the range of a row.
     """
-    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_vector("x", x, (torch.float32,), dims=2)
     if x.dim() != 2 or not 1 <= k <= x.shape[1]:
         raise ValueError(
             f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they "
@@ -405,7 +405,11 @@ def row_largest(x: Tensor, k: int) -> Tensor:
 
 
 def ternary_encode(
-    x: Tensor, rows: int, indices: Tensor, low_bits: int, dtype: torch.dtype
+    x: Tensor,
+    rows: int,
+    indices: Tensor,
+    low_bits: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Encode elements of blocks as signs with one scale a block, the mean of their magnitudes.
 
@@ -429,18 +433,22 @@ def ternary_encode(
         ValueError: for another dtype or layout of ``x`` or ``indices``.
     """
     form = _ternary_form(x.shape[-1], indices.shape[-1], low_bits, dtype)
-    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_vector("x", x, (torch.float32,), dims=2)
     _check_vector("indices", indices.view(-1), (torch.int64,), len(x) * form[1])
-    packets = torch.empty(
-        rows, _ternary_bytes(form, len(x) // max(rows, 1)), dtype=torch.uint8, device=x.device
-    )
-    return packets, OPS.ternary_encode.default(
-        x, indices, form, packets
-    ) if packets.numel() else _zero(x)
+    nbytes = _ternary_bytes(form, len(x) // max(rows, 1))
+    packets = torch.empty(rows, nbytes, dtype=torch.uint8, device=x.device)
+    if not packets.numel():
+        return packets, _zero(x)
+    return packets, OPS.ternary_encode.default(x, indices, form, packets)
 
 
 def ternary_decode(
-    packets: Tensor, begins: Tensor, block: int, k: int, low_bits: int, dtype: torch.dtype
+    packets: Tensor,
+    begins: Tensor,
+    block: int,
+    k: int,
+    low_bits: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Decode packets of :func:`ternary_encode`; an element that was not sent has the value 0, so
     values may be added.
@@ -478,10 +486,9 @@ def _ternary_form(block: int, k: int, low_bits: int, dtype: torch.dtype) -> list
 
 def _ternary_bytes(form: list[int], blocks: int) -> int:
     block, k, low_bits, dtype = form
-    return (
-        -(-blocks * (k + (block >> low_bits) + k * (low_bits + 1)) // 8)
-        + blocks * FLOATS[dtype].itemsize
-    )
+    # Upper bits of the positions in unary, lower ones and signs.
+    bits = k + (block >> low_bits) + k * (low_bits + 1)
+    return -(-blocks * bits // 8) + blocks * FLOATS[dtype].itemsize
 
 
 def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
@@ -498,15 +505,12 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     Raises:
         ValueError: if ``x`` is not FP32 and contiguous, or for fewer than three rows.
     """
-    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_vector("x", x, (torch.float32,), dims=2)
     _check_rows(rows)
-    sketch = torch.zeros(
-        *x.shape[:-1], rows, reference.SKETCH_WIDTH, dtype=torch.float32, device=x.device
-    )
+    shape = rows, reference.SKETCH_WIDTH
+    sketch = torch.zeros(*x.shape[:-1], *shape, dtype=torch.float32, device=x.device)
     if x.numel():
-        OPS.sketch_insert.default(
-            x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.SKETCH_WIDTH)
-        )
+        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, *shape))
     return sketch
 
 
@@ -560,14 +564,15 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def _check_vector(
-    name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
+    name: str,
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    numel: int | None = None,
+    dims: int = 1,
 ) -> None:
-    if (
-        x.dim() != 1
-        or not x.is_contiguous()
-        or x.dtype not in dtypes
-        or numel not in (None, x.numel())
-    ):
+    """Refuse what is not a contiguous vector, or rows if it may have two dimensions."""
+    fits = 1 <= x.dim() <= dims and x.is_contiguous() and x.dtype in dtypes
+    if not fits or numel not in (None, x.numel()):
         wanted = f"{numel} elements" if numel is not None else "any number of elements"
         raise ValueError(
             f"{name} must be 1-D and contiguous, of {wanted} and one of {dtypes}, not {x.dtype} "

@@ -43,6 +43,7 @@ from zero_topo.quant.operands import (
     Messages,
     Part,
     View,
+    counted,
     read_all,
     total_numel,
     write_all,
@@ -95,7 +96,12 @@ def dequantize_reduce(
 
 
 def requantize(
-    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    messages: Messages,
+    source: Format,
+    spec: Format,
+    out: Messages,
+    numel: int,
+    factor: float = 1.0,
 ) -> None:
     """Sum each member's dequantized messages, and quantize the sum into one message."""
     for member in out.kept():
@@ -107,11 +113,9 @@ def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) ->
     # In the order given, one rounding a sum: every backend adds in this order.
     for message in messages[1:]:
         total.add_(_values(message, numel, spec))
-    return (
-        total
-        if factor == 1
-        else total.mul_(torch.tensor(factor, dtype=torch.float32, device="cpu").item())
-    )
+    if factor != 1:
+        total.mul_(torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+    return total
 
 
 def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
@@ -120,7 +124,8 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         return
     numel = x.numel()
     # The planes are padded with zeros, so that equal values are equal bytes.
-    q, scale = (_nf4_quantized if spec.name == "nf4" else _quantized)(_blocks(x, spec), spec)
+    quantized = _nf4_quantized if spec.name == "nf4" else _quantized
+    q, scale = quantized(_blocks(x, spec), spec)
     values_end = spec.blocks(numel) * spec.block_bytes
     scales = spec.scales_offset(numel)
     scales_end = scales + spec.blocks(numel) * spec.scale_bytes
@@ -157,17 +162,15 @@ def _nf4_quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     steps = steps.masked_fill_(~torch.isfinite(absmax) | (steps > 254), 255)
     scale = _nf4_scale(steps)
     bounds = torch.tensor(NF4_BOUNDS, dtype=torch.float32, device=blocks.device)
+    inverse = torch.ones_like(scale) / scale
     # The number of bounds below a value; on a bound, that of the level below.
-    q = torch.bucketize(blocks.mul_((torch.ones_like(scale) / scale)[:, None]), bounds) - 8
+    q = torch.bucketize(blocks.mul_(inverse[:, None]), bounds) - 8
     return q.masked_fill_((steps == 255)[:, None], 0).to(torch.int8), steps.to(torch.uint8)
 
 
 def _nf4_scale(steps: Tensor) -> Tensor:
-    return (
-        ((steps.to(torch.int32) << 21) + NF4_SCALE)
-        .view(torch.float32)
-        .masked_fill_(steps == 255, torch.nan)
-    )
+    bits = (steps.to(torch.int32) << 21) + NF4_SCALE
+    return bits.view(torch.float32).masked_fill_(steps == 255, torch.nan)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
@@ -220,7 +223,7 @@ def codes_assess(
     """
     spec = ChangeSpec(codes.block)
     x = _masters_in_blocks(masters, codes, part)
-    old_codes, old = _stored(codes, part, masters.member)
+    old_codes, old = _stored(codes, _places(codes, part, masters.member))
     scales.copy_(scales_from_now(x.abs().amax(1), old))
     # What would change: an element changes where its code does.
     tiles = (_coded(x, scales) - old_codes).view(*counts.shape, -1)
@@ -230,9 +233,8 @@ def codes_assess(
     whole = (number > spec.most).any(1) | (scales.view(torch.int32) != old.view(torch.int32))
     counts.copy_(number + LARGE * large).masked_fill_(whole[:, None], WHOLE)
     sizes[:, 0] = whole
-    sizes[:, 1] = (
-        _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape).sum(1).masked_fill_(whole, 0)
-    )
+    tile_sizes = _Tiles(counts.view(-1), spec.tile).sizes.view(counts.shape)
+    sizes[:, 1] = tile_sizes.sum(1).masked_fill_(whole, 0)
     # Two masks of each tile, one behind the other.
     mask_pack(torch.stack([tiles != 0, tiles < 0], 2).view(-1), steps.view(-1))
 
@@ -261,7 +263,8 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     changed, less = masks.view(-1, 2, spec.tile).unbind(1)
     # Small changes are steps of the stored codes, so that an edit of the masters in between changes
     # none.
-    new = _stored(codes, part, masters.member)[0].view(-1, spec.tile)
+    places = _places(codes, part, masters.member)
+    new = _stored(codes, places)[0].view(-1, spec.tile)
     fresh = _coded(_masters_in_blocks(masters, codes, part), change.scales).view(-1, spec.tile)
     large = (change.counts.view(-1) >= LARGE)[:, None]
     stepped = new + changed.to(torch.int8) - 2 * less.to(torch.int8)
@@ -275,19 +278,19 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     message[at : at + block * count].copy_(new.view(n, block)[whole].view(-1))
     # Tiles of the blocks that are not sent whole.
     sent = ~whole.repeat_interleave(spec.tiles)
-    packed = _Tiles(change.counts.view(-1)[sent], spec.tile).packed(
-        changed[sent], less[sent], new[sent]
-    )
+    tiles = _Tiles(change.counts.view(-1)[sent], spec.tile)
+    packed = tiles.packed(changed[sent], less[sent], new[sent])
     at = spec.changes_offset(n, count)
     message[at : at + packed.numel()].copy_(packed)
-    _store(codes, part, masters.member, new.view(n, block), change.scales)
+    _store(codes, places, new.view(n, block), change.scales)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     """Update the rows of all members except the one left out."""
     for member in messages.kept():
-        old, scales = _stored(codes, part, member)
-        _store(codes, part, member, *_decoded(messages.of(member)[0], codes.block, old, scales))
+        places = _places(codes, part, member)
+        stored = _stored(codes, places)
+        _store(codes, places, *_decoded(messages.of(member)[0], codes.block, *stored))
 
 
 def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,14 +301,12 @@ def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tupl
     whole = counts[:, 0] == WHOLE
     count = int(whole.sum())
     tiles = _Tiles(counts[~whole].view(-1), spec.tile)
-    changed = tiles.unpacked(
-        message, spec.changes_offset(n, count), codes[~whole].view(-1, spec.tile)
-    )
+    stored = codes[~whole].view(-1, spec.tile)
+    changed = tiles.unpacked(message, spec.changes_offset(n, count), stored)
     codes[~whole] = changed.view(-1, block)
     at = spec.codes_offset(n, count)
-    codes[whole] = (
-        message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
-    )
+    sent = message[at : at + count * block].view(count, block)
+    codes[whole] = sent.view(torch.int8).to(torch.float32)
     at = spec.scales_offset(n)
     scales[whole] = message[at : at + 4 * count].view(torch.float32)
     return codes, scales
@@ -345,9 +346,8 @@ class _Tiles:
         out[(start + rank)[listed]] = (position + 128 * minus)[listed]
         # The new codes of tiles with large changes.
         out[(values + rank)[large]] = new[tile, position][large].to(torch.int64)
-        out.index_add_(
-            0, (start + position // 8)[~listed], (torch.ones_like(minus) << position % 8)[~listed]
-        )
+        bits = torch.ones_like(minus) << position % 8
+        out.index_add_(0, (start + position // 8)[~listed], bits[~listed])
         # A mask of small changes: signs, eight to a byte, in the order of the changes.
         signed = ~listed & ~large
         out.index_add_(0, (values + rank // 8)[signed], (minus << rank % 8)[signed])
@@ -364,26 +364,24 @@ class _Tiles:
 
         # Lists: entry number `rank` of each tile.
         lengths = self._number.masked_fill(~self._listed, 0)[:, None]
-        listed = torch.arange(size, dtype=torch.int64, device=codes.device) < lengths
-        tile, rank = listed.nonzero(as_tuple=True)
+        position = counted(size, codes)
+        tile, rank = (position < lengths).nonzero(as_tuple=True)
         entry = byte(starts[tile] + rank)
-        position = torch.arange(size, dtype=torch.int64, device=codes.device)
         # Masks: all positions of all tiles, of which those of lists are left out.
         mask = byte(starts[:, None] + position // 8) >> position % 8 & 1
         ranks = mask.cumsum(1) - 1
-        of, place = (
-            mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])
-        ).nonzero(as_tuple=True)
-        sign = byte(starts[of] + size // 8 + ranks[of, place] // 8) >> ranks[of, place] % 8 & 1
+        masked = mask.bool() & ~self._listed[:, None] & (ranks < self._number[:, None])
+        of, place = masked.nonzero(as_tuple=True)
+        ranked = ranks[of, place]
+        sign = byte(starts[of] + size // 8 + ranked // 8) >> ranked % 8 & 1
         tile = torch.cat([tile, of])
         position = torch.cat([entry % size, place])
-        rank = torch.cat([rank, ranks[of, place]])
+        rank = torch.cat([rank, ranked])
         # Both forms together: a step by the sign, or the new code.
         minus = torch.cat([entry // 128, sign])
         fresh = byte(starts[tile] + self._positions[tile] + rank).to(torch.uint8).view(torch.int8)
-        codes[tile, position] = torch.where(
-            self._large[tile], fresh, codes[tile, position] + 1 - 2 * minus
-        )
+        stepped = codes[tile, position] + 1 - 2 * minus
+        codes[tile, position] = torch.where(self._large[tile], fresh, stepped)
         return codes
 
 
@@ -399,48 +397,39 @@ def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
     parameter's columns.
     """
     param_index = codes.param_indices[codes.param_index_of[part.begin : part.end].long()]
-    here = (
-        torch.arange(part.begin, part.end, dtype=torch.int64, device=param_index.device)
-        - param_index[:, 3]
-    )
-    return (*param_index.unbind(1), here)
+    columns = counted(len(param_index), param_index) + part.begin
+    return (*param_index.unbind(1), columns - param_index[:, 3])
 
 
-def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
-    """Return the byte offsets of each block's codes and scale."""
+def _places(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
+    """Return the places of each block's codes, ``[blocks, block]``, and of its scale in the bytes
+    viewed as FP32.
+    """
     codes_at, scales_at, blocks, *_, here = _columns(codes, part)
-    rows = torch.arange(
-        member, part.rows * part.members, part.members, dtype=torch.int64, device=here.device
-    )[:, None]
-    index = (rows * blocks + here).view(-1)
-    repeat = (part.rows,)
-    return codes_at.repeat(repeat) + index * codes.block, scales_at.repeat(repeat) + index * 4
+    # Row r of a member is row m + r * members of the shard.
+    rows = counted(part.rows, here)[:, None] * part.members + member
+    index = rows * blocks + here
+    places = (codes_at + index * codes.block).view(-1, 1) + counted(codes.block, here)
+    return places, (scales_at // 4 + index).view(-1)
 
 
-def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
+def _stored(codes: Codes, places: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return copies of the codes, as FP32 ``[blocks, block]``, and of the scales."""
-    codes_at, scales_at = _offsets(codes, part, member)
-    stored = codes.stored[
-        codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)
-    ]
-    return stored.view(torch.int8).to(torch.float32), codes.stored.view(torch.float32)[
-        scales_at // 4
-    ]
+    codes_at, scales_at = places
+    values = codes.stored[codes_at].view(torch.int8).to(torch.float32)
+    return values, codes.stored.view(torch.float32)[scales_at]
 
 
-def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
-    codes_at, scales_at = _offsets(codes, part, member)
-    index = codes_at[:, None] + torch.arange(codes.block, dtype=torch.int64, device=codes_at.device)
-    codes.stored[index] = new.to(torch.int8).view(torch.uint8)
-    codes.stored.view(torch.float32)[scales_at // 4] = scales
+def _store(codes: Codes, places: tuple[Tensor, Tensor], new: Tensor, scales: Tensor) -> None:
+    codes_at, scales_at = places
+    codes.stored[codes_at] = new.to(torch.int8).view(torch.uint8)
+    codes.stored.view(torch.float32)[scales_at] = scales
 
 
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
     """Return the masters as FP32 ``[blocks, block]``, zero beyond a parameter's columns."""
     _, _, _, _, first, width, here = _columns(codes, part)
-    inside = here[:, None] * codes.block + torch.arange(
-        codes.block, dtype=torch.int64, device=here.device
-    )
+    inside = here[:, None] * codes.block + counted(codes.block, here)
     exists = inside < width[:, None]
     index = torch.where(exists, first[:, None] + inside - masters.first, 0)
     return torch.where(exists, masters.table[:, index], 0.0).view(part.blocks, codes.block)
@@ -506,10 +495,9 @@ def _scans_half(device: torch.device) -> bool:
     One block of 512 threads computes the offsets of all blocks. For one-byte elements there are up
     to two blocks per multiprocessor (608 on MI300X), for wider elements one.
     """
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_properties(device).multi_processor_count > 256
-    )
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).multi_processor_count > 256
 
 
 def row_largest(x: Tensor, indices: Tensor) -> None:
@@ -542,11 +530,8 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     sizes = x.gather(1, indices).abs_()
     void = sizes == 0
     count = selections - void.sum(dim=1, keepdim=True)
-    scale = (
-        (sizes.sum(dim=1, keepdim=True, dtype=torch.float64) / count.clamp(min=1))
-        .float()
-        .to(FLOATS[dtype])
-    )
+    total = sizes.sum(dim=1, keepdim=True, dtype=torch.float64)
+    scale = (total / count.clamp(min=1)).float().to(FLOATS[dtype])
     del sizes
     first = indices.masked_fill(void, block).amin(dim=1, keepdim=True) % block
     # A void repeats the position before it
@@ -555,15 +540,14 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
     device = x.device
     rows = len(packets)
     # Elias-Fano: the upper bits in unary, as set bits of a bitmap; the lower ones as they are.
-    ones = (index >> low) + torch.arange(selections, dtype=torch.int64, device=device)
-    high = torch.zeros(
-        len(x), selections + (block >> low), dtype=torch.bool, device=device
-    ).scatter_(1, ones, 1)
+    ones = (index >> low) + counted(selections, x)
+    width = selections + (block >> low)
+    high = torch.zeros(len(x), width, dtype=torch.bool, device=device).scatter_(1, ones, 1)
     del ones
     lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
-    flags = torch.cat(
-        [part.bool().view(rows, -1) for part in (high, lows, x.gather(1, index) < 0)], dim=1
-    )
+    parts = high, lows, x.gather(1, index) < 0
+    flags = torch.cat([part.bool().view(rows, -1) for part in parts], dim=1)
+    del parts
     bits = torch.empty(rows, -(-flags.shape[1] // 8), dtype=torch.uint8, device=device)
     OPS.mask_pack.default(pad(flags, (0, -flags.shape[1] % 8)).view(-1), bits.view(-1))
     torch.cat([bits, scale.view(rows, -1).view(torch.uint8)], dim=1, out=packets)
@@ -571,7 +555,11 @@ def ternary_encode(x: Tensor, indices: Tensor, form: Sequence[int], packets: Ten
 
 
 def ternary_decode(
-    packets: Tensor, begins: Tensor, form: Sequence[int], indices: Tensor, values: Tensor
+    packets: Tensor,
+    begins: Tensor,
+    form: Sequence[int],
+    indices: Tensor,
+    values: Tensor,
 ) -> None:
     """Write the positions and values of packets; the arguments are those of
     ``ops.ternary_decode``.
@@ -580,22 +568,18 @@ def ternary_decode(
     rows, of_row = begins.shape
     device = packets.device
     parts = [of_row * bits for bits in (selections + (block >> low), selections * low, selections)]
-    scales = (
-        packets[:, -(-sum(parts) // 8) :]
-        .clone(memory_format=torch.contiguous_format)
-        .view(FLOATS[dtype])
-    )
-    bits = packets[:, : -(-sum(parts) // 8)].contiguous()
+    split = -(-sum(parts) // 8)
+    scales = packets[:, split:].clone(memory_format=torch.contiguous_format).view(FLOATS[dtype])
+    bits = packets[:, :split].contiguous()
     flags = torch.empty(rows, 8 * bits.shape[1], dtype=torch.bool, device=device)
     OPS.mask_unpack.default(bits.view(-1), flags.view(-1))
     high, lows, signs, _ = flags.split([*parts, flags.shape[1] - sum(parts)], dim=1)
     blocks = rows * of_row
-    ones = set_positions(high.reshape(blocks, -1), blocks * selections)[:, 1].view(
-        blocks, selections
-    )
+    ones = set_positions(high.reshape(blocks, -1), blocks * selections)[:, 1]
+    ones = ones.view(blocks, selections)
     places = torch.arange(low, dtype=torch.int16, device=device)
     lower = (lows.reshape(blocks, selections, -1).short() << places).sum(dim=2, dtype=torch.int16)
-    index = ((ones - torch.arange(selections, dtype=torch.int64, device=device)) << low) + lower
+    index = ((ones - counted(selections, ones)) << low) + lower
     scale = scales.float().view(blocks, 1)
     signed = torch.where(signs.reshape(blocks, selections), -scale, scale)
     # A repeated position stands for an element that was void.
@@ -624,17 +608,19 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         The number of elements that peeling did not resolve, int64 ``[1]``.
     """
     blocks = -(-out.numel() // SKETCH_WIDTH)
-    present = torch.zeros(blocks * SKETCH_WIDTH, dtype=torch.bool, device="cpu")
-    mask_unpack(bits.cpu(), present[: out.numel()])
     # All lanes in parallel: a lane does not depend on the others.
     table = sketch.cpu()
-    unresolved = present.view(blocks, SKETCH_WIDTH)
+    unresolved = torch.zeros(blocks, SKETCH_WIDTH, dtype=torch.bool, device="cpu")
+    mask_unpack(bits.cpu(), unresolved.view(-1)[: out.numel()])
     values = torch.zeros(blocks, SKETCH_WIDTH, dtype=torch.float32, device="cpu")
     places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
     counts = torch.zeros(table.shape, dtype=torch.int32, device="cpu")
     for block, three in enumerate(places):
         for row, _ in three:
             counts[row] += unresolved[block]
+
+    def values_of(three: list[tuple[int, float]]) -> Tensor:
+        return torch.stack([sign * table[row] for row, sign in three])
 
     def visit(block: int) -> bool:
         """Resolve each element alone in one of its rows, from the first such row; return whether
@@ -646,7 +632,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         if not resolved.any():
             return False
         chosen = alone.int().argmax(dim=0)
-        value = torch.stack([sign * table[row] for row, sign in three]).gather(0, chosen[None])[0]
+        value = values_of(three).gather(0, chosen[None])[0]
         values[block] = torch.where(resolved, value, values[block])
         unresolved[block] &= ~resolved
         for j, (row, sign) in enumerate(three):
@@ -659,16 +645,15 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         pass
     # The remaining elements get the median of their three rows
     for block, three in enumerate(places):
-        guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
+        guess = values_of(three).median(dim=0).values
         values[block] = torch.where(unresolved[block], guess, values[block])
     out.copy_(values.view(-1)[: out.numel()])
     return torch.tensor([int(unresolved.sum())], dtype=torch.int64, device=out.device)
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:
-    return (
-        x.float().abs() < torch.tensor(threshold, dtype=torch.float32, device=x.device)
-    ).logical_not()
+    bound = torch.tensor(threshold, dtype=torch.float32, device=x.device)
+    return (x.float().abs() < bound).logical_not()
 
 
 def _mix(z: int) -> int:

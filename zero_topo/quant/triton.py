@@ -20,10 +20,12 @@ from zero_topo.quant.triton_blocks import (
     Place,
     Table,
     Work,
+    programs_of,
     quantize_tile,
     reduce_tile,
     requantize_tile,
     size_of,
+    table_of,
 )
 from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
 from zero_topo.quant.triton_sparse import (  # noqa: F401
@@ -75,7 +77,12 @@ def dequantize_reduce(
 
 
 def requantize(
-    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    messages: Messages,
+    source: Format,
+    spec: Format,
+    out: Messages,
+    numel: int,
+    factor: float = 1.0,
 ) -> None:
     """Quantize the sum of each member's messages into one message."""
     work, programs = _worked(replace(messages, without_member=out.without_member), numel, factor)
@@ -106,7 +113,9 @@ def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumul
 
 
 def _parts(
-    views: Sequence[View], spec: Cast, messages: Messages
+    views: Sequence[View],
+    spec: Cast,
+    messages: Messages,
 ) -> Iterator[tuple[View, Messages]]:
     """Return each view with its part of messages that hold floats."""
     parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)
@@ -161,28 +170,16 @@ def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, 
     """Return the arguments of a launch, and its number of programs."""
     tiles = -(-numel // TILE.value)
     sources = messages.table.shape[0]
-    members = messages.members
-    skipped = members if messages.without_member < 0 else messages.without_member
+    skipped, programs = programs_of(messages, tiles)
     hole = sources if messages.without_source < 0 else messages.without_source
     numbers = tiles, skipped, sources - (hole < sources), hole
     # Such numbers are neither 1 nor multiples of 16, for which Triton would compile again.
-    work = Work._make([*(4 * number + 2 for number in numbers), factor])
-    return work, tiles * (members - (skipped < members))
+    return Work._make([*(4 * number + 2 for number in numbers), factor]), programs
 
 
 def _described(messages: Messages, spec: Format, numel: int) -> Table:
-    """Return the messages as kernels take them.
-
-    Raises:
-        ValueError: if they are not aligned for the kernels.
-    """
-    table = messages.table
-    steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
-    unit = spec.bits // 8 if isinstance(spec, Cast) else ALIGNED.value
-    if any(number % unit for number in (table.data_ptr(), *steps)):
-        raise ValueError(
-            f"{spec} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, "
-            f"{steps}"
-        )
-    planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.nbytes(numel))
-    return Table(table, steps[0], steps[1], steps[2], table.shape[2], *planes)
+    """Return the messages as kernels take them."""
+    if isinstance(spec, Cast):
+        return table_of(messages.table, spec.bits // 8, spec)
+    planes = spec.scales_offset(numel), spec.nbytes(numel)
+    return table_of(messages.table, ALIGNED.value, spec, *planes)

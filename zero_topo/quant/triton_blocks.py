@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero_topo.quant.operands import Messages
 from zero_topo.quant.spec import NF4_BOUNDS, NF4_LEVELS, NF4_NEAREST, NF4_SCALE, Cast, Format
 from zero_topo.quant.triton_sparse import loaded, widened
 
@@ -117,6 +118,31 @@ class Work(NamedTuple):
     factor: float
 
 
+def table_of(table: Tensor, unit: int, kind: object, scales: int = 0, end: int = 0) -> Table:
+    """Return messages of some kind as kernels take them.
+
+    Raises:
+        ValueError: if they do not begin at multiples of ``unit`` bytes.
+    """
+    # The stride of a dimension of one is arbitrary, and nothing is ever that far apart.
+    steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
+    if any(number % unit for number in (table.data_ptr(), *steps)):
+        raise ValueError(
+            f"{kind} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, "
+            f"{steps}"
+        )
+    return Table(table, steps[0], steps[1], steps[2], table.shape[2], scales, end)
+
+
+def programs_of(messages: Messages, tiles: int) -> tuple[int, int]:
+    """Return the member left out, or the number of members, and the programs of a launch with some
+    tiles for each of the others.
+    """
+    members = messages.members
+    skipped = members if messages.without_member < 0 else messages.without_member
+    return skipped, tiles * (members - (skipped < members))
+
+
 @triton.constexpr_function
 def size_of(spec: Format) -> int:
     """Return the values of a block; 256 for floats, which have no blocks."""
@@ -131,7 +157,11 @@ def _float(spec: Cast) -> tl.dtype:
 
 @triton.jit
 def quantize_tile(
-    message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr
+    message: Table,
+    place: Place,
+    work: Work,
+    SPEC: tl.constexpr,
+    FOLD: tl.constexpr,
 ) -> None:
     """Quantize a tile of a view into its blocks of the message."""
     tile, member = _mine(work)
@@ -180,13 +210,18 @@ def requantize_tile(
 
 
 @triton.jit
+def member_of(tiles: int, skipped: int) -> tl.tuple:
+    """Return the program's number among those of its member, and the member; see `Work`."""
+    tiles = tiles >> 2
+    member = tl.program_id(0) // tiles
+    return tl.program_id(0) - member * tiles, member + (member >= (skipped >> 2)).to(tl.int32)
+
+
+@triton.jit
 def _mine(work: Work) -> tl.tuple:
     """Return the program's tile, int64, and member."""
-    tiles = work.tiles >> 2
-    skipped = work.skipped >> 2
-    member = tl.program_id(0) // tiles
-    tile = tl.program_id(0) - member * tiles
-    return tile.to(tl.int64), member + (member >= skipped).to(tl.int32)
+    tile, member = member_of(work.tiles, work.skipped)
+    return tile.to(tl.int64), member
 
 
 @triton.jit
@@ -275,7 +310,12 @@ def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.cons
 
 @triton.jit
 def _encode_blocks(
-    x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr
+    x: tl.tensor,
+    message: tl.tensor,
+    planes: Table,
+    work: Work,
+    numel: int,
+    SPEC: tl.constexpr,
 ) -> None:
     """Quantize blocks and write them, with the message's padding."""
     tile, _ = _mine(work)
@@ -354,7 +394,11 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _decode(
-    message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr
+    message: tl.tensor,
+    planes: Table,
+    tile: int,
+    numel: int,
+    SPEC: tl.constexpr,
 ) -> tl.tensor:
     """Decode a tile's values from one message."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
@@ -382,7 +426,10 @@ def _decode(
 
 @triton.jit
 def _unpack(
-    words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr
+    words: tl.tensor,
+    AT: tl.constexpr,
+    STEP: tl.constexpr,
+    SPEC: tl.constexpr,
 ) -> tl.tensor:
     """Return the integers at bits AT, AT + STEP, ... of each word, as floats, in new last
     dimensions of 2.

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
 from zero_topo.quant.spec import CHUNK, HEADROOM, KEPT_FROM, KEPT_TO, LARGE, WHOLE, ChangeSpec
-from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
+from zero_topo.quant.triton_blocks import (
+    ALIGNED,
+    MAGNITUDE,
+    ROUNDER,
+    TILE,
+    TINY,
+    Table,
+    address,
+    member_of,
+    programs_of,
+    table_of,
+)
 from zero_topo.quant.triton_sparse import launch
 
 LEVELS = tl.constexpr(127.0)
@@ -126,25 +137,19 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     Raises:
         ValueError: if messages are not aligned for the kernels, or are too small for any change.
     """
-    table = messages.table
     spec = ChangeSpec(codes.block)
     n = part.blocks
-    steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
-    if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[
-        -1
-    ] < spec.scales_offset(n):
-        raise ValueError(
-            f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' "
-            "counts"
-        )
+    nbytes = messages.table.shape[-1]
+    scales = spec.scales_offset(n)
+    if nbytes < scales:
+        raise ValueError(f"messages must be larger than their {n} blocks' counts")
+    table = table_of(messages.table, ALIGNED.value, "changes")
     tiles = triton.cdiv(n, FEWER.value // codes.block)
-    skipped = messages.members if messages.without_member < 0 else messages.without_member
-    programs = tiles * (messages.members - (skipped < messages.members))
+    skipped, programs = programs_of(messages, tiles)
     if programs:
-        numbers = tiles, skipped, table.shape[-1], spec.counts_offset(n), spec.scales_offset(n)
-        where = Table(table, steps[0], steps[1], steps[2], table.shape[2], 0, 0)
+        numbers = tiles, skipped, nbytes, spec.counts_offset(n), scales
         sizes = _Sizes._make(map(_coded, numbers))
-        launch(_apply, programs, where, _weights(codes, part), sizes, codes.block, spec.tile)
+        launch(_apply, programs, table, _weights(codes, part), sizes, codes.block, spec.tile)
 
 
 def _coded(number: int) -> int:
@@ -186,6 +191,71 @@ def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.con
 
 
 @triton.jit
+def _blocks(weights: _Weights, program: int, COUNT: tl.constexpr) -> tl.tuple:
+    """Return a program's blocks, int64 ``[COUNT]``, and which exist; the others are the last block,
+    which is read again.
+    """
+    n = weights.blocks >> 2
+    block = tl.cast(program, tl.int64) * COUNT + tl.arange(0, COUNT)
+    return tl.minimum(block, n - 1), block < n
+
+
+@triton.jit
+def _values_of(VALUES: tl.constexpr) -> tl.tensor:
+    """Return the positions in a tile, ``[1, 1, VALUES]``."""
+    return tl.arange(0, VALUES)[None, None, :]
+
+
+@triton.jit
+def _codes_of(
+    data: tl.tensor,
+    codes: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tl.tensor:
+    """Return pointers to codes ``[blocks, tiles, VALUES]``, from byte offsets ``[blocks]`` on."""
+    tile = tl.arange(0, SIZE // VALUES)[None, :, None]
+    first = (data + codes).to(tl.pointer_type(tl.int8))
+    return first[:, None, None] + tile * VALUES + _values_of(VALUES)
+
+
+@triton.jit
+def _counts(
+    counts: tl.tensor,
+    block: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tl.tensor:
+    """Load the counts of blocks' tiles, int32 ``[blocks, tiles]``."""
+    tile = tl.arange(0, SIZE // VALUES)[None, :]
+    return tl.load(counts + block[:, None] * (SIZE // VALUES) + tile).to(tl.int32)
+
+
+@triton.jit
+def _masks(
+    changes: _Changes,
+    block: tl.tensor,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tl.tensor:
+    """Return pointers to the first byte of each tile's masks, ``[blocks, tiles]``."""
+    tile = tl.arange(0, SIZE // VALUES)[None, :]
+    return changes.steps + block[:, None] * (SIZE // 4) + tile * (VALUES // 4)
+
+
+@triton.jit
+def _bits(bytes_at: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
+    """Return each value's bit of the byte that has it, int32 ``[blocks, tiles, VALUES]``."""
+    return (tl.load(bytes_at) >> _values_of(VALUES) % 8 & 1).to(tl.int32)
+
+
+@triton.jit
+def _largest(x: tl.tensor) -> tl.tensor:
+    """Return the largest of ``[blocks, tiles]`` numbers."""
+    return tl.max(tl.max(x, axis=1), axis=0)
+
+
+@triton.jit
 def _floats(at: tl.tensor) -> tl.tensor:
     return at.to(tl.pointer_type(tl.float32))
 
@@ -198,7 +268,11 @@ def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _values(
-    own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr
+    own: _Own,
+    row: tl.tensor,
+    first: tl.tensor,
+    left: tl.tensor,
+    SIZE: tl.constexpr,
 ) -> tl.tensor:
     """Load the masters ``[blocks, block]``, zero where there are none."""
     inside = tl.arange(0, SIZE)[None, :]
@@ -231,25 +305,18 @@ def _assess(
     """Compute of some blocks the new scales, the counts of their tiles of ``VALUES``, which codes
     change, and sizes.
     """
-    n = weights.blocks >> 2
-    # Beyond the last block it is read again, and nothing is stored.
-    mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
-    block = tl.minimum(mine, n - 1)
+    block, exists = _blocks(weights, tl.program_id(0), TILE // SIZE)
     codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
     x = _values(own, row, first, left, SIZE)
     old = tl.load(_floats(weights.data + scales_at))
     # Magnitudes of floats are ordered as their bits are, and NaN is the largest of all.
     top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
-    fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
-    # A quotient that is Inf or NaN makes the scale NaN, so that overflow is seen after a gather.
-    fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
-    # The product may be Inf
-    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))
-    scale = tl.where((old > 0) & fits, old, fresh)
+    scale = _scale_from_now(top, old)
     change = _coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
     changed = (change != 0).to(tl.int32)
     less = (change < 0).to(tl.int32)
     tile = tl.arange(0, SIZE // VALUES)[None, :]
+    present = exists[:, None]
     # By tile: how many codes change, and whether one of them by more than 1.
     number = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
     far = tl.max(tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2) > 1
@@ -257,25 +324,29 @@ def _assess(
     # Bits are compared: a scale that is NaN differs from itself, yet the copies have it already.
     whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
     count = tl.where(whole[:, None], WHOLLY, number + LARGELY * far.to(tl.int32))
-    tl.store(
-        counts + mine[:, None] * (SIZE // VALUES) + tile,
-        count.to(tl.uint8),
-        mask=(mine < n)[:, None],
-    )
+    at = counts + block[:, None] * (SIZE // VALUES) + tile
+    tl.store(at, count.to(tl.uint8), mask=present)
     size = tl.where(whole, 0, tl.sum(_tile_bytes(count, VALUES), axis=1))
-    tl.store(sizes + 2 * mine, whole.to(tl.int64), mask=mine < n)
-    tl.store(sizes + 2 * mine + 1, size.to(tl.int64), mask=mine < n)
+    tl.store(sizes + 2 * block, whole.to(tl.int64), mask=exists)
+    tl.store(sizes + 2 * block + 1, size.to(tl.int64), mask=exists)
     # Two masks of each tile, one behind the other: which codes change, and which decrease.
     byte = tl.arange(0, SIZE // 8)[None, :]
-    at = (
-        steps
-        + mine[:, None] * (SIZE // 4)
-        + byte // (VALUES // 8) * (VALUES // 4)
-        + byte % (VALUES // 8)
-    )
-    tl.store(at, _packed(changed, SIZE), mask=(mine < n)[:, None])
-    tl.store(at + VALUES // 8, _packed(less, SIZE), mask=(mine < n)[:, None])
-    tl.store(scales + mine, scale, mask=mine < n)
+    tile = byte // (VALUES // 8)
+    at = steps + block[:, None] * (SIZE // 4) + tile * (VALUES // 4) + byte % (VALUES // 8)
+    tl.store(at, _packed(changed, SIZE), mask=present)
+    tl.store(at + VALUES // 8, _packed(less, SIZE), mask=present)
+    tl.store(scales + block, scale, mask=exists)
+
+
+@triton.jit
+def _scale_from_now(top: tl.tensor, old: tl.tensor) -> tl.tensor:
+    """Return the new scales of blocks from their largest magnitudes and their old scales."""
+    fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
+    # A quotient that is Inf or NaN makes the scale NaN, so that overflow is seen after a gather.
+    fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
+    # The product may be Inf
+    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))
+    return tl.where((old > 0) & fits, old, fresh)
 
 
 @triton.jit
@@ -308,9 +379,7 @@ def _possible(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
-    """Return the number of blocks, where codes and changes begin, and whether the message has room
-    for all of them.
-    """
+    """Return where codes and changes begin, and whether the message has room for all of them."""
     n = tl.cast(weights.blocks >> 2, tl.int64)
     nbytes = tl.cast(changes.nbytes >> 2, tl.int64)
     # The last entry has the sums over all blocks: those sent whole, and the bytes of changes.
@@ -318,27 +387,29 @@ def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
     total = tl.load(changes.ends + 2 * n - 1)
     whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
     tiles_at = whole_at + every * SIZE
-    return (
-        n,
-        whole_at,
-        tiles_at,
-        (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes),
-    )
+    fits = (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes)
+    return whole_at, tiles_at, fits
 
 
 @triton.jit
 def _emit(
-    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Emit some blocks, unless the message is too small for all."""
-    n, whole_at, tiles_at, fits = _room(changes, weights, SIZE)
+    n = weights.blocks >> 2
+    whole_at, tiles_at, fits = _room(changes, weights, SIZE)
     if fits:
         mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
         block = tl.minimum(mine, n - 1)
         whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
         # The sums up to the block before this one say where its part of the message begins.
         before = changes.ends + 2 * block - 2
-        # Most programs have no such block, and skip its loads.
+        # Most programs have no such block, and skip its loads. Which blocks exist is compared in
+        # both places: kept for the second one it would need more registers than a gfx90a has.
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             rank = tl.load(before, mask=block > 0, other=0)
             _emit_whole(changes, weights, own, (block, (mine < n) & whole, rank, whole_at), SIZE)
@@ -348,7 +419,11 @@ def _emit(
 
 @triton.jit
 def _emit_whole(
-    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    at: tl.tuple,
+    SIZE: tl.constexpr,
 ) -> None:
     """Emit the blocks that are sent whole."""
     block, exists, rank, whole_at = at
@@ -375,45 +450,33 @@ def _emit_tiles(
     positions.
     """
     block, exists, start = at
-    tile = tl.arange(0, SIZE // VALUES)
-    value = tl.arange(0, VALUES)[None, None, :]
-    count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
-    count = tl.where(exists[:, None], count, 0)
+    count = tl.where(exists[:, None], _counts(changes.counts, block, SIZE, VALUES), 0)
+    small = (count < LARGELY)[:, :, None]
     size = _tile_bytes(count, VALUES)
     number = count % LARGELY
     listed = _listed(count, VALUES)
     # Tiles of a block follow each other: the exclusive sum of their bytes is where each begins.
     out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
-    masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
-    of_value = masks[:, :, None] + value // 8
-    changed = (tl.load(of_value) >> value % 8 & 1).to(tl.int32) * (count > 0).to(tl.int32)[
-        :, :, None
-    ]
-    less = (tl.load(of_value + VALUES // 8) >> value % 8 & 1).to(tl.int32) & changed
-    less = tl.where((count < LARGELY)[:, :, None], less, 0)
+    masks = _masks(changes, block, SIZE, VALUES)
+    bytes_at = masks[:, :, None] + _values_of(VALUES) // 8
+    changed = _bits(bytes_at, VALUES) * (count > 0).to(tl.int32)[:, :, None]
+    less = tl.where(small, _bits(bytes_at + VALUES // 8, VALUES) & changed, 0)
     # Small changes are applied here; `_emit_new` stores the others, of which it has the values.
     codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
-    pointers = (
-        (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None]
-        + tile[None, :, None] * VALUES
-        + value
-    )
+    pointers = _codes_of(weights.data, codes, SIZE, VALUES)
     new = tl.load(pointers).to(tl.int32) + changed - 2 * less
-    tl.store(pointers, new.to(tl.int8), mask=(changed == 1) & (count < LARGELY)[:, :, None])
+    tl.store(pointers, new.to(tl.int8), mask=(changed == 1) & small)
     rank = tl.cumsum(changed, axis=2) - changed
     fits = (changed == 1) & (rank < number[:, :, None])
-    tl.store(
-        out[:, :, None] + rank, (value | less << 7).to(tl.uint8), mask=fits & listed[:, :, None]
-    )
+    entry = (_values_of(VALUES) | less << 7).to(tl.uint8)
+    tl.store(out[:, :, None] + rank, entry, mask=fits & listed[:, :, None])
     # A mask of a tile is copied as it was assessed; then follow the signs, eight to a byte.
-    if tl.min(tl.min(listed.to(tl.int32), axis=1), axis=0) == 0:
+    masked = listed == 0
+    if _largest(masked.to(tl.int32)) > 0:
         byte = tl.arange(0, VALUES // 8)[None, None, :]
-        tl.store(
-            out[:, :, None] + byte,
-            tl.load(masks[:, :, None] + byte),
-            mask=(listed == 0)[:, :, None],
-        )
-        signed = (listed == 0) & (count < LARGELY)
+        mask = tl.load(masks[:, :, None] + byte)
+        tl.store(out[:, :, None] + byte, mask, mask=masked[:, :, None])
+        signed = masked & (count < LARGELY)
         for k in tl.range(0, VALUES // 8):
             signs = tl.sum(tl.where(rank // 8 == k, less << rank % 8, 0), axis=2)
             tl.store(out + (VALUES // 8 + k), signs.to(tl.uint8), mask=signed & (8 * k < number))
@@ -421,7 +484,11 @@ def _emit_tiles(
 
 @triton.jit
 def _emit_new(
-    changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, VALUES: tl.constexpr
+    changes: _Changes,
+    weights: _Weights,
+    own: _Own,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Store and send the new codes of some blocks' tiles with large changes, unless the message is
     too small for all.
@@ -429,75 +496,58 @@ def _emit_new(
     This is a kernel of its own because together with the others it would need more registers than
     GPUs have.
     """
-    n, _whole_at, tiles_at, fits = _room(changes, weights, SIZE)
-    mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
-    block = tl.minimum(mine, n - 1)
-    tile = tl.arange(0, SIZE // VALUES)
-    count = tl.load(changes.counts + block[:, None] * (SIZE // VALUES) + tile[None, :]).to(tl.int32)
-    count = tl.where((mine < n)[:, None] & (count != WHOLLY), count, 0)
-    if fits & (tl.max(tl.max(count, axis=1), axis=0) >= LARGELY):
+    _whole_at, tiles_at, fits = _room(changes, weights, SIZE)
+    block, exists = _blocks(weights, tl.program_id(0), FEWER // SIZE)
+    count = _counts(changes.counts, block, SIZE, VALUES)
+    count = tl.where(exists[:, None] & (count != WHOLLY), count, 0)
+    if fits & (_largest(count) >= LARGELY):
         size = _tile_bytes(count, VALUES)
         number = count % LARGELY
         start = tiles_at + tl.load(changes.ends + 2 * block - 1, mask=block > 0, other=0)
         # The new codes are the last bytes of a tile: they begin their number before its end.
         out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - number))
-        masks = changes.steps + block[:, None] * (SIZE // 4) + tile[None, :] * (VALUES // 4)
-        value = tl.arange(0, VALUES)[None, None, :]
-        changed = (tl.load(masks[:, :, None] + value // 8) >> value % 8 & 1).to(tl.int32)
+        masks = _masks(changes, block, SIZE, VALUES)
+        changed = _bits(masks[:, :, None] + _values_of(VALUES) // 8, VALUES)
         rank = tl.cumsum(changed, axis=2) - changed
         codes, _, row, first, left = _places(weights, block, own.member >> 2, SIZE)
-        new = _coding(_values(own, row, first, left, SIZE), tl.load(changes.scales + block)).to(
-            tl.int8
-        )
+        scale = tl.load(changes.scales + block)
+        new = _coding(_values(own, row, first, left, SIZE), scale).to(tl.int8)
         new = tl.reshape(new, (FEWER // SIZE, SIZE // VALUES, VALUES))
         sent = (changed == 1) & (rank < tl.where(count >= LARGELY, number, 0)[:, :, None])
         tl.store(out[:, :, None] + rank, new.to(tl.uint8, bitcast=True), mask=sent)
-        stored = (
-            (weights.data + codes).to(tl.pointer_type(tl.int8))[:, None, None]
-            + tile[None, :, None] * VALUES
-            + value
-        )
-        tl.store(stored, new, mask=sent)
+        tl.store(_codes_of(weights.data, codes, SIZE, VALUES), new, mask=sent)
 
 
 @triton.jit
 def _apply(
-    messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr, VALUES: tl.constexpr
+    messages: Table,
+    weights: _Weights,
+    sizes: _Sizes,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Update some blocks of a member; blocks that its message does not hold stay unchanged."""
-    n = weights.blocks >> 2
+    TILES: tl.constexpr = SIZE // VALUES
     nbytes = sizes.nbytes >> 2
-    programs = sizes.tiles >> 2
-    skipped = sizes.skipped >> 2
-    member = tl.program_id(0) // programs
-    mine = (tl.program_id(0) - member * programs).to(tl.int64) * (FEWER // SIZE) + tl.arange(
-        0, FEWER // SIZE
-    )
-    member += (member >= skipped).to(tl.int32)
     # Programs of all members share one axis; those behind the member left out are one number ahead.
+    program, member = member_of(sizes.tiles, sizes.skipped)
+    block, exists = _blocks(weights, program, FEWER // SIZE)
     message = tl.multiple_of(address(messages, 0, member), 16)
-    block = tl.minimum(mine, n - 1)
     chunk = block // CHUNKED
-    tile = tl.arange(0, SIZE // VALUES)[None, :]
     counts = message + (sizes.counts >> 2)
-    at = (
-        chunk[:, None] * (CHUNKED * (SIZE // VALUES))
-        + tl.arange(0, CHUNKED * (SIZE // VALUES))[None, :]
-    )
+    at = chunk[:, None] * (CHUNKED * TILES) + tl.arange(0, CHUNKED * TILES)[None, :]
     # The header has sums for every 32 blocks only: the counts of the blocks since then are added
     # up.
-    earlier = tl.load(counts + at, mask=at < block[:, None] * (SIZE // VALUES), other=0).to(
-        tl.int32
-    )
-    count = tl.load(counts + block[:, None] * (SIZE // VALUES) + tile).to(tl.int32)
+    earlier = tl.load(counts + at, mask=at < block[:, None] * TILES, other=0).to(tl.int32)
+    count = _counts(counts, block, SIZE, VALUES)
     ends = message.to(tl.pointer_type(tl.uint32)) + 2 * chunk
     rank = tl.load(ends - 2, mask=chunk > 0, other=0).to(tl.int64)
-    rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // (SIZE // VALUES)
+    rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // TILES
     begin = tl.load(ends - 1, mask=chunk > 0, other=0).to(tl.int64)
-    begin += tl.sum(
-        tl.where(earlier == WHOLLY, 0, _tile_bytes(_possible(earlier, VALUES), VALUES)), axis=1
-    )
-    every = tl.load(message.to(tl.pointer_type(tl.uint32)) + (n - 1) // CHUNKED * 2).to(tl.int64)
+    skipped = _tile_bytes(_possible(earlier, VALUES), VALUES)
+    begin += tl.sum(tl.where(earlier == WHOLLY, 0, skipped), axis=1)
+    last = ((weights.blocks >> 2) - 1) // CHUNKED
+    every = tl.load(message.to(tl.pointer_type(tl.uint32)) + 2 * last).to(tl.int64)
     whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
     # Counts come from another rank: none may lead a read or a write out of its memory.
     whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
@@ -505,7 +555,7 @@ def _apply(
     begin += whole_at + every * SIZE
     codes, scales_at, _, _, _ = _places(weights, block, member, SIZE)
     # A message too short for a block leaves it unchanged.
-    there = whole & (mine < n) & (whole_at + (rank + 1) * SIZE <= nbytes)
+    there = whole & exists & (whole_at + (rank + 1) * SIZE <= nbytes)
     if tl.max(there.to(tl.int32), axis=0) > 0:
         sent = tl.multiple_of(tl.where(there, whole_at + rank * SIZE, 0), 16)
         received = tl.load(_bytes(message, sent, SIZE), mask=there[:, None], other=0)
@@ -513,15 +563,19 @@ def _apply(
         scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there, other=0.0)
         tl.store(_floats(weights.data + scales_at), scale, mask=there)
     # The same for changes that would end behind the message.
-    there = (mine < n) & (begin + tl.sum(_tile_bytes(count, VALUES), axis=1) <= nbytes)
+    there = exists & (begin + tl.sum(_tile_bytes(count, VALUES), axis=1) <= nbytes)
     count = tl.where(there[:, None], count, 0)
-    if tl.max(tl.max(count, axis=1), axis=0) > 0:
+    if _largest(count) > 0:
         _apply_tiles(message, weights.data, (begin, codes, count), SIZE, VALUES)
 
 
 @triton.jit
 def _apply_tiles(
-    message: tl.tensor, data: tl.tensor, at: tl.tuple, SIZE: tl.constexpr, VALUES: tl.constexpr
+    message: tl.tensor,
+    data: tl.tensor,
+    at: tl.tuple,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Apply encoded tiles with given counts to their codes."""
     begin, codes, count = at
@@ -530,34 +584,31 @@ def _apply_tiles(
     is_list = _listed(count, VALUES)
     large = (count >= LARGELY)[:, :, None]
     start = message + (begin[:, None] + (tl.cumsum(size, axis=1) - size))
-    tile = tl.arange(0, SIZE // VALUES)[None, :, None]
-    value = tl.arange(0, VALUES)[None, None, :]
+    value = _values_of(VALUES)
     listed = tl.where(is_list, number, 0)
     # Steps or, of large changes, new codes
     by = tl.zeros((FEWER // SIZE, SIZE // VALUES, VALUES), tl.int32)
     changed = by
     # Lists: the k-th entry of every tile at once, up to the longest list.
-    for k in tl.range(0, tl.max(tl.max(listed, axis=1), axis=0)):
-        entry = tl.load(start + k, mask=k < listed, other=0).to(tl.int32)[:, :, None]
-        code = tl.load(start + number + k, mask=(k < listed) & (count >= LARGELY), other=0).to(
-            tl.int32
-        )[:, :, None]
-        hit = (value == entry % VALUES) & (k < listed)[:, :, None]
+    for k in tl.range(0, _largest(listed)):
+        some = k < listed
+        entry = tl.load(start + k, mask=some, other=0).to(tl.int32)[:, :, None]
+        code = tl.load(start + number + k, mask=some & (count >= LARGELY), other=0)
+        code = code.to(tl.int32)[:, :, None]
+        hit = (value == entry % VALUES) & some[:, :, None]
         by = tl.where(hit, tl.where(large, code, by + 1 - 2 * (entry >> 7)), by)
         changed = tl.where(hit, 1, changed)
     # Masks: an element finds its sign or its code by its rank among the set bits.
-    if tl.max(tl.max(number - listed, axis=1), axis=0) > 0:
+    if _largest(number - listed) > 0:
         masked = (listed < number)[:, :, None]
-        bit = (
-            tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32) >> value % 8
-            & 1
-        )
+        byte = tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32)
+        bit = byte >> value % 8 & 1
         rank = tl.cumsum(bit, axis=2) - bit
         bit = tl.where(rank < number[:, :, None], bit, 0)
         at_rank = start[:, :, None] + VALUES // 8 + tl.where(large, rank, rank // 8)
         sent = tl.load(at_rank, mask=bit == 1, other=0).to(tl.int32)
         by = tl.where(bit == 1, tl.where(large, sent, 1 - 2 * (sent >> rank % 8 & 1)), by)
         changed += bit
-    pointers = (data + codes).to(tl.pointer_type(tl.int8))[:, None, None] + tile * VALUES + value
+    pointers = _codes_of(data, codes, SIZE, VALUES)
     old = tl.load(pointers, mask=changed == 1, other=0).to(tl.int32)
     tl.store(pointers, tl.where(large, by, old + by).to(tl.int8), mask=changed == 1)

@@ -43,7 +43,11 @@ class _Aged(NamedTuple):
 
 
 def launch(
-    kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4
+    kernel: Any,
+    programs: int,
+    target: Tensor | tuple[Any, ...],
+    *arguments: object,
+    warps: int = 4,
 ) -> None:
     """Start programs on the device of their first argument, a tensor or a tuple that begins with
     one.
@@ -246,7 +250,12 @@ def _compact_above(
 
 @triton.jit
 def _aged_adamw(
-    aged: _Aged, n: int, decay: float, correction: float, eps: float, rate: float
+    aged: _Aged,
+    n: int,
+    decay: float,
+    correction: float,
+    eps: float,
+    rate: float,
 ) -> None:
     """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
     at = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
@@ -299,7 +308,12 @@ def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) ->
 
 @triton.jit
 def _sketch_insert(
-    sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, order: tl.tensor, starts: tl.tensor
+    sketch: tl.tensor,
+    x: tl.tensor,
+    n: int,
+    places: _Places,
+    order: tl.tensor,
+    starts: tl.tensor,
 ) -> None:
     """Compute one row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``,
     ascending.

@@ -134,7 +134,7 @@ class Crossing(SyncMode, ABC):
         """Begin to make :meth:`table`."""
         if self._inner is None:
             table = self.columns(shard, ranges)
-            return Handle(None, (), lambda: table)
+            return Handle(lambda: table)
         ranges = merged(ranges)
         places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
@@ -150,7 +150,11 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(
-    context: SyncContext, shard: Tensor, ranges: Sequence[Range], hierarchy: Hierarchy, wire: Format
+    context: SyncContext,
+    shard: Tensor,
+    ranges: Sequence[Range],
+    hierarchy: Hierarchy,
+    wire: Format,
 ) -> Handle[None] | None:
     """Begin to gather synced rows from the ranks that own them, over the groups from the wanted
     degree to the world.
@@ -163,6 +167,5 @@ def spread_back(
     # The target shard has every step-th row of the gradient shard
     step = hierarchy.lo // context.plan.gradients
     rows = members(shard[context.own_row % step :: step], hierarchy.size)
-    return all_gather_views(
-        hierarchy, range_views(rows, merged(ranges)), wire, own=wire != cast_to(shard.dtype)
-    )
+    views = range_views(rows, merged(ranges))
+    return all_gather_views(hierarchy, views, wire, own=wire != cast_to(shard.dtype))

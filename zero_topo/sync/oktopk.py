@@ -44,8 +44,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from zero_topo.collectives.transport import host_counts
 from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.quant import ops
+from zero_topo.quant.operands import counted
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.selection import (
     TINY,
@@ -58,7 +60,7 @@ from zero_topo.sync.selection import (
     largest,
     largest_of_rows,
 )
-from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
+from zero_topo.sync.sparse import Exchange, Report, Run, Sparse, Started, counts_or_flag
 
 CROWDED = 1.25  # times the mean: a rank that has more chosen sums passes its surplus on
 MOST_SHARES = (
@@ -113,39 +115,35 @@ class OkTopk(Sparse):
         """Number of elements that this rank selects."""
         return share(self.density, self._open)
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Reduce selected elements at the owners of their regions, then choose among the sums."""
-        exact = (
-            self.since_start < self.config.tau_prime
-            or self.since_start % self.config.tau_prime == 0
-        )
+        step = self.since_start
+        every = self.config.tau_prime
+        exact = step < every or step % every == 0
         state: OkTopkState = self._state
         # From here on each step of the paper is one call, with its host synchronization.
         own = self._own(total)
         selected, threshold, recomputed = self._selected(total, state, exact)
         bounds = state.bounds
-        if not self.config.sharded and self.since_start % self.config.tau == 0:
+        if not self.config.sharded and step % self.config.tau == 0:
             bounds = self._balanced(selected)
         begin, sums, world = self._summed(selected, bounds, state.world, own)
         past = begin + len(sums)
         sharded = self.config.sharded
         chosen, counts, after = self._exact(sums) if exact else self._reused(sums, world)
+        left: Tensor | None = None
         if sharded:
             reduced = torch.zeros_like(sums).index_copy_(0, chosen.indices, chosen.values)
-            left: Tensor | None = sums - reduced  # the owner keeps the sums that were not chosen
+            left = sums - reduced  # the owner keeps the sums that were not chosen
         else:
             chosen.indices.add_(begin)
             chosen = self._records.gather(self.peers, *self._spread(chosen, counts))
             reduced = sums.new_zeros(self.numel).index_copy_(0, chosen.indices, chosen.values)
-            selected = Selected(
-                selected.indices, torch.where(reduced[selected.indices] != 0, selected.values, 0.0)
-            )
+            values = torch.where(reduced[selected.indices] != 0, selected.values, 0.0)
+            selected = Selected(selected.indices, values)
             received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
-            left = (
-                None
-                if self.dtype == sums.dtype
-                else torch.where(received != 0, sums - received, 0.0)
-            )
+            if self.dtype != sums.dtype:
+                left = torch.where(received != 0, sums - received, 0.0)
 
         def settle(again: Tensor) -> None:
             selected.subtract_from(again)
@@ -157,10 +155,8 @@ class OkTopk(Sparse):
             union=chosen.values.count_nonzero().double() / self.numel,
             recomputed=float(recomputed) + float(exact),
         )
-        record = Exchange(
-            settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded
-        )
-        return lambda: reduced, record
+        state = OkTopkState(threshold, after, bounds)
+        return lambda: reduced, Exchange(settle, report, state, settles_own_row=sharded)
 
     def _own(self, total: Tensor) -> Tensor | None:
         """Move this rank's own row ``[C]`` out of the total if sums stay with their owners; else
@@ -174,7 +170,10 @@ class OkTopk(Sparse):
         return own
 
     def _selected(
-        self, total: Tensor, state: OkTopkState, exact: bool
+        self,
+        total: Tensor,
+        state: OkTopkState,
+        exact: bool,
     ) -> tuple[Selected, float, bool]:
         """Select elements, rounded to the wire dtype, so that the residual loses exactly what the
         owners add up.
@@ -209,20 +208,26 @@ class OkTopk(Sparse):
         over the ranks.
         """
         size = self.peers.size
-        device = self.context.device
-        shares = torch.arange(size + 1, dtype=torch.int64, device=device)
+        shares = counted(size + 1, self.context.shard)
         bounds = shares * self.numel // size
-        own = (
-            selected.indices[shares[1:-1] * len(selected) // size]
-            if len(selected)
-            else bounds[1:-1]
-        )
+        own = bounds[1:-1]
+        if len(selected):
+            own = selected.indices[shares[1:-1] * len(selected) // size]
         # A mean of integers is equal on all ranks.
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
+    def _equal_bounds(self) -> Tensor:
+        """Return the bounds of regions of equal size."""
+        size = self.peers.size
+        return counted(size + 1, self.context.shard) * self.numel // size
+
     def _summed(
-        self, selected: Selected, bounds: Tensor, world: Tensor, own: Tensor | None
+        self,
+        selected: Selected,
+        bounds: Tensor,
+        world: Tensor,
+        own: Tensor | None,
     ) -> tuple[int, Tensor, float]:
         """Sum the selected elements of this rank's region; one host synchronization.
 
@@ -234,9 +239,8 @@ class OkTopk(Sparse):
         sizes = selected.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
-        numbers = self.to_host(
-            sizes, self.peers.all_to_all(counts_or_flag(sizes, selected.values, own)), *others
-        )
+        expected = self.peers.all_to_all(counts_or_flag(sizes, selected.values, own))
+        numbers = self.to_host(sizes, expected, *others)
         *_, begin, end, bits = numbers
         if self.config.sharded:
             selected = Selected(selected.indices % self._columns, selected.values)
@@ -270,20 +274,18 @@ class OkTopk(Sparse):
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine = self.peers.index
         low = max(threshold / near_by, TINY)
-        reach = self.to_host(
-            self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)]))
-        )
+        own_counts = [ops.count_above(sums, at) for at in (threshold, low)]
+        reach = self.to_host(self.peers.gather(torch.cat(own_counts)))
         # On the host, like all values derived from them.
-        reaching, near = torch.tensor(reach, dtype=torch.int64, device="cpu").view(-1, 2).T
+        reaching, near = host_counts(reach).view(-1, 2).T
         total = sum(reach[::2])
         most = max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
             # Each rank adds its share of those between the two thresholds.
             more = max(sum(reach[1::2]) - total, 1)
-            counts = torch.minimum(
-                reaching + (near - reaching) * (self.k - total) // more, near
-            ).tolist()
+            share_of_more = (near - reaching) * (self.k - total) // more
+            counts = torch.minimum(reaching + share_of_more, near).tolist()
         else:
             counts = (reaching if total <= most else most * reaching // total).tolist()
         own = reach[2 * mine + few]
@@ -303,8 +305,8 @@ class OkTopk(Sparse):
             return own, counts
         # On the host, like the counts
         # Where equal shares end, and where the ranks' own parts end: overlaps are what moves.
-        ends = total * torch.arange(size + 1, dtype=torch.int64, device="cpu") // size
-        edges = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0)
+        edges = host_counts([0, *counts]).cumsum(0)
+        ends = total * counted(size + 1, edges) // size
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
@@ -312,28 +314,21 @@ class OkTopk(Sparse):
 
     def fresh(self) -> OkTopkState:
         """Return a state without thresholds, with regions of equal size."""
-        device = self.context.device
-        size = self.peers.size
-        bounds = torch.arange(size + 1, dtype=torch.int64, device=device) * self.numel // size
-        return OkTopkState(0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
+        world = self.context.shard.new_zeros((), dtype=torch.float64)
+        return OkTopkState(0.0, world, self._equal_bounds())
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
         """Convert thresholds and regions to tensors."""
-        return {
-            "thresholds": torch.tensor(
-                [state.local, float(state.world)], dtype=torch.float64, device="cpu"
-            ),
-            "bounds": state.bounds,
-        }
+        both = [state.local, float(state.world)]
+        thresholds = torch.tensor(both, dtype=torch.float64, device="cpu")
+        return {"thresholds": thresholds, "bounds": state.bounds}
 
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
         """Read thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].to(self.context.device)
-        bounds = (
-            self.fresh().bounds
-            if self.config.sharded
-            else saved["bounds"].to(self.context.device, copy=True)
-        )
+        bounds = saved["bounds"].to(self.context.device, copy=True)
+        if self.config.sharded:
+            bounds = self._equal_bounds()
         return OkTopkState(float(local), world, bounds)
 
 
@@ -354,7 +349,7 @@ class OkTopkByRow(Sparse):
 
     config: OkTopkSync
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Reduce selected elements at the owners of their rows, who choose among the sums."""
         size = self.peers.size
         own = self.peers.index
@@ -367,9 +362,7 @@ class OkTopkByRow(Sparse):
         if sharded:  # all of the own row is in its sums already
             rows[own].zero_()
         indices = largest_of_rows(rows, k)
-        places = (
-            indices + width * torch.arange(size, dtype=torch.int64, device=total.device)[:, None]
-        ).view(-1)
+        places = (indices + width * counted(size, total)[:, None]).view(-1)
         selected = Selected(places, total[places]).rounded(self.dtype)
         packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
         # Packets of a fixed length: no counts are sent, and the host waits for nothing.
@@ -386,19 +379,14 @@ class OkTopkByRow(Sparse):
                 chosen = torch.zeros_like(sums).index_copy_(0, best.indices, best.values)
                 left.append(sums - chosen)
                 return chosen
-            received = records.decode(
-                self.peers.gather(records.encode(best, self.peers)).flatten(0, 1)
-            )
+            gathered = self.peers.gather(records.encode(best, self.peers))
+            received = records.decode(gathered.flatten(0, 1))
             reduced = sums.new_zeros(size, width)
             reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
             # What was not chosen returns to the residual: it is not subtracted.
             selected.values.mul_(reduced.view(-1)[selected.indices] != 0)
             if self.dtype != sums.dtype:
-                errors.append(
-                    Selected(
-                        best.indices + own * width, best.rounded(self.dtype).values - best.values
-                    )
-                )
+                errors.append(best.rounding_errors(self.dtype, own * width))
             return reduced.view(-1)
 
         def settle(again: Tensor) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.config.sync_config import QuantizedSync
-from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
+from zero_topo.quant.operands import Range, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, dequantize, dequantize_reduce, quantize
 from zero_topo.sync.base import ResidualOwners, SyncContext, build_mode
 from zero_topo.sync.crossing import Crossing, spread_back
@@ -75,19 +75,17 @@ class Quantized(Crossing):
         # Runs of this step whose residual is in the gradients already: a run may start twice in a
         # step.
         self._residual_added: set[tuple[Range, ...]] = set()
-        self._scale = (
-            1.0  # the loss scale of this step's gradients; the residual is stored unscaled
-        )
-        self._warned = (
-            False  # whether the warning about a dropped residual was logged (once per run)
-        )
+        # The loss scale of this step's gradients; the residual is stored unscaled.
+        self._scale = 1.0
+        # Whether the warning about a dropped residual was logged (once per run).
+        self._warned = False
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Begin to sum inside the node, or to send a run's packed buffers; later stages do the
         rest.
         """
         if self.peers.size == 1:
-            return Handle(None, (), lambda: None)
+            return Handle(lambda: None)
         run = tuple(ranges)
         self._add_residual(shard, run, scale)
         if self._inner is not None:
@@ -104,11 +102,9 @@ class Quantized(Crossing):
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
-        nbytes = self.wire.nbytes(total_numel(views))
-        messages = self.peers.allocate(
-            self.peers.size, nbytes, dtype=torch.uint8, device=rows.device
-        )
-        quantize(views, self.wire, messages, own)
+        # In memory of the group that sends it; the own row is added uncompressed, so nothing is
+        # written for it.
+        messages = quantize(views, self.wire, without=own, allocate=self.peers.allocate)
         across = self.peers.all_to_all_later(messages)
         if self._feedback:
             dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
@@ -224,14 +220,11 @@ class Quantized(Crossing):
         """
         if not self._feedback:
             return None
-        owners = [
-            rank
-            for rank in self.members()
-            if self.residual_in_shard or rank != self.context.mesh.rank
-        ]
-        return ResidualOwners(
-            owners, {p.name: (p.numel, *p.shard_range) for p in self.context.parameters}
-        )
+        owners = self.members()
+        if not self.residual_in_shard:
+            owners.remove(self.context.mesh.rank)
+        columns = {p.name: (p.numel, *p.shard_range) for p in self.context.parameters}
+        return ResidualOwners(owners, columns)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual; call it only between steps."""

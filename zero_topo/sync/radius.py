@@ -29,7 +29,7 @@ In FP32 a step that resamples leaves a residual of zero; otherwise see Note [Rou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,7 +38,8 @@ from torch import Tensor
 from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, masked_of_rows, unpacked
+from zero_topo.sync.masked import Masked, masked_of_rows, unpacked
+from zero_topo.sync.sparse import Run, Started
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Radius(Masked):
         # it.
         self._choice: _Choice | None = None
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Begin to reduce the masked elements, or all elements in a step that resamples."""
         state: RadiusState = self._state
         resamples = self._resamples(state)
@@ -92,7 +93,7 @@ class Radius(Masked):
             finish, exchange = self._exchange_all(total, run)
         else:
             kept = sum(state.kept[run.first : run.first + len(run.ranges)])
-            mask = partial(unpacked, state.bits, run.low, run.low + run.width)
+            mask = partial(unpacked, state.bits, run.low, run.past)
             finish, exchange = self.reduce_masked(total, run, mask, kept)
         exchange.report["resampled"] = float(resamples)
         return finish, exchange
@@ -126,15 +127,12 @@ class Radius(Masked):
             return
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
-        for index, (parameter, (low, high)) in enumerate(
-            zip(self._included, self._places, strict=True)
-        ):
-            first, past = parameter.shard_range
+        for index, (low, high) in enumerate(self._places):
+            first, past = self._included[index].shard_range
             if begin <= first < begin + score.numel():
                 count = max(1, int(self.density * (past - first)))
-                largest = torch.topk(
-                    score[first - begin : past - begin], count, sorted=False
-                ).indices
+                own = score[first - begin : past - begin]
+                largest = torch.topk(own, count, sorted=False).indices
                 self._choice.mask[low:high].zero_().index_fill_(0, largest, True)
                 self._choice.kept[index] = count
 
@@ -149,9 +147,8 @@ class Radius(Masked):
         old = self.mask(self._state)[self.peers.index]
         for _, report in self._reports:  # of the new mask with the old one
             report["overlap"] = old.logical_and(choice.mask).sum() / sum(choice.kept)
-        self._state = replace(
-            self._state, kept=tuple(choice.kept), bits=self.peers.gather(ops.pack(choice.mask))
-        )
+        bits = self.peers.gather(ops.pack(choice.mask))
+        self._state = RadiusState(tuple(choice.kept), bits)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -164,9 +161,7 @@ class Radius(Masked):
 
     def state_bytes(self) -> int:
         """Return the bytes of the residual and the mask."""
-        return (
-            super().state_bytes() + self.peers.size * -(-self._columns // 8) if self.active else 0
-        )
+        return super().state_bytes() + self._state.bits.nbytes if self.active else 0
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
         """Convert the mask to tensors."""

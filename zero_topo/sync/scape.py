@@ -44,9 +44,10 @@ from zero_topo.config.sparse_config import ScapeSync, share
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Range, merged, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode
+from zero_topo.sync.masked import Masked, masked_of_rows, unpacked
 from zero_topo.sync.optimizers import AdamS
 from zero_topo.sync.selection import largest, largest_of_each
-from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, masked_of_rows, unpacked
+from zero_topo.sync.sparse import Exchange, Run, Started
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Scape(Masked):
                 'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
             )
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Select the own row of the next mask, and begin to reduce the elements of this one."""
         own = self.peers.index
         state = self._state
@@ -109,11 +110,11 @@ class Scape(Masked):
                 score[places] += mean[columns].to(score) * (self._factor(moment) / self.peers.size)
         self._chosen[run.number] = chosen, count = self._choose(score, run)
         del score
-        on_mask = lambda: self._own_row(run.low, run.low + run.width)  # noqa: E731
+        on_mask = lambda: self._own_row(run.low, run.past)  # noqa: E731
         overlap = chosen.logical_and(on_mask()).sum() / count  # of the next mask with this one
         row += momentum
         bits = state.bits.wait()
-        mask = lambda: self.rows(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
+        mask = lambda: self.rows(unpacked(bits, run.low, run.past))  # noqa: E731
         finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
         settle_masked = exchange.settle
 
@@ -134,7 +135,7 @@ class Scape(Masked):
         """Return the part of ``r`` of a run; zeros if this step has sent it before the run was
         reopened.
         """
-        momentum = self._state.momentum[run.low : run.low + run.width]
+        momentum = self._state.momentum[run.low : run.past]
         return torch.zeros_like(momentum) if run.number in self._reopened else momentum
 
     def _choose(self, score: Tensor, run: Run) -> tuple[Tensor, int]:
@@ -158,14 +159,13 @@ class Scape(Masked):
 
         Neighbouring parameters are merged.
         """
+        found = []
         before = sum(past - first for first, past in run.ranges if first < begin)
-        columns = merged(
-            shard_range for shard_range in run.ranges if begin <= shard_range[0] < begin + width
-        )
-        return [
-            (slice(first - begin, past - begin), slice(before + low, before + high))
-            for (first, past), (low, high) in zip(columns, packed_ranges(columns), strict=True)
-        ]
+        columns = merged(x for x in run.ranges if begin <= x[0] < begin + width)
+        for (first, past), (low, high) in zip(columns, packed_ranges(columns), strict=True):
+            within = slice(first - begin, past - begin)
+            found.append((within, slice(before + low, before + high)))
+        return found
 
     def before_update(self, begin: int, width: int) -> None:
         """Move the momentum off the mask out of AdamS, run by run."""
@@ -174,18 +174,16 @@ class Scape(Masked):
             within = self._within(begin, width, run)
             if not within:
                 continue
-            mask = unpacked(
-                self._state.bits.wait()[first :: self._stride], run.low, run.low + run.width
-            )
+            rows = self._state.bits.wait()[first :: self._stride]
+            mask = unpacked(rows, run.low, run.past)
+            waiting = self._state.momentum[run.low : run.past]
             for moment in self.context.moments():
                 for columns, places in within if moment.begin == begin else ():
                     mean = moment.mean[:, columns]
-                    on_mask = mask[:, places].to(moment.mean.device)
+                    on_mask = mask[:, places].to(mean.device)
                     if self.residual.numel():
                         off_mask = mean[own].masked_fill(on_mask[own], 0) * self._factor(moment)
-                        self._state.momentum[run.low + places.start : run.low + places.stop] += (
-                            off_mask.to(mask.device)
-                        )
+                        waiting[places] += off_mask.to(mask.device)
                     mean.masked_fill_(on_mask.logical_not(), 0)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
@@ -202,15 +200,14 @@ class Scape(Masked):
         """Begin to gather the next mask, and clear the momentum that was sent."""
         if self.since_start < 0:
             return super().decided(exchanges)
-        parts = self._chosen
-        self._chosen = {}
         momentum = self._state.momentum.masked_fill_(self._own_row(0, self._columns), 0)
-        chosen = ops.pack(
-            torch.cat([parts[run.number][0] for run in self.runs.values() if run.width])
-        )
+        empty = momentum.new_zeros(0, dtype=torch.bool), 0
+        parts = [self._chosen.get(run.number, empty) for run in self.runs.values()]
+        self._chosen = {}
+        chosen = ops.pack(torch.cat([mask for mask, _ in parts]))
         across = self.peers.gather_later(chosen)
-        bits = Handle(None, (), lambda: self._whole(across.wait()))
-        kept = tuple(parts[run.number][1] if run.width else 0 for run in self.runs.values())
+        bits = Handle(lambda: self._whole(across.wait()))
+        kept = tuple(count for _, count in parts)
         return ScapeState(bits, kept, momentum, sent=(chosen, across))
 
     def _whole(self, bits: Tensor) -> Tensor:
@@ -237,9 +234,8 @@ class Scape(Masked):
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
         momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
-        return ScapeState(
-            Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()), momentum
-        )
+        kept = tuple(run.width for run in self.runs.values())
+        return ScapeState(Handle(lambda: bits), kept, momentum)
 
     def state_bytes(self) -> int:
         """Return the bytes of residual and momentum, the current mask and the next one, and their
@@ -256,12 +252,9 @@ class Scape(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
         """Read mask and momentum from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        kept = masked_of_rows(bits, ((run.low, run.low + run.width) for run in self.runs.values()))
-        return ScapeState(
-            Handle(None, (), lambda: bits),
-            kept,
-            saved["momentum"].to(self.context.device, copy=True),
-        )
+        kept = masked_of_rows(bits, ((run.low, run.past) for run in self.runs.values()))
+        momentum = saved["momentum"].to(self.context.device, copy=True)
+        return ScapeState(Handle(lambda: bits), kept, momentum)
 
 
 build_mode.register(ScapeSync, Scape)

@@ -29,6 +29,7 @@ from torch import Tensor
 from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant import ops
+from zero_topo.quant.operands import counted
 from zero_topo.quant.reference import set_positions
 
 TINY = 1e-45  # the least positive FP32: every element but zero reaches this threshold
@@ -68,6 +69,10 @@ class Selected:
         """Return the elements with values rounded to ``dtype``, as a receiver gets them."""
         return Selected(self.indices, self.values.to(dtype).float())
 
+    def rounding_errors(self, dtype: torch.dtype, first: int) -> Selected:
+        """Return what rounding adds to the values, at indices that count from ``first`` on."""
+        return Selected(self.indices + first, self.rounded(dtype).values - self.values)
+
     def counts(self, bounds: Tensor) -> Tensor:
         """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64
         ``[P]``.
@@ -101,9 +106,8 @@ class Records:
         """
         head, tail = self._words
         word = self._word
-        message = peers.allocate(
-            len(selected), head + tail, dtype=word, device=selected.values.device
-        )
+        device = selected.values.device
+        message = peers.allocate(len(selected), head + tail, dtype=word, device=device)
         # An index and its value side by side: a message can be cut after any record.
         message[:, :head] = selected.indices.to(self._index).view(word).view(-1, head)
         message[:, head:] = selected.values.to(self.dtype).view(word).view(-1, tail)
@@ -119,7 +123,11 @@ class Records:
         return Selected(places, values.contiguous().view(-1).view(self.dtype).float())
 
     def all_to_all(
-        self, peers: Group, selected: Selected, sizes: Sequence[int], expected: Sequence[int]
+        self,
+        peers: Group,
+        selected: Selected,
+        sizes: Sequence[int],
+        expected: Sequence[int],
     ) -> Selected:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
         order of the peers.
@@ -146,9 +154,8 @@ class Records:
     @property
     def _words(self) -> tuple[int, int]:
         """Words of an index, and of a value."""
-        return index_bytes(
-            self.numel
-        ) // self._word.itemsize, self.dtype.itemsize // self._word.itemsize
+        size = self._word.itemsize
+        return index_bytes(self.numel) // size, self.dtype.itemsize // size
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
@@ -168,7 +175,11 @@ def largest(x: Tensor, k: int) -> Selected:
     [Selection].
     """
     k = min(k, x.numel())
-    indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
+    if k and _on_cpu(x):
+        indices = ops.row_largest(x[None], k)[0]
+        return Selected(indices, x[indices])
+    _, found = _topk(x, k)
+    indices = found.sort().values
     return Selected(indices, x[indices])
 
 
@@ -192,15 +203,13 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
     Returns:
         Bool ``[n]``.
     """
-    part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(
-        widths, output_size=len(x)
-    )
+    part = torch.arange(len(widths), dtype=torch.int32, device=x.device)
+    part = part.repeat_interleave(widths, output_size=len(x))
     order = x.abs().argsort(descending=True, stable=True)
     # Stable sorts: first by magnitude, then by part, so that ties keep the order of the elements.
     order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
-    place = (
-        torch.arange(len(x), dtype=torch.int64, device=x.device) - (widths.cumsum(0) - widths)[part]
-    )
+    begins = widths.cumsum(0) - widths
+    place = counted(len(x), x) - begins[part]
     return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
 
 
@@ -212,14 +221,15 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if x.numel() <= LONGEST:
         values, indices = torch.topk(x.abs(), k, sorted=False)
         return values, indices
-    parts = [
-        torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)
-    ]
+    values_of = []
+    indices_of = []
+    for number, part in enumerate(x.split(LONGEST)):
+        found = torch.topk(part.abs(), min(k, part.numel()), sorted=False)
+        values_of.append(found.values)
+        indices_of.append(found.indices + LONGEST * number)
     # The largest of all are among the largest of the parts.
-    values = torch.cat([part.values for part in parts])
-    indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])
-    best = torch.topk(values, k, sorted=False)
-    return best.values, indices[best.indices]
+    values, best = torch.topk(torch.cat(values_of), k, sorted=False)
+    return values, torch.cat(indices_of)[best]
 
 
 def _likely(x: Tensor, k: int) -> Tensor | None:
@@ -230,7 +240,7 @@ def _likely(x: Tensor, k: int) -> Tensor | None:
     if torch.version.hip is None or stride < 16 or k > x.numel() // 8:
         return None
     rank = _surely(k / stride)
-    within = torch.arange(SAMPLE, dtype=torch.int64, device=x.device)
+    within = counted(SAMPLE, x)
     # Scattered, so that no period is missed.
     places = within * stride + within * 2654435761 % stride
     sample = x[places].abs()
@@ -302,12 +312,11 @@ def in_runs(selected: Selected) -> Selected:
     del order
     # How many elements from here on have this index.
     ends = torch.searchsorted(indices, indices, right=True)
-    lengths = ends.sub_(torch.arange(len(selected), dtype=torch.int64, device=indices.device))
+    lengths = ends.sub_(counted(len(selected), ends))
     # Only the first of an index has a run; those behind it are empty, and sum to zero.
     lengths[1:] *= indices.diff() != 0
-    return Selected(
-        indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0]
-    )
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    return Selected(indices, sums[:, 0])
 
 
 def added_rows(rows: Tensor) -> Tensor:
@@ -316,6 +325,7 @@ def added_rows(rows: Tensor) -> Tensor:
     if _on_cpu(rows):
         total = torch.zeros(1, rows.shape[1], dtype=torch.float32, device="cpu")
         # All rows are added to row 0, in order.
-        return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64, device="cpu"), rows)[0]
-    lengths = torch.full((1,), len(rows), dtype=torch.int64, device=rows.device)
+        places = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
+        return total.index_add_(0, places, rows)[0]
+    lengths = rows.new_full((1,), len(rows), dtype=torch.int64)
     return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)[0]

@@ -47,10 +47,11 @@ Note [Rounding]
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -60,13 +61,12 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.config import DenseSync
 from zero_topo.config.sparse_config import SparseSync, share
 from zero_topo.mesh import Hierarchy
-from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges, range_views
 from zero_topo.quant.ops import cast_to, quantize
 from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.selection import added_rows, positions
+from zero_topo.sync.selection import added_rows
 
 Report = dict[str, float | Tensor]
 """A mode's numbers of one run; tensors stay on the device until :meth:`Sparse.report` reads
@@ -76,6 +76,8 @@ Finish = Callable[[], Tensor]
 """Waits for a run's collectives and returns the sums that this rank needs: FP32 ``[P * m]``, or the
 own row ``[m]``.
 """
+Started = tuple[Finish, "Exchange"]
+"""The function that ends a run's exchange, and the record for :meth:`Sparse.commit`."""
 
 
 class Run(NamedTuple):
@@ -86,8 +88,8 @@ class Run(NamedTuple):
         ranges: columns in the gradient shard of the parameters that take part.
         others: columns of the parameters that do not; they are reduced densely.
         first: the position of its first parameter among all that take part.
-        low: the first column in the residual.
-        width: ``m``, its number of columns in the residual, which are adjacent.
+        low, past: its columns in the residual, which are adjacent.
+        width: ``m``, their number.
     """
 
     number: int
@@ -95,6 +97,7 @@ class Run(NamedTuple):
     others: tuple[Range, ...]
     first: int
     low: int
+    past: int
     width: int
 
 
@@ -183,18 +186,16 @@ class Sparse(Crossing):
         low = 0
         included = {p.shard_range for p in self._included}
         for number, shard_ranges in enumerate(self.context.runs):
-            ranges = tuple(shard_range for shard_range in shard_ranges if shard_range in included)
-            others = tuple(
-                shard_range for shard_range in shard_ranges if shard_range not in included
-            )
+            ranges = tuple(filter(included.__contains__, shard_ranges))
+            others = tuple(filterfalse(included.__contains__, shard_ranges))
             width = sum(end - begin for begin, end in ranges)
-            runs[shard_ranges] = Run(number, ranges, others, first, low, width)
-            first = first + len(ranges)
-            low = low + width
+            runs[shard_ranges] = Run(number, ranges, others, first, low, low + width, width)
+            first += len(ranges)
+            low += width
         return runs
 
     @abstractmethod
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Begin to reduce a run over the peers; collective.
 
         Args:
@@ -211,7 +212,7 @@ class Sparse(Crossing):
         others.
         """
         if self.peers.size == 1:
-            return Handle(None, (), lambda: None)
+            return Handle(lambda: None)
         run = self.runs[tuple(ranges)]
         # Both begin before either is waited for, in this order on every rank.
         dense = self._dense.start(shard, run.others, scale) if run.others else None
@@ -223,7 +224,7 @@ class Sparse(Crossing):
             if end is not None:
                 end()
 
-        return Handle(None, (), finish)
+        return Handle(finish)
 
     def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None]:
         """Begin the exchange of a run; return the function that ends it. Where values are not
@@ -256,12 +257,11 @@ class Sparse(Crossing):
             table = table if shard.dtype == table.dtype else self.columns(shard, run.ranges)
         return self._with_residual(table, run, scale).view(-1)
 
-    def _exchange_all(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def _exchange_all(self, total: Tensor, run: Run) -> Started:
         """Begin an exchange of all elements, as in the first steps."""
-        finish, settle = self.reduce_rows(total.view(self.peers.size, -1))
-        return finish, Exchange(
-            lambda again: settle(again.view(self.peers.size, -1)), {"density": 1.0}
-        )
+        shape = self.peers.size, run.width
+        finish, settle = self.reduce_rows(total.view(shape))
+        return finish, Exchange(lambda again: settle(again.view(shape)), {"density": 1.0})
 
     def to_host(self, *numbers: Tensor) -> list[Any]:
         """Read tensors' numbers in one host synchronization, as ints if all are; see Note [Host
@@ -288,7 +288,7 @@ class Sparse(Crossing):
     def _residual_of(self, run: Run) -> Tensor:
         """Return a view of a run's residual ``[P, m]``."""
         size = self.peers.size
-        return self.residual[size * run.low : size * (run.low + run.width)].view(size, run.width)
+        return self.residual[size * run.low : size * run.past].view(size, run.width)
 
     @property
     def density(self) -> float:
@@ -356,24 +356,23 @@ class Sparse(Crossing):
         """Write the sums to the shard."""
         which = self._delivered
         if self.everywhere or not exchange.settles_own_row:
-            views = range_views(self.rows(shard)[which, None], merged(run.ranges))
-            replaced = shard.new_empty(self.peers.size if self.everywhere else 1, run.width)
+            rows = self.rows(shard)[which, None]
+            replaced = shard.new_empty(len(rows), run.width)
             # One launch copies all ranges.
+            views = range_views(rows, merged(run.ranges))
             quantize(views, self._shard_cast, replaced.view(torch.uint8))
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.
-        self.deliver(
-            shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which
-        )
+        table = reduced.view(-1, run.width).expand(self.peers.size, -1)
+        self.deliver(shard, run.ranges, table, which)
         self._spread_inside(shard, run)
 
     def _spread_inside(self, shard: Tensor, run: Run) -> None:
         """Gather the sums inside the node if its ranks need more rows; collective there."""
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
-            within = Hierarchy((self.context.mesh.group(plan.optimizer, self._inner.hi),)).metered(
-                "sync"
-            )
+            group = self.context.mesh.group(plan.optimizer, self._inner.hi)
+            within = Hierarchy((group,)).metered("sync")
             back = spread_back(self.context, shard, run.ranges, within, self._dense_wire)
             if back is not None:
                 back.wait()
@@ -404,6 +403,10 @@ class Sparse(Crossing):
         exchange.settle(left.view(-1))
         return left
 
+    def _zeros(self, columns: int) -> Tensor:
+        """Return a table of zeros, FP32 ``[P, columns]``."""
+        return self.context.shard.new_zeros(self.peers.size, columns, dtype=torch.float32)
+
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
         """Keep the delivered sum in the own row, and add the new residual to the gradients; Note [A
         sparse step].
@@ -411,9 +414,7 @@ class Sparse(Crossing):
         run = self.runs[tuple(ranges)]
         exchange = self._exchanges.pop(run.number, None)
         if exchange is not None:
-            kept = torch.zeros(
-                self.peers.size, run.width, dtype=torch.float32, device=self.context.device
-            )
+            kept = self._zeros(run.width)
             if self.residual.numel():
                 kept.copy_(self._residual_of(run))
             left = self._settle(run, exchange, kept).mul_(exchange.scale)
@@ -430,21 +431,17 @@ class Sparse(Crossing):
         exchanges = self._exchanges
         self._exchanges = {}
         if exchanges and not skipped:
-            asked: Report = {"density_asked": self.density}
-            pairs = [
-                (run, exchanges[run.number])
-                for run in self.runs.values()
-                if run.number in exchanges
-            ]
-            for run, exchange in pairs if self.residual.numel() else ():
-                residual = self._residual_of(run)
-                residual.copy_(
-                    self._settle(run, exchange, residual.to(self.context.device, non_blocking=True))
-                )
-            self._reports = [
-                (run.width / self._columns, asked | exchange.report) for run, exchange in pairs
-            ]
-            self._state = self.decided([exchange for _, exchange in pairs])
+            runs = [run for run in self.runs.values() if run.number in exchanges]
+            ordered = [exchanges[run.number] for run in runs]
+            self._reports = []
+            for run, exchange in zip(runs, ordered, strict=True):
+                if self.residual.numel():
+                    residual = self._residual_of(run)
+                    on_device = residual.to(self.context.device, non_blocking=True)
+                    residual.copy_(self._settle(run, exchange, on_device))
+                report: Report = {"density_asked": self.density, **exchange.report}
+                self._reports.append((run.width / self._columns, report))
+            self._state = self.decided(ordered)
             self.steps += 1
         self._reopened.clear()
         super().commit(skipped)
@@ -460,9 +457,7 @@ class Sparse(Crossing):
         """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other
         columns.
         """
-        table = torch.zeros(
-            self.peers.size, self.context.columns, dtype=torch.float32, device=self.context.device
-        )
+        table = self._zeros(self.context.columns)
         rows = self.residual_rows()
         if rows is not None:
             for parameter, (first, past) in zip(self._included, self._places, strict=True):
@@ -481,17 +476,15 @@ class Sparse(Crossing):
     def store_residual(self, rows: Tensor) -> None:
         """Invert :meth:`residual_rows`."""
         for run in self.runs.values():
-            self._residual_of(run).copy_(rows[:, run.low : run.low + run.width])
+            self._residual_of(run).copy_(rows[:, run.low : run.past])
 
     def residual_owners(self) -> ResidualOwners | None:
         """Return owners and columns of the residual; None without error feedback."""
         if not self.residual.numel():
             return None
         places = zip(self._included, self._places, strict=True)
-        return ResidualOwners(
-            self.members(),
-            {parameter.name: (parameter.numel, *place) for parameter, place in places},
-        )
+        columns = {parameter.name: (parameter.numel, *place) for parameter, place in places}
+        return ResidualOwners(self.members(), columns)
 
     def report(self) -> dict[str, float]:
         """Return the mode's numbers of the last step, each the mean over its runs, and the
@@ -502,12 +495,14 @@ class Sparse(Crossing):
         if not self._reports:
             return {}
         numbers = [number for _, report in self._reports for number in report.values()]
-        tensors = [
-            number for number in (*numbers, self.residual.norm()) if isinstance(number, Tensor)
-        ]
+        numbers.append(self.residual.norm())
         # Some modes count in tensors of one element, others in scalars.
         # In FP64, so that counts stay exact.
-        scalars = [tensor.to(self.context.device, torch.float64).reshape(()) for tensor in tensors]
+        scalars = [
+            number.to(self.context.device, torch.float64).reshape(())
+            for number in numbers
+            if isinstance(number, Tensor)
+        ]
         *read, norm = torch.stack(scalars).tolist()
         values = iter(read)
         means: dict[str, float] = {}
@@ -567,93 +562,6 @@ class Sparse(Crossing):
     def restored(self, saved: Mapping[str, Tensor]) -> Any:
         """Invert :meth:`save`."""
         return self.fresh()
-
-
-class Masked(Sparse):
-    """A sparse mode with a mask that all peers share: values are sent packed, without indices.
-
-    All rows of the mask have equally many elements in each run, so no lengths are sent either.
-    """
-
-    def reduce_masked(
-        self, total: Tensor, run: Run, mask: Callable[[], Tensor], kept: int
-    ) -> tuple[Finish, Exchange]:
-        """Begin to sum the masked elements over the peers; collective.
-
-        Args:
-            total: FP32 ``[P * m]``.
-            run: the run.
-            mask: returns the mask, bool ``[P, m]``.
-            kept: number of elements that are set in each row of the mask.
-
-        Returns:
-            The function that ends it, with the result FP32, zero off the mask: ``[P * m]``, or the
-            own row ``[m]`` if this rank needs no others; and the record.
-        """
-        size = self.peers.size
-        own = self.peers.index
-        width = run.width
-        # A mask of all elements is a dense sum.
-        if kept == width:
-            return self._exchange_all(total, run)
-        indices = positions(mask().reshape(-1), size * kept)
-        packed = total[indices].view(size, kept)
-        # Minimum and maximum are NaN if any element is: this needs no temporary of the gradient's
-        # size.
-        finite = torch.stack(total.aminmax()).isfinite().all()
-        packed[:, 0].masked_fill_(finite.logical_not(), torch.nan)
-        end, settle_packed = self.reduce_rows(packed)
-        if not self.everywhere:
-            indices = indices.view(size, kept)[own] - own * width
-        numel = len(total) if self.everywhere else width
-
-        def finish() -> Tensor:
-            sums = end()
-            return sums.new_zeros(numel).index_copy_(0, indices, sums)
-
-        def settle(again: Tensor) -> None:
-            # The mask is unpacked again rather than kept: it has a byte for each element.
-            places = positions(mask().reshape(-1), size * kept)
-            sent = again[places].view(size, kept)
-            settle_packed(sent)
-            again[places] = sent.view(-1)
-
-        return finish, Exchange(settle, {"density": kept / width})
-
-
-def masked_of_rows(bits: Tensor, parts: Iterable[Range]) -> tuple[int, ...]:
-    """Return by part (columns) the number of elements that a saved mask has in each row.
-
-    Args:
-        bits: the mask, each row packed separately.
-        parts: the columns of each part.
-
-    Raises:
-        ValueError: if rows differ or a part has no element, because the mask was selected of other
-            parts.
-    """
-    kept = []
-    for begin, end in parts:
-        # Each row must have as many, or messages of the peers differ in length.
-        least, *others = sorted(set(unpacked(bits, begin, end).sum(dim=1).tolist()))
-        if others or least < min(1, end - begin):
-            raise ValueError(
-                "its mask was selected of other parts; set sync.select and reduce_bucket_size as "
-                "it had"
-            )
-        kept.append(least)
-    return tuple(kept)
-
-
-def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
-    """Unpack the columns from ``begin`` to ``end`` of rows that are packed separately: bool
-    ``[rows, end - begin]``.
-    """
-    first = begin // 8
-    past = -(-end // 8)
-    part = bits[:, first:past].contiguous()
-    rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
-    return rows[:, begin - 8 * first : end - 8 * first]
 
 
 def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:

@@ -51,11 +51,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.transport import host_counts
 from zero_topo.config.sparse_config import share
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
+from zero_topo.quant.operands import counted
 from zero_topo.quant.reference import SKETCH_WIDTH
 from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.masked import packed, unpacked
 from zero_topo.sync.selection import (
     Selected,
     added,
@@ -64,7 +67,7 @@ from zero_topo.sync.selection import (
     largest_of_each,
     positions,
 )
-from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag, unpacked
+from zero_topo.sync.sparse import Exchange, Report, Run, Sparse, Started, counts_or_flag
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +116,7 @@ class Tagc(Sparse):
         """The share of elements that a rank selects in this step, ``1 - theta`` after a warm-up."""
         return self._scheduled.density_at(self.steps)
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Reduce a bitmap of all selected elements, then their values: in a sketch unless their
         union is too dense.
         """
@@ -170,14 +173,14 @@ class Tagc(Sparse):
         mask = torch.zeros(size, width, dtype=torch.bool, device=selected.indices.device)
         # A bit for each element, row by row for the owners.
         mask.view(-1)[selected.indices] = selected.values != 0
-        received = self.peers.all_to_all(_bits(mask))
+        received = self.peers.all_to_all(packed(mask))
         masks = unpacked(received, 0, width)
         union = masks.any(dim=0)
         # All counts in one host synchronization, whatever the number of peers.
         counts = self.peers.gather(counts_or_flag(union.sum(), selected.values))
         numbers = self.to_host(counts, mask.sum(dim=1), masks.sum(dim=1))
         lengths = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-        return _Index(mask, received, union, _bits(union[None])[0], *lengths)
+        return _Index(mask, received, union, packed(union[None])[0], *lengths)
 
     def _plain(self, rounded: Selected, index: _Index) -> Tensor:
         """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the
@@ -188,10 +191,8 @@ class Tagc(Sparse):
             rounded.values.to(self.dtype), index.sizes, index.expected
         )
         places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
-        return added(
-            Selected(places, received.float()),
-            partial(received.new_zeros, width, dtype=torch.float32),
-        )
+        zeros = partial(received.new_zeros, width, dtype=torch.float32)
+        return added(Selected(places, received.float()), zeros)
 
     def _sketched(self, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
         """Sum the own row from sketches; also return the number of values sent separately, and of
@@ -206,11 +207,9 @@ class Tagc(Sparse):
             # Each owner names the elements that it cannot recover; their values come without a
             # sketch.
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
-            owners = torch.arange(size, dtype=torch.int64, device=total.device)
-            sizes = torch.tensor(counts, dtype=torch.int64, device="cpu").to(
-                total.device, non_blocking=True
-            )
-            places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
+            sizes = host_counts(counts).to(total.device, non_blocking=True)
+            owners = counted(size, total).repeat_interleave(sizes, output_size=len(asked))
+            places = owners * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
             repeated = self.peers.all_to_all_known(values, counts, [len(stuck)] * size)
@@ -220,7 +219,7 @@ class Tagc(Sparse):
         summed = added_rows(self.peers.all_to_all(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), _bits(inside[None])[0], SEED, width)
+        own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), packed(inside[None])[0], SEED, width)
         if any(counts):
             own[stuck] = added_rows(repeated.view(size, -1))
         return own, len(stuck), left
@@ -245,9 +244,8 @@ class Tagc(Sparse):
             peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, width)
             stuck |= peeled != probe
             reached = stuck.sum()
-            counts = self.to_host(
-                self.peers.gather(torch.where(reached >= left, reached, width + 1))
-            )
+            known = torch.where(reached >= left, reached, width + 1)
+            counts = self.to_host(self.peers.gather(known))
             if max(counts) <= width:
                 break
         return positions(stuck, counts[self.peers.index]), counts
@@ -261,9 +259,8 @@ class Tagc(Sparse):
         masks = unpacked(self.peers.gather(index.bits), 0, len(row))
         values = row[positions(index.union, index.counts[self.peers.index])]
         table = row.new_zeros(index.mask.numel())
-        table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(
-            values, index.counts
-        )
+        places = positions(masks.reshape(-1), sum(index.counts))
+        table[places] = self.peers.gather_known(values, index.counts)
         return table
 
     def fresh(self) -> int:
@@ -277,12 +274,6 @@ class Tagc(Sparse):
     def restored(self, saved: Mapping[str, Tensor]) -> int:
         """Read the number of fallbacks from a checkpoint."""
         return int(saved["fallbacks"])
-
-
-def _bits(rows: Tensor) -> Tensor:
-    """Pack bool ``[rows, m]`` to uint8 ``[rows, ceil(m / 8)]``, each row separately."""
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)) if rows.shape[1] % 8 else rows
-    return ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
 
 build_mode.register(TagcSync, Tagc)

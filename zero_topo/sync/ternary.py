@@ -33,9 +33,10 @@ from torch import Tensor
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.config.sparse_config import TernarySync
 from zero_topo.quant import ops
+from zero_topo.quant.operands import counted
 from zero_topo.sync.base import build_mode
 from zero_topo.sync.selection import Selected, added
-from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse
+from zero_topo.sync.sparse import Exchange, Report, Run, Sparse, Started
 
 
 class Ternary(Sparse):
@@ -48,13 +49,11 @@ class Ternary(Sparse):
     @property
     def now(self) -> TernarySync:
         """The settings with this step's density."""
-        return (
-            self.config.model_copy(update={"density": self.density})
-            if self.config.warmup
-            else self.config
-        )
+        if not self.config.warmup:
+            return self.config
+        return self.config.model_copy(update={"density": self.density})
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Send signs to the owners of their rows, who add them to their own row and send the sums
         as signs again.
         """
@@ -67,16 +66,14 @@ class Ternary(Sparse):
         mine = rows.new_empty(1, blocks * BLOCK)
         others = rows.new_empty(size - 1, blocks * BLOCK)
         # Padded to whole blocks. The own row is not sent: its owner adds to it, exactly.
-        mine[:, :width], others[:own, :width], others[own:, :width] = (
-            rows[own],
-            rows[:own],
-            rows[own + 1 :],
-        )
+        mine[:, :width] = rows[own]
+        others[:own, :width] = rows[:own]
+        others[own:, :width] = rows[own + 1 :]
         for padded in (mine, others):
             padded[:, width:].zero_()
-        begins = torch.arange(size, dtype=torch.int64, device=total.device)[:, None] * width
         # Of each block in a table of all rows.
-        begins = begins + torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
+        firsts = torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
+        begins = counted(size, total)[:, None] * width + firsts
         sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
         # Nobody reads the own entry
         received = self.peers.all_to_all_later(torch.cat([sent[:own], sent[:1], sent[own:]]))
@@ -102,9 +99,8 @@ class Ternary(Sparse):
             return reduced
 
         def settle(again: Tensor) -> None:
-            self._decoded(sent, now, torch.cat([begins[:own], begins[own + 1 :]])).subtract_from(
-                again
-            )
+            to_others = torch.cat([begins[:own], begins[own + 1 :]])
+            self._decoded(sent, now, to_others).subtract_from(again)
             again.view(size, width)[own] = mine[0, :width]
 
         return finish, Exchange(settle, report, settles_own_row=True)
@@ -113,17 +109,15 @@ class Ternary(Sparse):
         """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how
         many were sent.
         """
-        return ops.ternary_encode(
-            blocks, rows, ops.row_largest(blocks, now.selections), now.low_bits, self.dtype
-        )
+        indices = ops.row_largest(blocks, now.selections)
+        return ops.ternary_encode(blocks, rows, indices, now.low_bits, self.dtype)
 
     def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Selected:
         """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block
         begins.
         """
-        return Selected(
-            *ops.ternary_decode(packets, begins, BLOCK, now.selections, now.low_bits, self.dtype)
-        )
+        form = BLOCK, now.selections, now.low_bits, self.dtype
+        return Selected(*ops.ternary_decode(packets, begins, *form))
 
 
 build_mode.register(TernarySync, Ternary)

@@ -22,6 +22,7 @@ from zero_topo.config.sparse_config import (
     TopkDsaSync,
     share,
 )
+from zero_topo.quant.operands import counted
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.selection import (
     LONGEST,
@@ -34,7 +35,7 @@ from zero_topo.sync.selection import (
     largest,
     positions,
 )
-from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
+from zero_topo.sync.sparse import Exchange, Report, Run, Sparse, Started, counts_or_flag
 
 FITTING_STEPS = 4
 
@@ -61,7 +62,7 @@ class TopkA(Sparse):
                 'which each rank adds up its own part: "oktopk" or "topk_dsa"'
             )
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Gather and add up all ranks' selected elements."""
         selection = self.choose(total).rounded(self.dtype)
         numel = len(total)
@@ -100,20 +101,19 @@ class GaussianK(TopkA):
         reaching = (total < bound).logical_not_().logical_or_(total <= -bound)
         room = share(self.config.ROOM * self.density, len(total))
         indices = positions(reaching, room)
-        selected = torch.arange(room, dtype=torch.int64, device=total.device) < reaching.sum()
+        selected = counted(room, total) < reaching.sum()
         return Selected(indices, torch.where(selected, total[indices], 0.0))
 
     def threshold(self, total: Tensor, k: int) -> Tensor:
         """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
-        deviation, mean = (
-            torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
-        )
-        bound = (
-            (deviation.double() * quantile + mean.double().abs())
-            .clamp(min=TINY)
-            .nan_to_num_(torch.inf, torch.inf)
-        )
+        if total.numel() > 1:
+            deviation, mean = torch.std_mean(total)
+        else:
+            deviation = total.new_zeros(())
+            mean = total.sum()
+        bound = deviation.double() * quantile + mean.double().abs()
+        bound = bound.clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
         if self.density == 1:
             return torch.full_like(bound, TINY)
         # On the device: the host does not wait for the counts.
@@ -121,9 +121,8 @@ class GaussianK(TopkA):
             count = count_reaching(total, bound)
             few = 3 * count < 2 * k
             many = 3 * count > 4 * k
-            bound = torch.where(
-                few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound)
-            )
+            raised = torch.where(many, 1.5 * bound, bound)
+            bound = torch.where(few, (0.5 * bound).clamp(min=TINY), raised)
         return bound
 
 
@@ -138,7 +137,7 @@ class TopkDsa(Sparse):
     only after the first.
     """
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Reduce selected elements at the owners of their rows, then gather the sums if all ranks
         need them.
         """
@@ -146,12 +145,9 @@ class TopkDsa(Sparse):
         width = run.width
         selection = largest(total, share(self.density, len(total))).rounded(self.dtype)
         records = Records(self.dtype, width)
-        sizes = selection.counts(
-            torch.arange(size + 1, dtype=torch.int64, device=total.device) * width
-        )
-        numbers = self.to_host(
-            sizes, self.peers.all_to_all(counts_or_flag(sizes, selection.values))
-        )
+        sizes = selection.counts(counted(size + 1, total) * width)
+        expected = self.peers.all_to_all(counts_or_flag(sizes, selection.values))
+        numbers = self.to_host(sizes, expected)
         report = Report(density=len(selection) / len(total))
         errors: list[Selected] = []
 
@@ -189,12 +185,9 @@ class TopkDsa(Sparse):
         indices = positions(own != 0, numbers[index])
         sums = Selected(indices, own[indices])
         if self.dtype != own.dtype:
-            errors.append(
-                Selected(indices + index * width, sums.rounded(self.dtype).values - sums.values)
-            )
+            errors.append(sums.rounding_errors(self.dtype, index * width))
         gathered = records.gather(self.peers, sums, numbers[:size])
-        every = torch.arange(size, dtype=torch.int64, device=own.device)
-        rows = every.repeat_interleave(counts, output_size=len(gathered))
+        rows = counted(size, own).repeat_interleave(counts, output_size=len(gathered))
         reduced = own.new_zeros(size, width)
         reduced.view(-1)[rows.mul_(width).add_(gathered.indices)] = gathered.values
         if any(numbers[size:]):
@@ -213,7 +206,7 @@ class GTopk(Sparse):
     synchronization.
     """
 
-    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+    def exchange(self, total: Tensor, run: Run) -> Started:
         """Merge selected elements up a tree of peers, then send the result down the tree."""
         numel = len(total)
         k = share(self.density, len(total))
@@ -232,15 +225,12 @@ class GTopk(Sparse):
                     selection = self._rounded(selection, dropped)
                 received = self._pass(records, selection, parent, child)
                 if received is not None:
-                    both = (
-                        torch.cat([selection.indices, received.indices]),
-                        torch.cat([selection.values, received.values]),
-                    )
-                    sums = in_runs(Selected(*both))
+                    indices = torch.cat([selection.indices, received.indices])
+                    values = torch.cat([selection.values, received.values])
+                    sums = in_runs(Selected(indices, values))
                     best = largest(sums.values, k).indices
-                    others = torch.ones_like(sums.indices, dtype=torch.bool).index_fill_(
-                        0, best, False
-                    )
+                    others = torch.ones_like(sums.indices, dtype=torch.bool)
+                    others.index_fill_(0, best, False)
                     dropped.append(sums.where(positions(others, len(sums) - k)))
                     selection = sums.where(best)
             if self.peers.index == 0:
@@ -264,11 +254,11 @@ class GTopk(Sparse):
         rank.
         """
         index = self.peers.index
-        if index % (2 * step) == step:
+        place = index % (2 * step)
+        if place == step:
             return index - step, None
-        return None, index + step if index % (
-            2 * step
-        ) == 0 and index + step < self.peers.size else None
+        child = index + step
+        return None, child if place == 0 and child < self.peers.size else None
 
     def _rounded(self, selection: Selected, dropped: list[Selected]) -> Selected:
         """Round the elements for sending; ``dropped`` gets the errors."""
@@ -278,7 +268,11 @@ class GTopk(Sparse):
         return rounded
 
     def _pass(
-        self, records: Records, selection: Selected, target: int | None, source: int | None
+        self,
+        records: Records,
+        selection: Selected,
+        target: int | None,
+        source: int | None,
     ) -> Selected | None:
         """Send the elements to one group rank, and receive as many from another."""
         size = self.peers.size
@@ -288,9 +282,8 @@ class GTopk(Sparse):
             sizes[target] = len(selection)
         if source is not None:
             expected[source] = len(selection)
-        received = self.peers.all_to_all_known(
-            records.encode(selection, self.peers)[: sum(sizes)], sizes, expected
-        )
+        message = records.encode(selection, self.peers)[: sum(sizes)]
+        received = self.peers.all_to_all_known(message, sizes, expected)
         return None if source is None else records.decode(received)
 
 

@@ -68,7 +68,7 @@ def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
     def refuse(*_: Any) -> None:
         raise AssertionError("a message goes over torch")
 
-    with patch("zero_topo.collectives.transport.Gloo._swap", refuse):
+    with patch("zero_topo.collectives.backends.Gloo._swap", refuse):
         return synced("mpi", sharded)
 
 
