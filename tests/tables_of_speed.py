@@ -102,6 +102,19 @@ def fsdp_rows() -> list[str]:
     return rows
 
 
+def fsdp_sentences() -> list[str]:
+    """What the page of FSDP2 says of the steps in that table."""
+    steps = {name: _median(of[0]) for (name, _), of in _cluster("cluster-t8-fsdp").items()}
+    ours = steps["fsdp-q4"]
+    of_q4 = _cluster("cluster-t8-fsdp")["fsdp-q4", 1][0]["cpu_s_per_step"]
+    return [
+        f"take {of_q4:.1f} s of two cores",
+        f"{of_q4 / 2:.1f} of its {ours:.1f} s",
+        f"`fsdp-q4` takes {ours / steps['hsdp-fsdp']:.2f} of the step of HSDP and "
+        f"{ours / steps['fsdp']:.2f} of that of FSDP over all ranks",
+    ]
+
+
 def tensor_rows() -> list[str]:
     """The table of tensor parallelism on the emulated cluster, from the record."""
     rows = []

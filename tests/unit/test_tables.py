@@ -27,6 +27,7 @@ from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import (
     SPEEDS,
     cluster_sentences,
+    fsdp_sentences,
     muon_sentences,
     scale_sentences,
     stock_sentences,
@@ -309,6 +310,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     [
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
+        (ROOT / "docs/fsdp2.md", fsdp_sentences),
         (ROOT / "docs/optimizers.md", muon_sentences),
         (ROOT / "docs/optimizers.md", muon_steps),
         (ROOT / "docs/tutorial.md", scheme_sentences),

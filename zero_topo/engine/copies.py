@@ -311,9 +311,9 @@ class Secondary:
                     self.copies[param_index] = Copy(hierarchy, row, wires[param_index])
                 return
             self._cut = rows
-        self._allocate(hierarchy, param_indices, wires)
+        self._store_packed(hierarchy, param_indices, wires)
 
-    def _allocate(
+    def _store_packed(
         self,
         hierarchy: Hierarchy,
         param_indices: range,
