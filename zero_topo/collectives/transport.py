@@ -484,9 +484,7 @@ def reduce_scatter(
     2. per group, the innermost first: one all-to-all sends each message to the member that
        represents its destination, where the messages for one destination are summed in tree order
        (FP32) and, if a group follows, encoded again;
-    3. the last sums go into ``out``.
-
-    See Note [Own reduce-scatter].
+    3. the last sums go into ``out``. Why not a library's: Note [Own reduce-scatter].
 
     Args:
         hierarchy: the members.

@@ -122,7 +122,10 @@ class TopoStage3(Stock):
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         # DeepSpeed makes its flat buffer; ours then take its values, and it is freed.
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        scale = lambda: self._autocast_scale or float(self.loss_scale)  # noqa: E731
+
+        def scale() -> float:
+            return self._autocast_scale or float(self.loss_scale)
+
         self._parts.build(self, self._configs, self._moments, scale)
         self.topo = self._parts.parts[0].topo
         self.param_indices = self._parts.param_indices

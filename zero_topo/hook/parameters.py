@@ -25,6 +25,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.passes import graph_task
 from zero_topo.hook.seam import wrapping
 from zero_topo.plan import Phase
 from zero_topo.sync import Parameter
@@ -482,7 +483,7 @@ class ParameterGathers:
         # next pass on it gathers it with the parameters of the module that read it.
         # An attribute of DeepSpeed's dictionary
         in_forward = getattr(self.module._parameters, "_in_forward", False)
-        reads = param_list is None and (in_forward or _in_backward())
+        reads = param_list is None and (in_forward or graph_task() != -1)
         phase: Phase = _phase_of_pass() if reads else "gather_exact"
         handles = self._start_all(
             missing, phase, partial(stock, async_op=async_op, hierarchy=hierarchy)
@@ -514,11 +515,5 @@ class ParameterGathers:
 
 
 def _phase_of_pass() -> Phase:
-    return "gather_backward" if _in_backward() else "gather_forward"
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass runs: only then there is a graph task. Prefetches of a forward
-    pass have none.
-    """
-    return torch._C._current_graph_task_id() != -1
+    # Prefetches of a forward pass have no graph task either.
+    return "gather_forward" if graph_task() == -1 else "gather_backward"
