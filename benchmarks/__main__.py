@@ -213,7 +213,7 @@ class ConvergenceOptions(Outputs):
     fp32: InFp32 = False
     blocks: Blocks = None
     more: Annotated[
-        bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")
+        bool, typer.Option("--more", help="Keep the runs that --record has, and add the others.")
     ] = False
     again: Annotated[
         str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")

@@ -9,7 +9,7 @@ of the initial weights by 1e-6, which training amplifies as it amplifies any rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,8 +41,8 @@ class Convergence:
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, GCDs of a GPU.
         floors: number of seeds that also train the chaos floor.
-        before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not
-            trained again.
+        before: a record of trainings with the same settings: what it has of the schemes and seeds
+            is kept and not trained again.
         again: schemes to train again, with stock, at every rate: for one whose code has changed.
         one_process: train in plain data parallelism, without DeepSpeed, by ranks that are threads
             (``in_process.py``).
@@ -91,7 +91,9 @@ class Convergence:
             # Older records lack newer fields
             kept = {**kept, "setup": asdict(TrainingSetup(**kept["setup"]))}
             other = [key for key in mine if key != "jobs" and mine[key] != kept.get(key)]
-            other += ["schemes"] * (_first_jobs(mine["jobs"]) != _first_jobs(kept["jobs"]))
+            both = {job["scheme"] for job in kept["jobs"]} & {job["scheme"] for job in mine["jobs"]}
+            first, before = (_first_jobs(jobs, both) for jobs in (mine["jobs"], kept["jobs"]))
+            other += ["schemes"] * (first != before)
             if other:
                 raise ValueError(
                     f"the record is of other trainings, its {', '.join(other)} differ: give the "
@@ -99,7 +101,7 @@ class Convergence:
                 )
             if not self.left():
                 raise ValueError(
-                    f"the record has all {len(self.seeds)} seeds: ask for more of them"
+                    f"the record has all {len(self.seeds)} seeds of these schemes: ask for more"
                 )
 
     def runs(self) -> list[BenchScheme]:
@@ -122,17 +124,20 @@ class Convergence:
         return {"setup": asdict(self.setup), **common, **alone, "jobs": jobs}
 
     def left(self) -> list[dict[str, Any]]:
-        """The jobs of seeds of which :attr:`before` lacks one, and those of :attr:`again`.
-
-        A seed is compared with stock on the same machine.
+        """The jobs that :attr:`before` lacks, those of :attr:`again`, and stock of their seeds: a
+        run is compared with stock on the same machine.
         """
         jobs: list[dict[str, Any]] = self.settings()["jobs"]
         kept = self.before["curves"] if self.before else {}
-        lacking = {
-            job["seed"] for job in jobs if str(job["seed"]) not in kept.get(job["scheme"], ())
-        }
-        anew = {STOCK, *self.again} if self.again else set()
-        return [job for job in jobs if job["seed"] in lacking or _plain(job["scheme"]) in anew]
+
+        def wanted(job: Mapping[str, Any]) -> bool:
+            has = str(job["seed"]) in kept.get(job["scheme"], ())
+            return not has or _plain(job["scheme"]) in self.again
+
+        seeds = {job["seed"] for job in jobs if wanted(job)}
+        return [
+            job for job in jobs if wanted(job) or (job["scheme"] == STOCK and job["seed"] in seeds)
+        ]
 
     def ticks(self) -> int:
         """Optimizer steps that :func:`run` announces, one tick each."""
@@ -147,9 +152,8 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
         tick: called after each step, with a few words and the steps done since.
 
     Yields:
-        The record so far, after each run of the first seed and each further seed (to parts of one
-        nothing could be added): ``results``, one for each scheme; ``curves``, scheme -> seed ->
-        losses; and how it was measured.
+        The record so far, after each run: ``results``, one for each scheme; ``curves``, scheme ->
+        seed -> losses; and how it was measured.
 
     Raises:
         ValueError: if a scheme is refused.
@@ -159,7 +163,6 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
     jobs = wanted.left()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     nodes, gpus, dies = wanted.shape
-    done = 0
 
     def stepped(job: Mapping[str, Any], event: str) -> None:
         tick(f"{job['scheme']}, seed {job['seed']}", 1)
@@ -177,10 +180,6 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
             ).results(jobs, stepped)
         for job, curve in results:
             curves.setdefault(job["scheme"], {})[job["seed"]] = curve
-            done += 1
-            first = wanted.before is None and job["seed"] == jobs[0]["seed"]
-            if not first and done < len(jobs) and jobs[done]["seed"] == job["seed"]:
-                continue
             losses = {
                 scheme: {str(seed): found["losses"] for seed, found in seeds.items()}
                 for scheme, seeds in curves.items()
@@ -190,10 +189,10 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
 
 
 def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Two records of the same trainings with other seeds as one, its head the newer's; the older's
-    in ``before``.
+    """Two records with the same settings, of other schemes or seeds, as one, its head the newer's;
+    the older's in ``before``.
 
-    Of a seed that both have the newer's is taken.
+    Of a run that both have the newer's is taken.
     """
     newer = {row["scheme"]: row for row in made["results"]}
     results = [_joined_row(row, newer.pop(row["scheme"], None)) for row in before["results"]]
@@ -203,7 +202,16 @@ def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]
     }
     head = {key: before[key] for key in ("when", "machine", "versions")}
     heads = [*before.get("before", []), head]
-    return {**made, "results": [*results, *newer.values()], "curves": curves, "before": heads}
+    newest = made["settings"]["jobs"]
+    again = {(job["scheme"], job["seed"]) for job in newest}
+    kept = [j for j in before["settings"]["jobs"] if (j["scheme"], j["seed"]) not in again]
+    return {
+        **made,
+        "settings": {**made["settings"], "jobs": [*kept, *newest]},
+        "results": [*results, *newer.values()],
+        "curves": curves,
+        "before": heads,
+    }
 
 
 def _joined_row(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -273,9 +281,13 @@ def _plain(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _first_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of the first seed."""
-    return [job for job in jobs if job["seed"] == jobs[0]["seed"]]
+def _first_jobs(jobs: Sequence[Mapping[str, Any]], schemes: Set[str]) -> dict[str, Any]:
+    """A job of each of the schemes, the first of it, without its seed."""
+    first: dict[str, Any] = {}
+    for job in jobs:
+        if job["scheme"] in schemes:
+            first.setdefault(job["scheme"], {**job, "seed": None})
+    return first
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -193,6 +193,31 @@ def test_seeds_are_added_to_a_record() -> None:
     )
 
 
+def test_schemes_are_added_to_a_record() -> None:
+    """What it has is not trained again, but for stock, with which the new ones are compared. A
+    scheme that has changed in between is refused.
+    """
+    runs = {name: {0: curve(level), 1: curve(level)} for name, level in (("stock", 1), ("topo", 2))}
+    before = made({"chaos": runs["stock"], **runs})
+    more = replace(wanted("topo", "topo-q4"), before=before)
+    assert [(job["scheme"], job["seed"]) for job in more.left()] == [
+        ("stock", 0),
+        ("topo-q4", 0),
+        ("stock", 1),
+        ("topo-q4", 1),
+    ]
+    added = made({"stock": runs["stock"], "topo-q4": runs["topo"]})
+    content = joined(before, {**added, "settings": wanted("topo-q4").settings()})
+    names = {"chaos", "stock", "topo", "topo-q4"}
+    assert {row["scheme"] for row in content["results"]} == names
+    assert {job["scheme"] for job in content["settings"]["jobs"]} == names
+    with pytest.raises(ValueError, match="the record has all 2 seeds of these schemes"):
+        replace(wanted("topo-q4"), before=content)
+    muon = tuple(replace(scheme, optimizer="Muon") for scheme in more.schemes)
+    with pytest.raises(ValueError, match="its schemes differ"):
+        replace(more, schemes=muon)
+
+
 def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
     """The chaos run starts within a few 1e-6 of stock, by the same change on every rank; no change
     is no change.
