@@ -145,6 +145,7 @@ def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
                     "message_bytes": bench.setup.message_bytes,
                     "spec": spec.to_json(),
                     "compute_s_per_micro_batch": observer.compute_s,
+                    "products_in_fp32": observer.products_in_fp32,
                 }
                 yield {**record("cluster", settings, content), "machine": host}
 
@@ -179,6 +180,7 @@ class _Observer:
 
     Attributes:
         compute_s: forward and backward pass of one micro-batch.
+        products_in_fp32: whether its BF16 matrix products are computed in FP32.
     """
 
     def __init__(self, network: EmulatedNetwork, ranks: Ranks, tick: Tick) -> None:
@@ -187,11 +189,15 @@ class _Observer:
         self._tick = tick
         self._snapshots: list[Snapshot] = []
         self.compute_s = 0.0
+        self.products_in_fp32 = False
 
-    def hear(self, job: Mapping[str, Any], event: str, seconds: float = 0.0) -> None:
+    def hear(
+        self, job: Mapping[str, Any], event: str, seconds: float = 0.0, fp32: bool = False
+    ) -> None:
         """Do what rank 0 asks for during a job, and answer it."""
         if event == "compute":
             self.compute_s = seconds
+            self.products_in_fp32 = fp32
             return
         if event in ("step", "build"):
             count = job["micro_batches"]
