@@ -107,11 +107,12 @@ def fsdp_sentences() -> list[str]:
     steps = {name: _median(of[0]) for (name, _), of in _cluster("cluster-t8-fsdp").items()}
     ours = steps["fsdp-q4"]
     of_q4 = _cluster("cluster-t8-fsdp")["fsdp-q4", 1][0]["cpu_s_per_step"]
+    share = {name: f"{ours / step:.2f}" for name, step in steps.items()}
     return [
-        f"take {of_q4:.1f} s of two cores",
-        f"{of_q4 / 2:.1f} of its {ours:.1f} s",
-        f"`fsdp-q4` takes {ours / steps['hsdp-fsdp']:.2f} of the step of HSDP and "
-        f"{ours / steps['fsdp']:.2f} of that of FSDP over all ranks",
+        f"take {of_q4:.1f} processor seconds on two cores",
+        f"`fsdp-q4` takes {share['hsdp-fsdp']} of the step of HSDP and {share['fsdp']} of that of "
+        f"FSDP over all ranks; where these send through rings, {share['hsdp-fsdp-ring']} and "
+        f"{share['fsdp-ring']}",
     ]
 
 
