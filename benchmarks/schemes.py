@@ -223,26 +223,6 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 )
                 for word, begin in (("start", {"start": 20}), ("warm", {"start": 10, "warmup": 50}))
             ),
-            # A residual that decays, at the best of five factors
-            *(
-                _synced(
-                    f"oktopk-{name}",
-                    {
-                        "mode": "oktopk",
-                        "density": density,
-                        **SHARDED,
-                        "residual_decay": 0.9,
-                        **begin,
-                    },
-                    "AgedAdamW",
-                )
-                for name, density, begin in (
-                    ("decay", 0.02, {}),
-                    ("decay-5", 0.05, {}),
-                    ("decay-warm", 0.05, {"start": 10, "warmup": 50}),
-                )
-            ),
-            _synced("ternary-decay", {**TERNARY, "residual_decay": 0.99}, "AgedAdamW"),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("tagc", {"mode": "tagc"}),
             *(

@@ -88,11 +88,6 @@ class SparseSync(SyncSettings):
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next "
         "step. Costs 4 bytes for each element of the gradient shard.",
     )
-    residual_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description="Factor of the residual after each step: below 1, what waits fades, and some "
-        "of every gradient is lost.",
-    )
     offload_residual: StrictBool = Field(
         False,
         description="Keep the residual in the host's memory and bring it to the device once a "

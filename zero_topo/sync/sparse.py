@@ -7,8 +7,7 @@ Note [A sparse step]
     (``engine/gradients.py``). Let ``g`` be this rank's gradients of a run, reduced inside the node,
     without the loss scale, and ``e`` their residual. The mode splits ``a = g + e`` into the sum
     ``u`` that the owner of an element receives, and a new residual ``e'``. Nothing is
-    lost: summed over the peers, ``a = u + e'`` element by element. With ``residual_decay`` below 1
-    the next step starts from that share of ``e'``, and the rest is lost.
+    lost: summed over the peers, ``a = u + e'`` element by element.
 
 Note [Nothing is written before the step is decided]
     ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step
@@ -439,10 +438,7 @@ class Sparse(Crossing):
                 if self.residual.numel():
                     residual = self._residual_of(run)
                     on_device = residual.to(self.context.device, non_blocking=True)
-                    settled = self._settle(run, exchange, on_device)
-                    if self.config.residual_decay < 1:
-                        settled *= self.config.residual_decay
-                    residual.copy_(settled)
+                    residual.copy_(self._settle(run, exchange, on_device))
                 report: Report = {"density_asked": self.density, **exchange.report}
                 self._reports.append((run.width / self._columns, report))
             self._state = self.decided(ordered)
