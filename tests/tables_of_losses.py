@@ -269,6 +269,13 @@ def loss_sentences() -> list[str]:
     ]
 
 
+def decay_sentences() -> list[str]:
+    """What the page of sparse modes says of a residual that decays."""
+    rows = {row["scheme"]: row for row in record("sparse-nodes-8-decay")["results"]}
+    loss = rows["oktopk-decay-5"]["last"]["difference"]["mean"]
+    return [f"In 800 steps `oktopk` then loses {100 * loss:.2f}%"]
+
+
 def fragment_sentences() -> list[str]:
     """What the page says of TAGC that selects elements within each parameter, from a record of its
     own.

@@ -23,7 +23,7 @@ from tests.marks import late
 from tests.matrix import recorded
 from tests.plans import resolve
 from tests.tables_of_gain import GAINS, muon_steps
-from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
+from tests.tables_of_losses import TABLES, decay_sentences, fragment_sentences, loss_sentences
 from tests.tables_of_speed import (
     SPEEDS,
     cluster_sentences,
@@ -319,6 +319,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (README, loss_sentences),
         (README, stock_sentences),
         (ROOT / "docs/losses.md", fragment_sentences),
+        (ROOT / "docs/sparse.md", decay_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(
