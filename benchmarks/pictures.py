@@ -186,9 +186,14 @@ def long_defaults() -> str:
 
 
 def long_sparse() -> str:
-    """Ternary sync over 20 tokens for each parameter."""
+    """Sync that quantizes or leaves out, over 20 tokens for each parameter."""
     schemes = {STOCK: "stock: nothing left out", "chaos": "chaos"}
-    schemes |= {"ternary-aged": "ternary with AgedAdamW"}
+    schemes |= {
+        "ternary-aged": "ternary with AgedAdamW",
+        "oktopk-sharded-aged-5": "Ok-Topk 5%, AgedAdamW",
+        "oktopk-warm": "Ok-Topk 5%, warm-up",
+        "sync-nf4": "NF4 with feedback",
+    }
     title = "Loss over 20 tokens for each parameter with sync on 8 nodes, compared with stock"
     return losses("long-sparse", schemes, title)
 
