@@ -31,7 +31,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.quant import reference
+from zero_topo.quant import reference_sparse
 from zero_topo.quant.operands import (
     FLOATS,
     Change,
@@ -507,7 +507,7 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x, (torch.float32,), dims=2)
     _check_rows(rows)
-    shape = rows, reference.SKETCH_WIDTH
+    shape = rows, reference_sparse.SKETCH_WIDTH
     sketch = torch.zeros(*x.shape[:-1], *shape, dtype=torch.float32, device=x.device)
     if x.numel():
         OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, *shape))
@@ -531,8 +531,10 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         ValueError: for tensors of other shapes or dtypes.
     """
     _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
-    if sketch.dim() != 2 or sketch.shape[1] != reference.SKETCH_WIDTH:
-        raise ValueError(f"a sketch is [rows, {reference.SKETCH_WIDTH}], not {tuple(sketch.shape)}")
+    if sketch.dim() != 2 or sketch.shape[1] != reference_sparse.SKETCH_WIDTH:
+        raise ValueError(
+            f"a sketch is [rows, {reference_sparse.SKETCH_WIDTH}], not {tuple(sketch.shape)}"
+        )
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
     _check_devices(sketch, bits)
@@ -555,7 +557,7 @@ def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]
     """
     # Kernels exist for FP32 alone.
     in_fp32 = state[0].dtype == state[1].dtype == torch.float32
-    update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference.aged_adamw
+    update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference_sparse.aged_adamw
     update(*state, table, settings)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
-from zero_topo.quant.reference import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
+from zero_topo.quant.reference_sparse import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.quant.triton_blocks import (
     ALIGNED,

@@ -30,7 +30,7 @@ from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant import ops
 from zero_topo.quant.operands import counted
-from zero_topo.quant.reference import set_positions
+from zero_topo.quant.reference_sparse import set_positions
 
 TINY = 1e-45  # the least positive FP32: every element but zero reaches this threshold
 LONGEST = 2**31 - 1

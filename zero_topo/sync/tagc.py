@@ -2,7 +2,8 @@
 """TAGC: an exact index and a count sketch of the values, reduced to the owner of each row.
 
 Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer
-Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
+Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in
+``quant/reference_sparse.py``.
 
 1. Each rank selects the largest elements of its gradient plus residual; the residual keeps the
    rest.
@@ -56,7 +57,7 @@ from zero_topo.config.sparse_config import share
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
 from zero_topo.quant.operands import counted
-from zero_topo.quant.reference import SKETCH_WIDTH
+from zero_topo.quant.reference_sparse import SKETCH_WIDTH
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.masked import packed, unpacked
 from zero_topo.sync.selection import (
