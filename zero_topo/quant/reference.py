@@ -200,7 +200,7 @@ def _unpack(values: Tensor, bits: int) -> Tensor:
     signed = values.view(torch.int8)
     if bits == 8:
         return signed.to(torch.float32)
-    out = torch.empty(values.numel(), 2, dtype=torch.float32, device=values.device)
+    out = values.new_empty(values.numel(), 2, dtype=torch.float32)
     # Shifts of signed bytes extend the sign.
     out[:, 0] = (signed << 4) >> 4
     out[:, 1] = signed >> 4
@@ -286,7 +286,7 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     block = codes.block
     whole = change.counts[:, 0] == WHOLE
     count = int(change.ends[-1, 0])
-    masks = torch.empty(8 * change.steps.numel(), dtype=torch.bool, device=message.device)
+    masks = message.new_empty(8 * change.steps.numel(), dtype=torch.bool)
     mask_unpack(change.steps.view(-1), masks)
     changed, less = masks.view(-1, 2, spec.tile).unbind(1)
     # Small changes are steps of the stored codes, so that an edit of the masters in between changes
@@ -379,7 +379,7 @@ class _Tiles:
         minus.masked_fill_(large, 0)
         values = start + self._positions[tile]
         nbytes = int(self.sizes.sum())
-        out = torch.zeros(nbytes, dtype=torch.int64, device=changed.device)
+        out = changed.new_zeros(nbytes, dtype=torch.int64)
         # A list: a byte for each change.
         entry = position + 128 * minus
         out[(start + rank)[listed]] = entry[listed]
