@@ -104,7 +104,8 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     size = x.view(torch.int32) & 0x7FFFFFFF
     k = indices.shape[1]
     # All above the k-th largest, then the first that equal it, as many as are left.
-    kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    kth = size.topk(k, dim=1, sorted=False).values
+    kth = kth.amin(dim=1, keepdim=True)
     largest = size > kth
     equal = size == kth
     del size

@@ -273,7 +273,8 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
         column = first - row * place.columns + within
         if FOLD.narrow:
             # A block may span many short rows, which takes a division; else it spans two.
-            over = (column.to(tl.int32) // tl.cast(place.columns, tl.int32)).to(tl.int64)
+            over = column.to(tl.int32) // tl.cast(place.columns, tl.int32)
+            over = over.to(tl.int64)
         else:
             over = (column >= place.columns).to(tl.int64)
         column -= over * place.columns

@@ -663,4 +663,5 @@ def _apply_tiles(
         changed += bit
     pointers = _codes_of(data, codes, SIZE, VALUES)
     old = tl.load(pointers, mask=changed == 1, other=0).to(tl.int32)
-    tl.store(pointers, tl.where(large, by, old + by).to(tl.int8), mask=changed == 1)
+    new = tl.where(large, by, old + by)
+    tl.store(pointers, new.to(tl.int8), mask=changed == 1)

@@ -221,7 +221,8 @@ class Scape(Masked):
         """
         if self._inside is None:
             return bits
-        return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
+        rows = self._inside.gather(bits).transpose(0, 1)
+        return rows.reshape(-1, bits.shape[1])
 
     # -- state -------------------------------------------------------------------------------------
 
