@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_topo.quant import reference
+from zero_topo.quant import reference_sparse
 from zero_topo.quant.operators import OPS
 
 FREE = frozenset(
@@ -57,8 +57,8 @@ SYNCS = frozenset(
 )
 MASKED = frozenset(("index", "index_put", "index_put_"))
 BY_REFERENCE: dict[Any, Callable[..., Any]] = {
-    OPS.ternary_encode.default: reference.ternary_encode,
-    OPS.ternary_decode.default: reference.ternary_decode,
+    OPS.ternary_encode.default: reference_sparse.ternary_encode,
+    OPS.ternary_decode.default: reference_sparse.ternary_decode,
 }
 # That a CPU's tensors do not dispatch
 HOST_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))

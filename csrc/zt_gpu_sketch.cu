@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Count sketches on GPUs; zero_topo/quant/reference.py, Note [Count sketch], says what they are. Sums are made
+ * Count sketches on GPUs; zero_topo/quant/reference_sparse.py, Note [Count sketch], says what they are. Sums are made
  * in the reference's order: no result depends on the order in which threads run.
  */
 #include "zt_gpu_memory.h"

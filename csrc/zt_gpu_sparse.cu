@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * The sparse modes on GPUs: bit masks and selection by a threshold, as in zero_topo/quant/reference.py. Picks
+ * The sparse modes on GPUs: bit masks and selection by a threshold, as in zero_topo/quant/reference_sparse.py. Picks
  * come in ascending order, whatever the order in which threads run.
  */
 #include "zt_gpu_memory.h"

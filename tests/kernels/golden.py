@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.operators import serving
-from zero_topo.quant import ops, reference
+from zero_topo.quant import ops, reference, reference_sparse
 from zero_topo.quant.operands import (
     DTYPES,
     FLOATS,
@@ -600,7 +600,7 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(n)
         mask = torch.rand(n, generator=generator) < density
         x = torch.randn(n, generator=generator) * mask
-        expected = torch.full((2, rows, reference.SKETCH_WIDTH), 3.0)
+        expected = torch.full((2, rows, reference_sparse.SKETCH_WIDTH), 3.0)
         sketch = torch.full_like(expected, 5.0).to(device)
         members = torch.stack([2 * x, x])
         reference.sketch_insert(members, 11, expected)

@@ -26,7 +26,7 @@ from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks import worlds
 from zero_topo.config import ResolvedConfig
-from zero_topo.quant import reference
+from zero_topo.quant import reference_sparse
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -261,7 +261,7 @@ def test_no_operation_of_a_step_is_slow_by_its_shape(
     """Gathers, scatters, sync and publish call no operation that leaves most of a GPU idle, or
     fails on a large one.
     """
-    monkeypatch.setattr(reference, "_scans_half", lambda device: True)
+    monkeypatch.setattr(reference_sparse, "_scans_half", lambda device: True)
     slow = SlowOperations()
     with fake_world(16):
         step = BareStep(on((CASES | BACK)[name], FEW), numels(16, 64))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.counting import Launches
 from zero_topo import AgedAdamW
-from zero_topo.quant import reference
+from zero_topo.quant import reference_sparse
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -42,7 +42,7 @@ def test_where_all_arrives_it_is_adamw_to_the_bit(
     By the reference, which takes the square root by torch, as AdamW does. Kernels round it
     correctly, torch does not.
     """
-    monkeypatch.setattr(reference, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
+    monkeypatch.setattr(reference_sparse, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
     generator = torch.Generator().manual_seed(seed)
     dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
     settings = {
@@ -170,8 +170,8 @@ def test_it_never_asks_the_device() -> None:
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each FP32 parameter, of any size."""
-    monkeypatch.setattr(reference, "UPDATED", 1000)
-    weights = [torch.randn(n, requires_grad=True) for n in (7, reference.UPDATED + 1)]
+    monkeypatch.setattr(reference_sparse, "UPDATED", 1000)
+    weights = [torch.randn(n, requires_grad=True) for n in (7, reference_sparse.UPDATED + 1)]
     optimizer, launches = AgedAdamW(weights, **SETTINGS), Launches()
     for phase in ("nothing", "first", "second"):
         with launches.phase(phase):

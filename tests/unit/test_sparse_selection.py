@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_topo.config.sparse_config import share
-from zero_topo.quant import ops, reference
+from zero_topo.quant import ops, reference_sparse
 from zero_topo.sync import selection
 from zero_topo.sync.masked import masked_of_rows
 from zero_topo.sync.selection import (
@@ -221,16 +221,16 @@ def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
     """
     properties = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    on_a_gpu = reference._scans_half.__wrapped__(torch.device("cuda", 0))
-    monkeypatch.setattr(reference, "_scans_half", lambda device: on_a_gpu)
+    on_a_gpu = reference_sparse._scans_half.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(reference_sparse, "_scans_half", lambda device: on_a_gpu)
     x = torch.tensor([[0.0, 1.0, 2.0, -4.0]])
-    indices = reference.set_positions(x > 0, 2)
+    indices = reference_sparse.set_positions(x > 0, 2)
     with patch.object(torch, "nonzero_static", wraps=torch.nonzero_static) as scan:
         assert positions(x[0] > 0, 2).tolist() == indices[:, 1].tolist() == [1, 2]
         largest = torch.empty(1, 2, dtype=torch.int64)
-        reference.row_largest(x, largest)
+        reference_sparse.row_largest(x, largest)
         packets, _ = ops.ternary_encode(x, 1, largest, 1, torch.float32)
-        reference.ternary_decode(
+        reference_sparse.ternary_decode(
             packets, torch.zeros(1, 1, dtype=torch.int64), [4, 2, 1, 0], *_room(2)
         )
     assert [call.args[0].dtype for call in scan.call_args_list] == [dtype] * 3

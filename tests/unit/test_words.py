@@ -53,7 +53,7 @@ WORDS = {
 
 FIELDS_OWN = {
     "lane": (
-        "quant/reference.py",
+        "quant/reference_sparse.py",
         "quant/triton_sparse.py",
         "config/tagc_config.py",
         "docs/kernels.md",

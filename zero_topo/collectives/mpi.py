@@ -52,20 +52,20 @@ class Mpi(Group):
         expected: Sequence[int],
     ) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype, device="cpu")
         width = rows.shape[1]
-        lengths, due = (width * host_counts(counts).numpy() for counts in (sizes, expected))
+        received = torch.empty(sum(expected), width, dtype=rows.dtype, device="cpu")
+        lengths = width * host_counts(sizes).numpy()
+        due = width * host_counts(expected).numpy()
         # MPI counts bytes, of a row's width each.
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
-        received = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype, device="cpu")
         width = rows.shape[1]
-        self._comm.Allgatherv(
-            rows.cpu().numpy(), [received.numpy(), width * host_counts(sizes).numpy()]
-        )
+        received = torch.empty(sum(sizes), width, dtype=rows.dtype, device="cpu")
+        due = width * host_counts(sizes).numpy()
+        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), due])
         return Handle(lambda: received.to(rows.device))
 
 

@@ -158,7 +158,8 @@ class Group:
         """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into
         ``[sum(sizes), ...]``.
         """
-        return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
+        nbytes = (self.size - 1) * rows.nbytes
+        return self._uneven(rows, nbytes, self._all_gather_uneven, sizes)
 
     def all_to_all_known(
         self,
@@ -175,7 +176,8 @@ class Group:
             expected: rows received from each member, equal to that member's entry of ``sizes`` for
                 this rank.
         """
-        nbytes = (len(rows) - sizes[self.index]) * rows.shape[1:].numel() * rows.itemsize
+        sent = len(rows) - sizes[self.index]
+        nbytes = sent * rows.shape[1:].numel() * rows.itemsize
         return self._uneven(rows, nbytes, self._all_to_all_uneven, sizes, expected)
 
     def _uneven(self, rows: Tensor, nbytes: int, begin: Any, *sizes: Sequence[int]) -> Tensor:
@@ -184,9 +186,12 @@ class Group:
         """
         if self.size == 1:
             return rows
-        table = rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
+        row = rows.shape[1:]
+        width = row.numel() * rows.itemsize
+        table = rows.view(torch.uint8).view(len(rows), width)
         received = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
-        return received.view(-1).view(rows.dtype).view(len(received), *rows.shape[1:])
+        values = received.view(-1).view(rows.dtype)
+        return values.view(len(received), *row)
 
     def _begin(
         self,
@@ -466,7 +471,8 @@ def all_gather_rows(hierarchy: Hierarchy, rows: Tensor, chunk_numel: int = 1 << 
         # In pieces, so that no collective needs memory of the shard's size.
         own = by_member[hierarchy.index].contiguous()
         received = all_gather(hierarchy, own.view(-1)).wait()
-        by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
+        places = by_member.unflatten(0, received.shape[:2])
+        places.copy_(received.unflatten(2, own.shape))
 
 
 def reduce_scatter(
@@ -510,12 +516,13 @@ def reduce_scatter(
     outer = hierarchy.groups[-1]
     numel = total_numel(out)
     last = outer.all_to_all_later if summing is None else partial(outer.sum_later, dtype=summing)
-    send = _empty(first, hierarchy.size, spec.nbytes(numel), out[0].flat.device)
+    nbytes = spec.nbytes(numel)
+    send = _empty(first, hierarchy.size, nbytes, out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
 
     def forward(received: Tensor) -> Handle[Tensor]:
         # The messages of one destination are summed before they leave for the next group.
-        send = _empty(outer, received.shape[1], spec.nbytes(numel), received.device)
+        send = _empty(outer, received.shape[1], nbytes, received.device)
         requantize(received, spec, send.transpose(0, 1), numel)
         return last(send)
 
@@ -539,7 +546,9 @@ def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -
 def as_bytes(x: Tensor) -> Tensor:
     """Return a tensor as uint8, 1-D and contiguous."""
     x = x.contiguous()
-    return x if x.dtype == torch.uint8 and x.dim() == 1 else x.view(-1).view(torch.uint8)
+    if x.dtype == torch.uint8 and x.dim() == 1:
+        return x
+    return x.view(-1).view(torch.uint8)
 
 
 @lru_cache(maxsize=64)

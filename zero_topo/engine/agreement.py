@@ -90,7 +90,8 @@ def check_blocks(
         ) from error
     without = here.add("without", 0)
     if without:
-        named = [here.get(f"without {i}").decode() for i in range(1, min(without, MOST_NAMED) + 1)]
+        count = min(without, MOST_NAMED)
+        named = [here.get(f"without {i}").decode() for i in range(1, count + 1)]
         if of_environment is not None:
             raise ValueError(
                 f"{BLOCK_VARIABLE} is not set on {without} of {world_size} ranks, such as "
@@ -182,7 +183,8 @@ def agree(
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     table = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(table, own)
-    rows = [found.tobytes() for found in table.view(-1, len(row)).cpu().numpy()]
+    gathered = table.view(-1, len(row)).cpu().numpy()
+    rows = [digest.tobytes() for digest in gathered]
     # Only where digests differ are the values themselves sent.
     for members in groups or [range(len(rows))]:
         kinds: dict[bytes, list[int]] = {}
@@ -229,7 +231,9 @@ def _plain(value: Any) -> Any:
     """Convert a value that has no JSON type: a tensor to its values, another object to text without
     its address.
     """
-    return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return re.sub(r" at 0x\w+", "", str(value))
 
 
 def _place(data: bytes) -> Placement:
@@ -263,7 +267,8 @@ def _disagreement(
     usual, *others = (dict(_leaves(facts)) for facts, _ in texts)
     odd = []
     for ranks, name, facts in zip(kinds[1:], named[1:], others, strict=True):
-        keys = [key for key in sorted({*usual, *facts}) if usual.get(key) != facts.get(key)]
+        every = sorted({*usual, *facts})
+        keys = [key for key in every if usual.get(key) != facts.get(key)]
         values = [
             f"{key} {facts.get(key, 'absent')} in place of {usual.get(key, 'absent')}"
             for key in keys
@@ -333,7 +338,8 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
-    words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
+    padded = torch.cat([data, data.new_zeros(padding)])
+    words = padded.view(torch.int64)
     # Odd factors: a change of one word always changes the sum, modulo 2**64.
     places = 2 * counted(len(words), words) + 1
     return (words * places * 0x9E3779B1).sum()

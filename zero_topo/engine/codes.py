@@ -77,7 +77,8 @@ class CodeStore:
             if has
         }
         self._ends = list(accumulate(blocks, initial=0))  # block columns
-        sizes = (BlockSpec("int8", block).nbytes(self._rows * count * block) for count in blocks)
+        wire = BlockSpec("int8", block)
+        sizes = (wire.nbytes(self._rows * count * block) for count in blocks)
         self._bytes = list(accumulate(sizes, initial=0))
         self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(self._bytes)]
         self._own_row = layout.row(layout.plan.weights)
@@ -121,12 +122,15 @@ class CodeStore:
                 these too.
         """
         stored = self.codes.stored
-        stored[self._bytes[param_indices.start] : self._bytes[param_indices.stop]].zero_()
+        begin = self._bytes[param_indices.start]
+        end = self._bytes[param_indices.stop]
+        stored[begin:end].zero_()
         if scales is not None:
             for param_index in param_indices:
                 # Codes that no weight has: every block differs, and is sent whole.
                 blocks = self._ends[param_index + 1] - self._ends[param_index]
-                self.buffers[param_index][: self._rows * blocks * self.codes.block].fill_(NO_CODE)
+                numel = self._rows * blocks * self.codes.block
+                self.buffers[param_index][:numel].fill_(NO_CODE)
             kept = scales.nan_to_num(0.0)
             stored.view(torch.float32)[self._scales_of(param_indices)] = kept
 
@@ -186,7 +190,8 @@ class CodeStore:
         # Blocks sent whole, bytes of changes
         totals = torch.cat([change.ends[-1:] for change in changes])
         gathered = all_gather(hierarchy, totals.view(-1).view(torch.uint8)).wait()
-        most = gathered.contiguous().view(torch.int64).view(-1, len(changes), 2).amax(0).tolist()
+        numbers = gathered.contiguous().view(torch.int64)
+        most = numbers.view(-1, len(changes), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
         sizes = []
         for change, largest in zip(changes, most, strict=True):

@@ -59,7 +59,7 @@ class Masters:
         """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled
         from ``rows``.
         """
-        master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
+        master = like.new_empty(rows.numel())
         self.table(master).copy_(rows)
         return master.requires_grad_(True)
 
@@ -177,7 +177,7 @@ class Masters:
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
         if not _is_laid_out_as(small, value):
             return value
-        wide = torch.zeros(master.numel(), dtype=value.dtype, device=value.device)
+        wide = value.new_zeros(master.numel())
         self.table(wide)[self.own_row].copy_(value)
         self.share(wide)
         return wide

@@ -85,7 +85,8 @@ class Layout:
 
     def parameter(self, shard: Tensor, index: int) -> Tensor:
         """Return a view of one parameter's columns of any shard, ``[rows, width]``."""
-        return shard[:, self.begins[index] : self.begins[index] + self.widths[index]]
+        begin = self.begins[index]
+        return shard[:, begin : begin + self.widths[index]]
 
     def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
         """Return the rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard,
@@ -119,7 +120,9 @@ class Layout:
         """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are
         placed in it.
         """
-        return flat if self.plan.order is None else self.rows(flat).view(-1)
+        if self.plan.order is None:
+            return flat
+        return self.rows(flat).view(-1)
 
     def flat_of(self, padded: Tensor, index: int) -> Tensor:
         """Return parameters ``[..., numel]`` from world shards ``[..., N * width]`` in tree order;
@@ -127,9 +130,12 @@ class Layout:
         """
         if self.plan.order is not None:
             rows = padded.unflatten(-1, (self.plan.world_size, -1))
-            padded = rows[..., self._order(padded.device)[1], :].flatten(-2)
+            _, position_of = self._order(padded.device)
+            padded = rows[..., position_of, :].flatten(-2)
         numel = self.numels[index]
-        return padded if padded.shape[-1] == numel else padded[..., :numel]
+        if padded.shape[-1] == numel:
+            return padded
+        return padded[..., :numel]
 
     # -- padding -----------------------------------------------------------------------------------
 
@@ -144,4 +150,5 @@ class Layout:
         for numel, begin, width in zip(self.numels, self.begins, self.widths, strict=True):
             stored = min(max(numel - self.rank * width, 0), width)
             if stored < width and first <= begin < first + len(shard):
-                shard[begin - first + stored : begin - first + width] = 0
+                place = begin - first
+                shard[place + stored : place + width] = 0

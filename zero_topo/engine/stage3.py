@@ -387,7 +387,9 @@ class Stage3:
             logger.warning("zero_topo: %s", lost)
         if residuals:
             mode.inherit(residuals)
-        return age_rows(ages, self.layout, [p.name for p in self.parameters]) if ages else None
+        if not ages:
+            return None
+        return age_rows(ages, self.layout, [p.name for p in self.parameters])
 
     def workload(self, micro_batches: int) -> Workload:
         """Describe the model for the cost formulas, with all gradients in one bucket."""

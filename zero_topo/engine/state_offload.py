@@ -59,7 +59,8 @@ def offload(
     for tensor in stored.values():
         copy = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(copy, *place)
+        on_host = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        tensor.data = on_host.set_(copy, *place)
     for storage in storages.values():
         storage.resize_(0)
 

@@ -361,7 +361,8 @@ class Weights:
             differences += range_views(differ, packed_ranges(shard_ranges), wire.block_size)
         message = quantize(differences, wire, allocate=hierarchy.groups[-1].allocate)
         # The owner applies its own message too, so that all copies have the same bits.
-        dequantize(message, wire, [view.member(hierarchy.index) for view in views], accumulate=True)
+        own_views = [view.member(hierarchy.index) for view in views]
+        dequantize(message, wire, own_views, accumulate=True)
         return all_gather_views(hierarchy, views, wire, message, accumulate=True)
 
     def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
@@ -564,7 +565,9 @@ class Weights:
         """
         if self.storage.store is not None:
             return {"scales": self.storage.store.own_scales(self.storage.trained)}
-        return {"stored": self.storage.own_row.detach().clone()} if self.needs_masters else {}
+        if not self.needs_masters:
+            return {}
+        return {"stored": self.storage.own_row.detach().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict` before :meth:`publish_world`; without it the own row stays,

@@ -84,7 +84,8 @@ class View:
             raise ValueError(
                 f"a view lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}"
             )
-        if not 0 <= width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
+        least = min(self.rows, self.members, self.member_stride)
+        if not 0 <= width <= self.columns or least < 0:
             raise ValueError(
                 f"{self.members} x {self.rows} rows of {width} of {self.columns} elements: no view"
             )
@@ -110,13 +111,14 @@ class View:
         """Return the number of elements between the end of ``flat`` and the end of the last row."""
         if not (self.members and self.rows and self.width):
             return 0
-        last_row = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride
+        last_member = (self.members - 1) * self.member_stride
+        last_row = last_member + (self.rows - 1) * self.stride
         return max(0, last_row + self.width - self.flat.numel())
 
     def read(self) -> Tensor:
         """Return a copy of the values, FP32 ``[members, numel]``."""
         shape = self.members, self.rows, self.columns
-        out = torch.zeros(shape, dtype=torch.float32, device=self.flat.device)
+        out = self.flat.new_zeros(shape, dtype=torch.float32)
         missing = self._missing()
         # The reference reads beyond the end from a padded copy; kernels compare indices.
         flat = pad(self.flat, (0, missing)) if missing else self.flat
@@ -125,7 +127,8 @@ class View:
 
     def write(self, values: Tensor) -> None:
         """Write values ``[members, numel]``, rounded to the dtype of ``flat``."""
-        values = values.reshape(self.members, self.rows, self.columns)[..., : self.width]
+        values = values.reshape(self.members, self.rows, self.columns)
+        values = values[..., : self.width]
         missing = self._missing()
         if not missing:
             self._table(self.flat).copy_(values)
@@ -150,7 +153,8 @@ def view_of(tensor: Tensor, block: int = 1) -> View:
     """
     if tensor.dim() < 3 and tensor.is_contiguous():
         return View(tensor.view(-1), 1, tensor.numel(), tensor.numel())
-    if tensor.dim() not in (2, 3) or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+    adjacent = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    if tensor.dim() not in (2, 3) or not adjacent:
         raise ValueError(
             f"a tensor of strides {tensor.stride()} is not rows of adjacent columns; make it "
             "contiguous"
@@ -159,7 +163,9 @@ def view_of(tensor: Tensor, block: int = 1) -> View:
     members, rows, columns = table.shape
     member_stride, stride, _ = table.stride()
     # Up to the last element: a table may be columns of a wider one.
-    extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
+    extent = 0
+    if table.numel():
+        extent = (members - 1) * member_stride + (rows - 1) * stride + columns
     flat = table.as_strided((extent,), (1,))
     filled = -(-columns // block) * block
     return View(flat, rows, filled, stride, members, member_stride, columns)
@@ -222,7 +228,8 @@ def read_all(views: Sequence[View]) -> Tensor:
 
 def write_all(values: Tensor, views: Sequence[View]) -> None:
     """Write concatenated values ``[members, numel]``, each rounded to the dtype of its view."""
-    for view, part in zip(views, values.split([view.numel for view in views], dim=1), strict=True):
+    parts = values.split([view.numel for view in views], dim=1)
+    for view, part in zip(views, parts, strict=True):
         view.write(part)
 
 
@@ -234,15 +241,19 @@ def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
     fewer: list[Range] = []
     for begin, end in ranges:
         # Neighbours in memory, and no block across their border: one view instead of two.
-        if fewer and fewer[-1][1] == begin and (fewer[-1][1] - fewer[-1][0]) % block == 0:
-            begin = fewer.pop()[0]
+        if fewer:
+            first, past = fewer[-1]
+            if past == begin and (past - first) % block == 0:
+                begin = first
+                fewer.pop()
         fewer.append((begin, end))
     return tuple(fewer)
 
 
 def packed_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Return the ranges of columns in a table that stores these ranges consecutively."""
-    return tuple(pairwise(accumulate((end - begin for begin, end in ranges), initial=0)))
+    widths = (end - begin for begin, end in ranges)
+    return tuple(pairwise(accumulate(widths, initial=0)))
 
 
 def range_views(rows: Tensor, ranges: Iterable[Range], block: int = 1) -> list[View]:
@@ -295,7 +306,8 @@ def to_members(messages: Tensor, without: int = -1) -> Messages:
     ``[outer, inner, bytes]``.
     """
     assert messages.dim() <= 3
-    return Messages(messages[(None,) * (4 - messages.dim())], without_member=without)
+    missing = (None,) * (4 - messages.dim())
+    return Messages(messages[missing], without_member=without)
 
 
 def from_sources(messages: Tensor, without: int = -1) -> Messages:
@@ -355,7 +367,8 @@ class Codes:
         for index, (first, width) in enumerate(columns):
             blocks = wire.blocks(width)
             numel = rows * blocks * block
-            param_indices.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
+            scales = at + wire.scales_offset(numel)
+            param_indices.append((at, scales, blocks, before, first, width))
             # Kernels find the parameter of a block column by this table.
             param_index_of += [index] * blocks
             at += wire.nbytes(numel)

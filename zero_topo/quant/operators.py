@@ -98,7 +98,8 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
         *how: Any,
     ) -> None:
         messages = Messages(table, source, member)
-        backend.dequantize_reduce(messages, format_of(code), _views(flats, shapes, messages), *how)
+        views = _views(flats, shapes, messages)
+        backend.dequantize_reduce(messages, format_of(code), views, *how)
 
     def requantize(
         table: Tensor,
@@ -114,19 +115,20 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
         backend.requantize(messages, format_of(code), format_of(to), sums, *total)
 
     def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
-        backend.codes_assess(Masters(masters, *own), *_coded(*arguments[:4]), *arguments[4:])
+        codes, part = _coded(*arguments[:4])
+        backend.codes_assess(Masters(masters, *own), codes, part, *arguments[4:])
 
     def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
+        codes, part = _coded(*arguments[:4])
         *change, message = arguments[4:]
-        backend.codes_emit(
-            Masters(masters, *own), *_coded(*arguments[:4]), Change(*change), message
-        )
+        backend.codes_emit(Masters(masters, *own), codes, part, Change(*change), message)
 
     def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
         backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
 
     # Operators whose arguments a backend takes as they are.
-    same = {name: getattr(backend, name) for name in map(_name, SCHEMAS) if name not in locals()}
+    names = map(_name, SCHEMAS)
+    same = {name: getattr(backend, name) for name in names if name not in locals()}
     own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
     return same | {kernel.__name__: kernel for kernel in own}
 
@@ -148,7 +150,8 @@ def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -
     views = []
     for i, flat in enumerate(flats):
         rows, columns, present, stride, member_stride = shapes[5 * i : 5 * i + 5]
-        views.append(View(flat, rows, columns, stride, messages.members, member_stride, present))
+        view = View(flat, rows, columns, stride, messages.members, member_stride, present)
+        views.append(view)
     return views
 
 

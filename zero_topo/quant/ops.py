@@ -31,7 +31,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.quant import reference
 from zero_topo.quant.operands import (
     FLOATS,
     Change,
@@ -43,6 +42,8 @@ from zero_topo.quant.operands import (
     from_sources,
 )
 from zero_topo.quant.operators import OPS
+from zero_topo.quant.reference_sparse import SKETCH_WIDTH
+from zero_topo.quant.reference_sparse import aged_adamw as reference_aged_adamw
 from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
@@ -81,8 +82,9 @@ def quantize(
     if out is None:
         size = [nbytes] if members == 1 else [members, nbytes]
         out = allocate(size, dtype=torch.uint8, device=flats[0].device)
+    missing = (None,) * (4 - out.dim())
     # a view takes half as long as indexing
-    table = out.view(1, 1, 1, -1) if out.dim() == 1 else out[(None,) * (4 - out.dim())]
+    table = out.view(1, 1, 1, -1) if out.dim() == 1 else out[missing]
     _check(table, spec, numel, nbytes, members)
     _check_devices(table, *flats)
     if numel and members:
@@ -112,8 +114,9 @@ def dequantize(
         ValueError: if a message does not hold as many values of this format as there is room for.
     """
     # Indexing with None is one call for any number of missing dimensions.
-    table = messages if messages.dim() == 4 else messages[(None,) * (4 - messages.dim())]
-    return _reduced(table, (-1, without), spec, out, factor, accumulate)
+    if messages.dim() < 4:
+        messages = messages[(None,) * (4 - messages.dim())]
+    return _reduced(messages, (-1, without), spec, out, factor, accumulate)
 
 
 def dequantize_reduce(
@@ -196,7 +199,8 @@ def _check(
     if outer * inner != members:
         raise ValueError(f"{outer * inner} messages are not one for each of {members} members")
     # Sizes depend on the format, so a message of another one is found here.
-    if size != nbytes or table.dtype != torch.uint8 or (size > 1 and table.stride(3) != 1):
+    contiguous = size <= 1 or table.stride(3) == 1
+    if size != nbytes or table.dtype != torch.uint8 or not contiguous:
         raise ValueError(
             f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple "
             f"of {ALIGNMENT} if quantized), not {size} of {table.dtype}"
@@ -272,7 +276,8 @@ def encode_changes(
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
     ends[-1:].copy_(change.ends[-1:])
-    message[at : at + change.counts.numel()].copy_(change.counts.view(-1))
+    counts = change.counts.view(-1)
+    message[at : at + counts.numel()].copy_(counts)
     own = [masters.first, masters.member]
     made = change.scales, change.counts, change.steps, change.ends, message
     OPS.codes_emit.default(masters.table, own, *_code_arguments(codes, part), *made)
@@ -288,7 +293,8 @@ def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> N
         part: the blocks of each message.
         without: a member whose rows are up to date, -1 for none.
     """
-    if messages.shape[0] * messages.shape[1] != part.members:
+    outer, inner, _ = messages.shape
+    if outer * inner != part.members:
         raise ValueError(
             f"messages {tuple(messages.shape)} are not one for each of {part.members} members"
         )
@@ -306,10 +312,10 @@ def _check_masters(masters: Masters, part: Part) -> None:
         raise ValueError(
             f"masters are FP32 rows of adjacent columns, not {table.dtype} {tuple(table.shape)}"
         )
-    if table.shape[0] != part.rows or not 0 <= masters.member < part.members:
+    rows = len(table)
+    if rows != part.rows or not 0 <= masters.member < part.members:
         raise ValueError(
-            f"{table.shape[0]} rows of member {masters.member} are not {part.rows} of "
-            f"{part.members}"
+            f"{rows} rows of member {masters.member} are not {part.rows} of {part.members}"
         )
 
 
@@ -329,7 +335,7 @@ def pack(mask: Tensor) -> Tensor:
         ValueError: if ``mask`` is not 1-D bool and contiguous.
     """
     _check_vector("mask", mask, (torch.bool,))
-    bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+    bits = mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8)
     if mask.numel():
         OPS.mask_pack.default(mask, bits)
     return bits
@@ -342,7 +348,7 @@ def unpack(bits: Tensor, numel: int) -> Tensor:
         ValueError: if ``bits`` is not the packed mask of ``numel`` elements.
     """
     _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
-    mask = torch.empty(numel, dtype=torch.bool, device=bits.device)
+    mask = bits.new_empty(numel, dtype=torch.bool)
     if numel:
         OPS.mask_unpack.default(bits, mask)
     return mask
@@ -374,9 +380,11 @@ def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tenso
     _check_vector("x", x, FLOATS)
     if room < 0:
         raise ValueError(f"room for {room} elements: it cannot be negative")
-    indices = torch.empty(room, dtype=torch.int64, device=x.device)
-    values = torch.empty(room, dtype=x.dtype, device=x.device)
-    number = OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x)
+    indices = x.new_empty(room, dtype=torch.int64)
+    values = x.new_empty(room)
+    if not x.numel():
+        return indices, values, _zero(x)
+    number = OPS.compact_above.default(x, threshold, indices, values)
     return indices, values, number
 
 
@@ -398,7 +406,7 @@ def row_largest(x: Tensor, k: int) -> Tensor:
             f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they "
             "have"
         )
-    indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
+    indices = x.new_empty(x.shape[0], k, dtype=torch.int64)
     if x.numel():
         OPS.row_largest.default(x, indices)
     return indices
@@ -436,7 +444,7 @@ def ternary_encode(
     _check_vector("x", x, (torch.float32,), dims=2)
     _check_vector("indices", indices.view(-1), (torch.int64,), len(x) * form[1])
     nbytes = _ternary_bytes(form, len(x) // max(rows, 1))
-    packets = torch.empty(rows, nbytes, dtype=torch.uint8, device=x.device)
+    packets = x.new_empty(rows, nbytes, dtype=torch.uint8)
     if not packets.numel():
         return packets, _zero(x)
     return packets, OPS.ternary_encode.default(x, indices, form, packets)
@@ -467,10 +475,12 @@ def ternary_decode(
     """
     form = _ternary_form(block, k, low_bits, dtype)
     rows, blocks = begins.shape
-    _check_vector("packets", packets.view(-1), (torch.uint8,), rows * _ternary_bytes(form, blocks))
-    indices = torch.empty(begins.numel() * k, dtype=torch.int64, device=packets.device)
-    values = torch.empty(begins.numel() * k, dtype=torch.float32, device=packets.device)
-    if len(values):
+    nbytes = rows * _ternary_bytes(form, blocks)
+    _check_vector("packets", packets.view(-1), (torch.uint8,), nbytes)
+    numel = rows * blocks * k
+    indices = packets.new_empty(numel, dtype=torch.int64)
+    values = packets.new_empty(numel, dtype=torch.float32)
+    if numel:
         OPS.ternary_decode.default(packets, begins.contiguous(), form, indices, values)
     return indices, values
 
@@ -507,10 +517,11 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x, (torch.float32,), dims=2)
     _check_rows(rows)
-    shape = rows, reference.SKETCH_WIDTH
-    sketch = torch.zeros(*x.shape[:-1], *shape, dtype=torch.float32, device=x.device)
+    shape = rows, SKETCH_WIDTH
+    sketch = x.new_zeros(*x.shape[:-1], *shape, dtype=torch.float32)
     if x.numel():
-        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, *shape))
+        members = x.view(-1, x.shape[-1])
+        OPS.sketch_insert.default(members, seed, sketch.view(-1, *shape))
     return sketch
 
 
@@ -531,13 +542,15 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         ValueError: for tensors of other shapes or dtypes.
     """
     _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
-    if sketch.dim() != 2 or sketch.shape[1] != reference.SKETCH_WIDTH:
-        raise ValueError(f"a sketch is [rows, {reference.SKETCH_WIDTH}], not {tuple(sketch.shape)}")
+    if sketch.dim() != 2 or sketch.shape[1] != SKETCH_WIDTH:
+        raise ValueError(f"a sketch is [rows, {SKETCH_WIDTH}], not {tuple(sketch.shape)}")
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
     _check_devices(sketch, bits)
-    out = torch.empty(numel, dtype=torch.float32, device=sketch.device)
-    return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
+    out = sketch.new_empty(numel, dtype=torch.float32)
+    if not numel:
+        return out, _zero(out)
+    return out, OPS.sketch_peel.default(sketch, bits, seed, out)
 
 
 def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]) -> None:
@@ -555,12 +568,12 @@ def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]
     """
     # Kernels exist for FP32 alone.
     in_fp32 = state[0].dtype == state[1].dtype == torch.float32
-    update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference.aged_adamw
+    update: Callable[..., None] = OPS.aged_adamw.default if in_fp32 else reference_aged_adamw
     update(*state, table, settings)
 
 
 def _zero(x: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=x.device)
+    return x.new_zeros(1, dtype=torch.int64)
 
 
 def _check_vector(
@@ -571,8 +584,8 @@ def _check_vector(
     dims: int = 1,
 ) -> None:
     """Refuse what is not a contiguous vector, or rows if it may have two dimensions."""
-    fits = 1 <= x.dim() <= dims and x.is_contiguous() and x.dtype in dtypes
-    if not fits or numel not in (None, x.numel()):
+    fits = 1 <= x.dim() <= dims and x.is_contiguous()
+    if not fits or x.dtype not in dtypes or numel not in (None, x.numel()):
         wanted = f"{numel} elements" if numel is not None else "any number of elements"
         raise ValueError(
             f"{name} must be 1-D and contiguous, of {wanted} and one of {dtypes}, not {x.dtype} "

@@ -141,7 +141,9 @@ class BlockSpec:
     def named(cls, name: str, block_size: int) -> BlockSpec:
         """Return the format that a config names, in blocks of this size if there is a choice."""
         sizes = KINDS[name].block_sizes
-        return cls(name, sizes[0] if len(sizes) == 1 else block_size)
+        if len(sizes) == 1:
+            block_size = sizes[0]
+        return cls(name, block_size)
 
     @property
     def block_bytes(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
-from zero_topo.quant.reference import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
+from zero_topo.quant.reference_sparse import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.quant.triton_blocks import (
     ALIGNED,
@@ -73,7 +73,8 @@ def dequantize_reduce(
         if accumulate:
             _copy(views, cast, values)
         _reduce(messages, spec, copy, factor, accumulate)
-        dequantize_reduce(replace(values, without_member=messages.without_member), cast, views)
+        values = replace(values, without_member=messages.without_member)
+        dequantize_reduce(values, cast, views)
 
 
 def requantize(
@@ -85,7 +86,8 @@ def requantize(
     factor: float = 1.0,
 ) -> None:
     """Quantize the sum of each member's messages into one message."""
-    work, programs = _worked(replace(messages, without_member=out.without_member), numel, factor)
+    messages = replace(messages, without_member=out.without_member)
+    work, programs = _worked(messages, numel, factor)
     tables = _described(out, spec, numel), _described(messages, source, numel)
     launch(requantize_tile, programs, *tables, numel, work, source, spec)
 
@@ -93,22 +95,15 @@ def requantize(
 def _quantize(view: View, spec: Format, out: Messages) -> None:
     place, fold = _placed(view, spec)
     work, programs = _worked(out, place.numel)
-    launch(
-        quantize_tile,
-        programs,
-        _described(out, spec, place.numel),
-        place,
-        work,
-        spec,
-        fold,
-        warps=fold.warps,
-    )
+    table = _described(out, spec, place.numel)
+    launch(quantize_tile, programs, table, place, work, spec, fold, warps=fold.warps)
 
 
 def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumulate: bool) -> None:
     place, fold = _placed(view, spec)
     work, programs = _worked(messages, place.numel, factor)
-    arguments = place, _described(messages, spec, place.numel), work, spec, fold, accumulate
+    table = _described(messages, spec, place.numel)
+    arguments = place, table, work, spec, fold, accumulate
     launch(reduce_tile, programs, *arguments, warps=fold.warps)
 
 
@@ -118,7 +113,8 @@ def _parts(
     messages: Messages,
 ) -> Iterator[tuple[View, Messages]]:
     """Return each view with its part of messages that hold floats."""
-    parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)
+    sizes = [spec.nbytes(view.numel) for view in views]
+    parts = messages.table.split(sizes, dim=-1)
     return (
         (view, replace(messages, table=part))
         for view, part in zip(views, parts, strict=True)
@@ -154,16 +150,20 @@ def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
 def _placed(view: View, spec: Format) -> tuple[Place, Fold]:
     flat = view.rows == 1 or view.stride == view.columns == view.width
     member_stride = view.member_stride if view.members > 1 else 0
-    columns, present, stride = (
-        (0, view.rows * view.width, 0) if flat else (view.columns, view.width, view.stride)
-    )
+    columns = view.columns
+    present = view.width
+    stride = view.stride
+    if flat:
+        columns = 0
+        present *= view.rows
+        stride = 0
     # Values that are adjacent in memory whatever the row: one address serves a group.
     group = 1 if columns % ALIGNED.value else ALIGNED.value
     even = not any(number % ALIGNED.value for number in (columns, stride, member_stride))
-    fold = Fold(flat, not flat and columns < size_of(spec), group, 4 if even else 16)
-    return Place(
-        view.flat, view.numel, columns, present, stride, member_stride, view.flat.numel()
-    ), fold
+    limit = view.flat.numel()
+    place = Place(view.flat, view.numel, columns, present, stride, member_stride, limit)
+    narrow = not flat and columns < size_of(spec)
+    return place, Fold(flat, narrow, group, 4 if even else 16)
 
 
 def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, int]:

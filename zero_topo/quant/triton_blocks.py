@@ -126,7 +126,8 @@ def table_of(table: Tensor, unit: int, kind: object, scales: int = 0, end: int =
     """
     # The stride of a dimension of one is arbitrary, and nothing is ever that far apart.
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
-    if any(number % unit for number in (table.data_ptr(), *steps)):
+    numbers = table.data_ptr(), *steps
+    if any(number % unit for number in numbers):
         raise ValueError(
             f"{kind} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, "
             f"{steps}"
@@ -167,9 +168,8 @@ def quantize_tile(
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     # Groups of adjacent values become the blocks of the message.
-    x = widened(loaded(place.data + offsets, exists, whole)).reshape(
-        TILE // size_of(SPEC), size_of(SPEC)
-    )
+    x = widened(loaded(place.data + offsets, exists, whole))
+    x = x.reshape(TILE // size_of(SPEC), size_of(SPEC))
     _encode(x, message, work, place.numel, SPEC)
 
 
@@ -206,7 +206,8 @@ def requantize_tile(
     tile, _ = _mine(work)
     total = _sum(messages, work, numel, SOURCE)
     # Padding of the sources may be anything; it must not set the scale of the last block.
-    _encode(tl.where(_index(tile, SPEC) < numel, total, 0.0), message, work, numel, SPEC)
+    total = tl.where(_index(tile, SPEC) < numel, total, 0.0)
+    _encode(total, message, work, numel, SPEC)
 
 
 @triton.jit
@@ -214,7 +215,9 @@ def member_of(tiles: int, skipped: int) -> tl.tuple:
     """Return the program's number among those of its member, and the member; see `Work`."""
     tiles = tiles >> 2
     member = tl.program_id(0) // tiles
-    return tl.program_id(0) - member * tiles, member + (member >= (skipped >> 2)).to(tl.int32)
+    program = tl.program_id(0) - member * tiles
+    ahead = (member >= (skipped >> 2)).to(tl.int32)
+    return program, member + ahead
 
 
 @triton.jit
@@ -229,10 +232,10 @@ def address(table: Table, source: int, member: int) -> tl.tensor:
     """Return the address at which a message begins."""
     outer = member // table.inner
     inner = tl.cast(member - outer * table.inner, tl.int64)
-    begin = (
-        tl.cast(source, tl.int64) * table.source_step + tl.cast(outer, tl.int64) * table.outer_step
-    )
-    return table.data + (begin + inner * table.inner_step)
+    begin = tl.cast(source, tl.int64) * table.source_step
+    begin += tl.cast(outer, tl.int64) * table.outer_step
+    begin += inner * table.inner_step
+    return table.data + begin
 
 
 @triton.jit
@@ -245,7 +248,9 @@ def _blocks(tile: int, SPEC: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _index(tile: int, SPEC: tl.constexpr) -> tl.tensor:
     """Return the indices of a tile's values, int64 ``[blocks, size]``."""
-    return _blocks(tile, SPEC)[:, None] * size_of(SPEC) + tl.arange(0, size_of(SPEC))[None, :]
+    SIZE: tl.constexpr = size_of(SPEC)
+    first = _blocks(tile, SPEC)[:, None] * SIZE
+    return first + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
@@ -268,21 +273,23 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
         column = first - row * place.columns + within
         if FOLD.narrow:
             # A block may span many short rows, which takes a division; else it spans two.
-            over = (column.to(tl.int32) // tl.cast(place.columns, tl.int32)).to(tl.int64)
+            over = column.to(tl.int32) // tl.cast(place.columns, tl.int32)
+            over = over.to(tl.int64)
         else:
             over = (column >= place.columns).to(tl.int64)
         column -= over * place.columns
-        offsets = (begin + (row + over) * place.stride + column)[:, :, None] + group
-        exists = ((first + within)[:, :, None] + group < place.numel) & (offsets < place.limit)
+        groups = begin + (row + over) * place.stride + column
+        offsets = groups[:, :, None] + group
+        index = (first + within)[:, :, None] + group
+        exists = (index < place.numel) & (offsets < place.limit)
         end = last % place.columns
         # Whether no value of this tile is padding of a row: then no load or store needs a mask.
-        filled = (place.present == place.columns) | ((end < place.present) & (end >= TILE - 1))
-        whole = (
-            filled
-            & (last < place.numel)
-            & (begin + last // place.columns * place.stride + end < place.limit)
-        )
-        return offsets, exists & (column[:, :, None] + group < place.present), whole
+        whole = (end < place.present) & (end >= TILE - 1)
+        whole |= place.present == place.columns
+        whole &= last < place.numel
+        whole &= begin + last // place.columns * place.stride + end < place.limit
+        exists &= column[:, :, None] + group < place.present
+        return offsets, exists, whole
 
 
 @triton.jit
@@ -325,13 +332,14 @@ def _encode_blocks(
     # Inf or NaN in a block makes its scale NaN.
     good = (largest.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     if SPEC.name == "nf4":
-        unit = tl.div_rn(largest, tl.full(largest.shape, 127, tl.float32)).to(
-            tl.int32, bitcast=True
-        )
-        step = tl.maximum((unit - (FIRST_SCALE - NEAREST)) >> 21, 0)
+        levels = tl.full(largest.shape, 127, tl.float32)
+        unit = tl.div_rn(largest, levels).to(tl.int32, bitcast=True)
+        unit -= FIRST_SCALE - NEAREST
+        step = tl.maximum(unit >> 21, 0)
         good &= step < 255
         stored = tl.where(good, step, 255).to(tl.uint8)
-        inverse = tl.div_rn(tl.full(largest.shape, 1, tl.float32), _nf4_scale(step))
+        one = tl.full(largest.shape, 1, tl.float32)
+        inverse = tl.div_rn(one, _nf4_scale(step))
         # The number of bounds below a value is its level; comparisons in a row take no memory.
         y = x * inverse[:, None]
         q = tl.full(x.shape, -8, tl.int32)
@@ -341,28 +349,30 @@ def _encode_blocks(
         tl.static_assert(SPEC.name == "int8" or SPEC.name == "int4")
         levels = tl.full(largest.shape, SPEC.levels, tl.float32)
         tiny = largest < TINY
-        stored = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(largest, levels)), float("nan"))
+        stored = tl.where(tiny, 0.0, tl.div_rn(largest, levels))
+        stored = tl.where(good, stored, float("nan"))
         inverse = tl.where(tiny, 0.0, tl.div_rn(levels, largest))
-        q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
+        rounded = x * inverse[:, None] + ROUNDER
+        q = rounded.to(tl.int32, bitcast=True)
     # Blocks of NaN and blocks behind the last value have codes of zero.
-    q = tl.where((good & (block * SPEC.block_size < numel))[:, None], q, 0)
+    good &= block * SPEC.block_size < numel
+    q = tl.where(good[:, None], q, 0)
     if SPEC.bits == 4:
         # The low nibble is the even element.
         even, odd = tl.split(q.reshape(TILE // SPEC.block_size, SPEC.block_bytes, 2))
         q = (even & 15) | (odd << 4)
-    place = block[:, None] * SPEC.block_bytes + tl.arange(0, SPEC.block_bytes)[None, :]
+    place = block[:, None] * SPEC.block_bytes
+    place += tl.arange(0, SPEC.block_bytes)[None, :]
     tl.store(message + place, q.to(tl.uint8), mask=place < planes.scales)
     scales = (message + planes.scales).to(tl.pointer_type(stored.dtype))
     tl.store(scales + block, stored, mask=block * SPEC.block_size < numel)
     # The last program writes the padding: fewer than 128 bytes of zeros
     if tile == (work.tiles >> 2) - 1:
         COUNT: tl.constexpr = 128 // SPEC.scale_bytes
-        end = tl.cast(
-            (planes.end - planes.scales) // SPEC.scale_bytes - COUNT, tl.int64
-        ) + tl.arange(0, COUNT)
-        tl.store(
-            scales + end, tl.zeros((COUNT,), stored.dtype), mask=end * SPEC.block_size >= numel
-        )
+        room = (planes.end - planes.scales) // SPEC.scale_bytes
+        end = tl.cast(room - COUNT, tl.int64) + tl.arange(0, COUNT)
+        zeros = tl.zeros((COUNT,), stored.dtype)
+        tl.store(scales + end, zeros, mask=end * SPEC.block_size >= numel)
 
 
 @triton.jit
@@ -378,9 +388,9 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
     """
     tile, member = _mine(work)
     # The sum starts at -0, since -0 + x is x for every x; Triton would turn a literal -0.0 into 0.
-    total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(
-        tl.float32, bitcast=True
-    )
+    SIZE: tl.constexpr = size_of(SPEC)
+    sign = tl.full((TILE // SIZE, SIZE), -(2**31), tl.int32)
+    total = sign.to(tl.float32, bitcast=True)
     for number in tl.range(work.sources >> 2):
         message = address(messages, number + (number >= (work.hole >> 2)), member)
         if SPEC.block_size == 1:
@@ -388,7 +398,8 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
             pointers = message.to(tl.pointer_type(_float(SPEC))) + index
             total += widened(loaded(pointers, index < numel, (tile + 1) * TILE <= numel))
         else:
-            total += _decode(tl.multiple_of(message, ALIGNED), messages, tile, numel, SPEC)
+            message = tl.multiple_of(message, ALIGNED)
+            total += _decode(message, messages, tile, numel, SPEC)
     return total * work.factor
 
 
@@ -405,9 +416,11 @@ def _decode(
     block = _blocks(tile, SPEC)
     present = block * SPEC.block_size < numel
     place = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    words = tl.load(message.to(tl.pointer_type(tl.int32)) + place, mask=present[:, None], other=0)
+    pointers = message.to(tl.pointer_type(tl.int32)) + place
+    words = tl.load(pointers, mask=present[:, None], other=0)
     # A word has 4 or 8 values, which new dimensions of 2 put into their order.
-    q = _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size)
+    q = _unpack(words, 0, SPEC.bits, SPEC)
+    q = q.reshape(TILE // SPEC.block_size, SPEC.block_size)
     if SPEC.name == "nf4":
         step = tl.load(message + planes.scales + block, mask=present, other=0).to(tl.int32)
         scale = tl.where(step < 255, _nf4_scale(step), float("nan"))
@@ -416,11 +429,8 @@ def _decode(
             level += tl.where(q > k - 7.5, LEVELS[k + 1] - LEVELS[k], 0.0)
         q = level
     else:
-        scale = tl.load(
-            (message + planes.scales).to(tl.pointer_type(tl.float32)) + block,
-            mask=present,
-            other=0.0,
-        )
+        scales = (message + planes.scales).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + block, mask=present, other=0.0)
     return q * scale[:, None]
 
 
@@ -439,12 +449,13 @@ def _unpack(
     MASK: tl.constexpr = (2 * SPEC.levels + 1) << SHIFT
     FLOAT: tl.constexpr = ((150 - SHIFT) << 23) | (HALF << SHIFT)
     if STEP < 32:
-        return tl.join(
-            _unpack(words, AT, 2 * STEP, SPEC), _unpack(words, AT + STEP, 2 * STEP, SPEC)
-        )
+        even = _unpack(words, AT, 2 * STEP, SPEC)
+        odd = _unpack(words, AT + STEP, 2 * STEP, SPEC)
+        return tl.join(even, odd)
     else:
         # The bits of a value become the mantissa of a float with a known exponent; see the head.
-        bits = ((words >> (AT - SHIFT)) & MASK) ^ FLOAT
+        bits = words >> (AT - SHIFT)
+        bits = (bits & MASK) ^ FLOAT
         return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + HALF)
 
 
@@ -453,7 +464,8 @@ def _rounded(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Round FP32 to another dtype, to nearest, half to even."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        bits += 0x7FFF + (bits >> 16 & 1)
+        bits = tl.where(x == x, bits >> 16, 0x7FC0)
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(DTYPE)

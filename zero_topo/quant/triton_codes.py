@@ -116,19 +116,20 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     """
     spec = ChangeSpec(codes.block)
     n = part.blocks
-    if message.numel() < spec.nbytes(n, 0, 0) or message.data_ptr() % ALIGNED.value:
+    least = spec.nbytes(n, 0, 0)
+    if message.numel() < least or message.data_ptr() % ALIGNED.value:
         raise ValueError(
-            f"a message of {n} blocks is {spec.nbytes(n, 0, 0)} bytes or more, at a multiple of 16 "
-            "bytes"
+            f"a message of {n} blocks is {least} bytes or more, at a multiple of 16 bytes"
         )
     if n:
         sizes = _coded(message.numel()), _coded(spec.scales_offset(n))
         changes = _Changes(message, change.scales, change.counts, change.steps, change.ends, *sizes)
+        programs = triton.cdiv(n, FEWER.value // codes.block)
         arguments = _weights(codes, part), _own(masters), codes.block, spec.tile
         # The second launch follows the first on the same stream: both write codes, of different
         # tiles.
         for kernel in (_emit, _emit_new):
-            launch(kernel, triton.cdiv(n, FEWER.value // codes.block), changes, *arguments)
+            launch(kernel, programs, changes, *arguments)
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -174,20 +175,19 @@ def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.con
     width = weights.width >> 2
     row = block // width
     column = block - row * width + (weights.begin >> 2)
-    param_index = weights.param_indices + tl.load(weights.param_index_of + column).to(tl.int64) * 6
+    index_of = tl.load(weights.param_index_of + column).to(tl.int64)
+    param_index = weights.param_indices + index_of * 6
     here = column - tl.load(param_index + 3)
     # Row r of member m is row m + r * members of the shard.
-    index = (row * (weights.members >> 2) + member) * tl.load(param_index + 2) + here
+    shard_row = row * (weights.members >> 2) + member
+    index = shard_row * tl.load(param_index + 2) + here
     # A block has a multiple of 64 codes, so each thread may read 16 bytes at once.
     codes = tl.multiple_of(tl.load(param_index) + index * SIZE, 16)
+    scales = tl.load(param_index + 1) + index * 4
     inside = here * SIZE
-    return (
-        codes,
-        tl.load(param_index + 1) + index * 4,
-        row,
-        tl.load(param_index + 4) + inside,
-        tl.load(param_index + 5) - inside,
-    )
+    first = tl.load(param_index + 4) + inside
+    left = tl.load(param_index + 5) - inside
+    return codes, scales, row, first, left
 
 
 @triton.jit
@@ -196,7 +196,8 @@ def _blocks(weights: _Weights, program: int, COUNT: tl.constexpr) -> tl.tuple:
     which is read again.
     """
     n = weights.blocks >> 2
-    block = tl.cast(program, tl.int64) * COUNT + tl.arange(0, COUNT)
+    first = tl.cast(program, tl.int64) * COUNT
+    block = first + tl.arange(0, COUNT)
     return tl.minimum(block, n - 1), block < n
 
 
@@ -216,7 +217,8 @@ def _codes_of(
     """Return pointers to codes ``[blocks, tiles, VALUES]``, from byte offsets ``[blocks]`` on."""
     tile = tl.arange(0, SIZE // VALUES)[None, :, None]
     first = (data + codes).to(tl.pointer_type(tl.int8))
-    return first[:, None, None] + tile * VALUES + _values_of(VALUES)
+    tiles = first[:, None, None] + tile * VALUES
+    return tiles + _values_of(VALUES)
 
 
 @triton.jit
@@ -227,8 +229,10 @@ def _counts(
     VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Load the counts of blocks' tiles, int32 ``[blocks, tiles]``."""
-    tile = tl.arange(0, SIZE // VALUES)[None, :]
-    return tl.load(counts + block[:, None] * (SIZE // VALUES) + tile).to(tl.int32)
+    TILES: tl.constexpr = SIZE // VALUES
+    at = counts + block[:, None] * TILES
+    at += tl.arange(0, TILES)[None, :]
+    return tl.load(at).to(tl.int32)
 
 
 @triton.jit
@@ -240,13 +244,15 @@ def _masks(
 ) -> tl.tensor:
     """Return pointers to the first byte of each tile's masks, ``[blocks, tiles]``."""
     tile = tl.arange(0, SIZE // VALUES)[None, :]
-    return changes.steps + block[:, None] * (SIZE // 4) + tile * (VALUES // 4)
+    steps = changes.steps + block[:, None] * (SIZE // 4)
+    return steps + tile * (VALUES // 4)
 
 
 @triton.jit
 def _bits(bytes_at: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
     """Return each value's bit of the byte that has it, int32 ``[blocks, tiles, VALUES]``."""
-    return (tl.load(bytes_at) >> _values_of(VALUES) % 8 & 1).to(tl.int32)
+    bits = tl.load(bytes_at) >> _values_of(VALUES) % 8
+    return (bits & 1).to(tl.int32)
 
 
 @triton.jit
@@ -263,7 +269,9 @@ def _floats(at: tl.tensor) -> tl.tensor:
 @triton.jit
 def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """Return pointers ``[blocks, block]`` to signed bytes, from offsets ``[blocks]`` on."""
-    return at.to(tl.pointer_type(tl.int8)) + (block[:, None] + tl.arange(0, SIZE)[None, :])
+    pointer = at.to(tl.pointer_type(tl.int8))
+    offsets = block[:, None] + tl.arange(0, SIZE)[None, :]
+    return pointer + offsets
 
 
 @triton.jit
@@ -277,8 +285,10 @@ def _values(
     """Load the masters ``[blocks, block]``, zero where there are none."""
     inside = tl.arange(0, SIZE)[None, :]
     at = (first - (own.first >> 2))[:, None] + inside
-    exists = (inside < left[:, None]) & (at >= 0) & (at < (own.columns >> 2))
-    return tl.load(own.data + row[:, None] * own.step + at, mask=exists, other=0.0)
+    exists = (inside < left[:, None]) & (at >= 0)
+    exists &= at < (own.columns >> 2)
+    rows = own.data + row[:, None] * own.step
+    return tl.load(rows + at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -287,8 +297,9 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     usable = scale > 0
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     code = tl.where(usable[:, None], x * inverse[:, None], 0.0)
+    clamped = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     # Adding and subtracting the number rounds to an integer, half to even.
-    return (tl.minimum(tl.maximum(code, -LEVELS), LEVELS) + ROUNDER) - ROUNDER
+    return clamped + ROUNDER - ROUNDER
 
 
 @triton.jit
@@ -310,29 +321,36 @@ def _assess(
     x = _values(own, row, first, left, SIZE)
     old = tl.load(_floats(weights.data + scales_at))
     # Magnitudes of floats are ordered as their bits are, and NaN is the largest of all.
-    top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    top = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
     scale = _scale_from_now(top, old)
-    change = _coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
+    change = _coding(x, scale)
+    change -= tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32)
     changed = (change != 0).to(tl.int32)
     less = (change < 0).to(tl.int32)
     tile = tl.arange(0, SIZE // VALUES)[None, :]
     present = exists[:, None]
     # By tile: how many codes change, and whether one of them by more than 1.
-    number = tl.sum(tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2)
-    far = tl.max(tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES)), axis=2) > 1
+    changed_tiles = tl.reshape(changed, (TILE // SIZE, SIZE // VALUES, VALUES))
+    number = tl.sum(changed_tiles, axis=2)
+    distances = tl.reshape(tl.abs(change), (TILE // SIZE, SIZE // VALUES, VALUES))
+    far = tl.max(distances, axis=2) > 1
     whole = tl.max(number, axis=1) > VALUES - VALUES // 8
     # Bits are compared: a scale that is NaN differs from itself, yet the copies have it already.
-    whole = whole | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
-    count = tl.where(whole[:, None], WHOLLY, number + LARGELY * far.to(tl.int32))
+    whole |= scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True)
+    count = number + LARGELY * far.to(tl.int32)
+    count = tl.where(whole[:, None], WHOLLY, count)
     at = counts + block[:, None] * (SIZE // VALUES) + tile
     tl.store(at, count.to(tl.uint8), mask=present)
-    size = tl.where(whole, 0, tl.sum(_tile_bytes(count, VALUES), axis=1))
+    size = tl.sum(_tile_bytes(count, VALUES), axis=1)
+    size = tl.where(whole, 0, size)
     tl.store(sizes + 2 * block, whole.to(tl.int64), mask=exists)
     tl.store(sizes + 2 * block + 1, size.to(tl.int64), mask=exists)
     # Two masks of each tile, one behind the other: which codes change, and which decrease.
     byte = tl.arange(0, SIZE // 8)[None, :]
     tile = byte // (VALUES // 8)
-    at = steps + block[:, None] * (SIZE // 4) + tile * (VALUES // 4) + byte % (VALUES // 8)
+    at = steps + block[:, None] * (SIZE // 4)
+    at += tile * (VALUES // 4) + byte % (VALUES // 8)
     tl.store(at, _packed(changed, SIZE), mask=present)
     tl.store(at + VALUES // 8, _packed(less, SIZE), mask=present)
     tl.store(scales + block, scale, mask=exists)
@@ -343,38 +361,45 @@ def _scale_from_now(top: tl.tensor, old: tl.tensor) -> tl.tensor:
     """Return the new scales of blocks from their largest magnitudes and their old scales."""
     fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
     # A quotient that is Inf or NaN makes the scale NaN, so that overflow is seen after a gather.
-    fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
-    # The product may be Inf
-    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))
-    return tl.where((old > 0) & fits, old, fresh)
+    fresh = tl.where(fresh < float("inf"), fresh, float("nan"))
+    fresh = tl.where(top < TINY, 0.0, fresh)
+    kept = old > 0
+    kept &= top >= old * RATIOS[1]
+    kept &= top <= old * RATIOS[2]
+    kept &= top < float("inf")  # the product may be Inf
+    return tl.where(kept, old, fresh)
 
 
 @triton.jit
 def _packed(bits: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """Pack bits ``[blocks, block]`` into bytes ``[blocks, block / 8]``."""
     eight = tl.reshape(bits, (TILE // SIZE, SIZE // 8, 8))
-    return tl.sum(eight << tl.arange(0, 8)[None, None, :], axis=2).to(tl.uint8)
+    eight <<= tl.arange(0, 8)[None, None, :]
+    return tl.sum(eight, axis=2).to(tl.uint8)
 
 
 @triton.jit
 def _tile_bytes(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
     """Return the bytes of tiles with given counts."""
     number = count % LARGELY
-    signed = tl.minimum(number, VALUES // 8 + (number + 7) // 8)
-    return tl.where(count < LARGELY, signed, tl.minimum(number, VALUES // 8) + number)
+    small = tl.minimum(number, VALUES // 8 + (number + 7) // 8)
+    large = tl.minimum(number, VALUES // 8) + number
+    return tl.where(count < LARGELY, small, large)
 
 
 @triton.jit
 def _listed(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
     """Return whether positions are a list, for tiles with given counts."""
     number = count % LARGELY
-    return number <= VALUES // 8 + tl.where(count < LARGELY, (number + 7) // 8, 0)
+    signs = tl.where(count < LARGELY, (number + 7) // 8, 0)
+    return number <= VALUES // 8 + signs
 
 
 @triton.jit
 def _possible(count: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
     """Return counts that tiles may have."""
-    return count // LARGELY * LARGELY + tl.minimum(count % LARGELY, VALUES - VALUES // 8)
+    number = tl.minimum(count % LARGELY, VALUES - VALUES // 8)
+    return count // LARGELY * LARGELY + number
 
 
 @triton.jit
@@ -387,7 +412,8 @@ def _room(changes: _Changes, weights: _Weights, SIZE: tl.constexpr) -> tl.tuple:
     total = tl.load(changes.ends + 2 * n - 1)
     whole_at = (changes.scales_at >> 2) + (every * 4 + 127) // 128 * 128
     tiles_at = whole_at + every * SIZE
-    fits = (every >= 0) & (every <= n) & (total >= 0) & (tiles_at + total <= nbytes)
+    fits = (every >= 0) & (every <= n)
+    fits = fits & (total >= 0) & (tiles_at + total <= nbytes)
     return whole_at, tiles_at, fits
 
 
@@ -403,7 +429,8 @@ def _emit(
     n = weights.blocks >> 2
     whole_at, tiles_at, fits = _room(changes, weights, SIZE)
     if fits:
-        mine = tl.program_id(0).to(tl.int64) * (FEWER // SIZE) + tl.arange(0, FEWER // SIZE)
+        COUNT: tl.constexpr = FEWER // SIZE
+        mine = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
         block = tl.minimum(mine, n - 1)
         whole = tl.load(changes.counts + block * (SIZE // VALUES)) == WHOLLY
         # The sums up to the block before this one say where its part of the message begins.
@@ -412,9 +439,11 @@ def _emit(
         # both places: kept for the second one it would need more registers than a gfx90a has.
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             rank = tl.load(before, mask=block > 0, other=0)
-            _emit_whole(changes, weights, own, (block, (mine < n) & whole, rank, whole_at), SIZE)
+            sent = block, (mine < n) & whole, rank, whole_at
+            _emit_whole(changes, weights, own, sent, SIZE)
         start = tiles_at + tl.load(before + 1, mask=block > 0, other=0)
-        _emit_tiles(changes, weights, own, (block, (mine < n) & (whole == 0), start), SIZE, VALUES)
+        coded = block, (mine < n) & (whole == 0), start
+        _emit_tiles(changes, weights, own, coded, SIZE, VALUES)
 
 
 @triton.jit
@@ -429,10 +458,12 @@ def _emit_whole(
     block, exists, rank, whole_at = at
     codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
     scale = tl.load(changes.scales + block)
-    new = _coding(_values(own, row, first, left, SIZE), scale).to(tl.int8)
+    x = _values(own, row, first, left, SIZE)
+    new = _coding(x, scale).to(tl.int8)
     tl.store(_bytes(weights.data, codes, SIZE), new, mask=exists[:, None])
     tl.store(_floats(weights.data + scales_at), scale, mask=exists)
-    tl.store(_floats(changes.message + (changes.scales_at >> 2)) + rank, scale, mask=exists)
+    scales = _floats(changes.message + (changes.scales_at >> 2))
+    tl.store(scales + rank, scale, mask=exists)
     sent = _bytes(changes.message, tl.multiple_of(whole_at + rank * SIZE, 16), SIZE)
     tl.store(sent, new, mask=exists[:, None])
 
@@ -450,21 +481,26 @@ def _emit_tiles(
     positions.
     """
     block, exists, start = at
-    count = tl.where(exists[:, None], _counts(changes.counts, block, SIZE, VALUES), 0)
+    count = _counts(changes.counts, block, SIZE, VALUES)
+    count = tl.where(exists[:, None], count, 0)
     small = (count < LARGELY)[:, :, None]
     size = _tile_bytes(count, VALUES)
     number = count % LARGELY
     listed = _listed(count, VALUES)
     # Tiles of a block follow each other: the exclusive sum of their bytes is where each begins.
-    out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - size))
+    begin = tl.cumsum(size, axis=1) - size
+    out = changes.message + (start[:, None] + begin)
     masks = _masks(changes, block, SIZE, VALUES)
     bytes_at = masks[:, :, None] + _values_of(VALUES) // 8
-    changed = _bits(bytes_at, VALUES) * (count > 0).to(tl.int32)[:, :, None]
-    less = tl.where(small, _bits(bytes_at + VALUES // 8, VALUES) & changed, 0)
+    has_changes = (count > 0).to(tl.int32)
+    changed = _bits(bytes_at, VALUES) * has_changes[:, :, None]
+    less = _bits(bytes_at + VALUES // 8, VALUES) & changed
+    less = tl.where(small, less, 0)
     # Small changes are applied here; `_emit_new` stores the others, of which it has the values.
     codes, _, _, _, _ = _places(weights, block, own.member >> 2, SIZE)
     pointers = _codes_of(weights.data, codes, SIZE, VALUES)
-    new = tl.load(pointers).to(tl.int32) + changed - 2 * less
+    new = tl.load(pointers).to(tl.int32)
+    new += changed - 2 * less
     tl.store(pointers, new.to(tl.int8), mask=(changed == 1) & small)
     rank = tl.cumsum(changed, axis=2) - changed
     fits = (changed == 1) & (rank < number[:, :, None])
@@ -478,8 +514,9 @@ def _emit_tiles(
         tl.store(out[:, :, None] + byte, mask, mask=masked[:, :, None])
         signed = masked & (count < LARGELY)
         for k in tl.range(0, VALUES // 8):
-            signs = tl.sum(tl.where(rank // 8 == k, less << rank % 8, 0), axis=2)
-            tl.store(out + (VALUES // 8 + k), signs.to(tl.uint8), mask=signed & (8 * k < number))
+            bits = tl.where(rank // 8 == k, less << rank % 8, 0)
+            signs = tl.sum(bits, axis=2).to(tl.uint8)
+            tl.store(out + (VALUES // 8 + k), signs, mask=signed & (8 * k < number))
 
 
 @triton.jit
@@ -505,15 +542,18 @@ def _emit_new(
         number = count % LARGELY
         start = tiles_at + tl.load(changes.ends + 2 * block - 1, mask=block > 0, other=0)
         # The new codes are the last bytes of a tile: they begin their number before its end.
-        out = changes.message + (start[:, None] + (tl.cumsum(size, axis=1) - number))
+        begin = tl.cumsum(size, axis=1) - number
+        out = changes.message + (start[:, None] + begin)
         masks = _masks(changes, block, SIZE, VALUES)
         changed = _bits(masks[:, :, None] + _values_of(VALUES) // 8, VALUES)
         rank = tl.cumsum(changed, axis=2) - changed
         codes, _, row, first, left = _places(weights, block, own.member >> 2, SIZE)
         scale = tl.load(changes.scales + block)
-        new = _coding(_values(own, row, first, left, SIZE), scale).to(tl.int8)
+        x = _values(own, row, first, left, SIZE)
+        new = _coding(x, scale).to(tl.int8)
         new = tl.reshape(new, (FEWER // SIZE, SIZE // VALUES, VALUES))
-        sent = (changed == 1) & (rank < tl.where(count >= LARGELY, number, 0)[:, :, None])
+        large = tl.where(count >= LARGELY, number, 0)
+        sent = (changed == 1) & (rank < large[:, :, None])
         tl.store(out[:, :, None] + rank, new.to(tl.uint8, bitcast=True), mask=sent)
         tl.store(_codes_of(weights.data, codes, SIZE, VALUES), new, mask=sent)
 
@@ -535,19 +575,23 @@ def _apply(
     message = tl.multiple_of(address(messages, 0, member), 16)
     chunk = block // CHUNKED
     counts = message + (sizes.counts >> 2)
-    at = chunk[:, None] * (CHUNKED * TILES) + tl.arange(0, CHUNKED * TILES)[None, :]
+    at = chunk[:, None] * (CHUNKED * TILES)
+    at += tl.arange(0, CHUNKED * TILES)[None, :]
     # The header has sums for every 32 blocks only: the counts of the blocks since then are added
     # up.
-    earlier = tl.load(counts + at, mask=at < block[:, None] * TILES, other=0).to(tl.int32)
+    earlier = tl.load(counts + at, mask=at < block[:, None] * TILES, other=0)
+    earlier = earlier.to(tl.int32)
     count = _counts(counts, block, SIZE, VALUES)
-    ends = message.to(tl.pointer_type(tl.uint32)) + 2 * chunk
+    header = message.to(tl.pointer_type(tl.uint32))
+    ends = header + 2 * chunk
     rank = tl.load(ends - 2, mask=chunk > 0, other=0).to(tl.int64)
     rank += tl.sum((earlier == WHOLLY).to(tl.int32), axis=1) // TILES
     begin = tl.load(ends - 1, mask=chunk > 0, other=0).to(tl.int64)
     skipped = _tile_bytes(_possible(earlier, VALUES), VALUES)
-    begin += tl.sum(tl.where(earlier == WHOLLY, 0, skipped), axis=1)
+    skipped = tl.where(earlier == WHOLLY, 0, skipped)
+    begin += tl.sum(skipped, axis=1)
     last = ((weights.blocks >> 2) - 1) // CHUNKED
-    every = tl.load(message.to(tl.pointer_type(tl.uint32)) + 2 * last).to(tl.int64)
+    every = tl.load(header + 2 * last).to(tl.int64)
     whole_at = (sizes.scales >> 2) + (every * 4 + 127) // 128 * 128
     # Counts come from another rank: none may lead a read or a write out of its memory.
     whole = tl.max((count == WHOLLY).to(tl.int32), axis=1) > 0
@@ -560,10 +604,12 @@ def _apply(
         sent = tl.multiple_of(tl.where(there, whole_at + rank * SIZE, 0), 16)
         received = tl.load(_bytes(message, sent, SIZE), mask=there[:, None], other=0)
         tl.store(_bytes(weights.data, codes, SIZE), received, mask=there[:, None])
-        scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there, other=0.0)
+        scales = _floats(message + (sizes.scales >> 2))
+        scale = tl.load(scales + rank, mask=there, other=0.0)
         tl.store(_floats(weights.data + scales_at), scale, mask=there)
     # The same for changes that would end behind the message.
-    there = exists & (begin + tl.sum(_tile_bytes(count, VALUES), axis=1) <= nbytes)
+    size = tl.sum(_tile_bytes(count, VALUES), axis=1)
+    there = exists & (begin + size <= nbytes)
     count = tl.where(there[:, None], count, 0)
     if _largest(count) > 0:
         _apply_tiles(message, weights.data, (begin, codes, count), SIZE, VALUES)
@@ -583,7 +629,8 @@ def _apply_tiles(
     number = count % LARGELY
     is_list = _listed(count, VALUES)
     large = (count >= LARGELY)[:, :, None]
-    start = message + (begin[:, None] + (tl.cumsum(size, axis=1) - size))
+    before = tl.cumsum(size, axis=1) - size
+    start = message + (begin[:, None] + before)
     value = _values_of(VALUES)
     listed = tl.where(is_list, number, 0)
     # Steps or, of large changes, new codes
@@ -592,23 +639,29 @@ def _apply_tiles(
     # Lists: the k-th entry of every tile at once, up to the longest list.
     for k in tl.range(0, _largest(listed)):
         some = k < listed
-        entry = tl.load(start + k, mask=some, other=0).to(tl.int32)[:, :, None]
+        entry = tl.load(start + k, mask=some, other=0)
+        entry = entry.to(tl.int32)[:, :, None]
         code = tl.load(start + number + k, mask=some & (count >= LARGELY), other=0)
         code = code.to(tl.int32)[:, :, None]
         hit = (value == entry % VALUES) & some[:, :, None]
-        by = tl.where(hit, tl.where(large, code, by + 1 - 2 * (entry >> 7)), by)
+        stepped = by + 1 - 2 * (entry >> 7)
+        by = tl.where(hit, tl.where(large, code, stepped), by)
         changed = tl.where(hit, 1, changed)
     # Masks: an element finds its sign or its code by its rank among the set bits.
     if _largest(number - listed) > 0:
         masked = (listed < number)[:, :, None]
-        byte = tl.load(start[:, :, None] + value // 8, mask=masked, other=0).to(tl.int32)
-        bit = byte >> value % 8 & 1
+        byte = tl.load(start[:, :, None] + value // 8, mask=masked, other=0)
+        bit = byte.to(tl.int32) >> value % 8 & 1
         rank = tl.cumsum(bit, axis=2) - bit
         bit = tl.where(rank < number[:, :, None], bit, 0)
-        at_rank = start[:, :, None] + VALUES // 8 + tl.where(large, rank, rank // 8)
+        at_rank = start[:, :, None] + VALUES // 8
+        at_rank += tl.where(large, rank, rank // 8)
         sent = tl.load(at_rank, mask=bit == 1, other=0).to(tl.int32)
-        by = tl.where(bit == 1, tl.where(large, sent, 1 - 2 * (sent >> rank % 8 & 1)), by)
+        less = sent >> rank % 8 & 1
+        change = tl.where(large, sent, 1 - 2 * less)
+        by = tl.where(bit == 1, change, by)
         changed += bit
     pointers = _codes_of(data, codes, SIZE, VALUES)
     old = tl.load(pointers, mask=changed == 1, other=0).to(tl.int32)
-    tl.store(pointers, tl.where(large, by, old + by).to(tl.int8), mask=changed == 1)
+    new = tl.where(large, by, old + by)
+    tl.store(pointers, new.to(tl.int8), mask=changed == 1)

@@ -54,7 +54,8 @@ def launch(
 
     Products and sums are not contracted to FMA.
     """
-    with torch.cuda.device_of(target if isinstance(target, Tensor) else target[0]):
+    first = target if isinstance(target, Tensor) else target[0]
+    with torch.cuda.device_of(first):
         # Fused, a product and a sum would round once where the reference rounds twice.
         kernel[(programs,)](target, *arguments, num_warps=warps, enable_fp_fusion=False)
 
@@ -107,7 +108,8 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     places = _places(x[0], seed, rows)
     # Stable: blocks of a row stay in ascending order.
     row_of, order = places.rows.view(-1).sort(stable=True)
-    starts = torch.searchsorted(row_of, torch.arange(rows + 1, dtype=row_of.dtype, device=x.device))
+    every = torch.arange(rows + 1, dtype=row_of.dtype, device=x.device)
+    starts = torch.searchsorted(row_of, every)
     for own, sketched in zip(x, sketch, strict=True):
         launch(_sketch_insert, rows, sketched, own, own.numel(), places, order, starts)
 
@@ -119,15 +121,14 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     A program peels ``PART`` lanes, block after block like the reference; lanes are independent.
     """
     places = _places(out, seed, sketch.shape[0])
-    unresolved = torch.zeros(
-        places.blocks * SKETCH_WIDTH.value, dtype=torch.uint8, device=out.device
-    )
+    padded = places.blocks * SKETCH_WIDTH.value
+    unresolved = out.new_zeros(padded, dtype=torch.uint8)
     mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
-    counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
-    left = torch.empty(SKETCH_WIDTH.value // PART.value, dtype=torch.int64, device=out.device)
-    launch(
-        _sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1
-    )
+    counts = out.new_zeros(sketch.shape, dtype=torch.int32)
+    programs = SKETCH_WIDTH.value // PART.value
+    left = out.new_empty(programs, dtype=torch.int64)
+    out.zero_()
+    launch(_sketch_peel, programs, sketch, counts, unresolved, out, left, places, warps=1)
     return left.sum().view(1)
 
 
@@ -144,23 +145,26 @@ def aged_adamw(
     # Rounded as the kernel's arguments are.
     scalars = torch.tensor(settings, dtype=torch.float32, device="cpu").tolist()
     aged = _Aged(p, g, mean, square, age, table)
-    launch(_aged_adamw, triton.cdiv(p.numel(), SKETCH_WIDTH.value), aged, p.numel(), *scalars)
+    programs = triton.cdiv(p.numel(), SKETCH_WIDTH.value)
+    launch(_aged_adamw, programs, aged, p.numel(), *scalars)
 
 
 def _counts(x: Tensor, threshold: float) -> Tensor:
     """Count the large elements of each chunk, int64 ``[chunks]``."""
-    counts = torch.empty(triton.cdiv(x.numel(), CHUNK.value), dtype=torch.int64, device=x.device)
-    launch(_count_above, counts.numel(), counts, x, x.numel(), threshold)
+    chunks = triton.cdiv(x.numel(), CHUNK.value)
+    counts = x.new_empty(chunks, dtype=torch.int64)
+    launch(_count_above, chunks, counts, x, x.numel(), threshold)
     return counts
 
 
 def _places(x: Tensor, seed: int, rows: int) -> _Places:
     blocks = triton.cdiv(x.numel(), SKETCH_WIDTH.value)
-    at = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
-    signs = torch.empty(3, blocks, dtype=torch.float32, device=x.device)
+    at = x.new_empty(3, blocks, dtype=torch.int32)
+    signs = x.new_empty(3, blocks, dtype=torch.float32)
     # Kernels take signed numbers; the bits are those of the unsigned seed.
     signed = (seed + 2**63) % 2**64 - 2**63
-    launch(_hash, triton.cdiv(3 * blocks, SKETCH_WIDTH.value), at, signs, blocks, rows, signed)
+    programs = triton.cdiv(3 * blocks, SKETCH_WIDTH.value)
+    launch(_hash, programs, at, signs, blocks, rows, signed)
     return _Places(at, signs, blocks)
 
 
@@ -176,7 +180,8 @@ def loaded(pointers: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> tl.tenso
 def widened(x: tl.tensor) -> tl.tensor:
     """Convert exactly to FP32, of which bfloat16 is the upper half."""
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
@@ -188,8 +193,9 @@ def _mask_pack(bits: tl.tensor, mask: tl.tensor, n: int) -> None:
     byte = begin // 8 + tl.arange(0, CHUNK // 8)
     bit = tl.arange(0, 8)[None, :]
     element = byte[:, None] * 8 + bit
-    flags = loaded(mask + element, element < n, begin + CHUNK <= n).to(tl.int32)
-    tl.store(bits + byte, tl.sum(flags << bit, axis=1).to(tl.uint8), mask=byte * 8 < n)
+    flags = loaded(mask + element, element < n, begin + CHUNK <= n)
+    packed = tl.sum(flags.to(tl.int32) << bit, axis=1)
+    tl.store(bits + byte, packed.to(tl.uint8), mask=byte * 8 < n)
 
 
 @triton.jit
@@ -200,7 +206,8 @@ def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
     bit = tl.arange(0, 8)[None, :]
     element = byte[:, None] * 8 + bit
     packed = tl.load(bits + byte, mask=byte * 8 < n, other=0).to(tl.int32)
-    flags = ((packed[:, None] >> bit) & 1).to(tl.uint8)
+    flags = packed[:, None] >> bit
+    flags = (flags & 1).to(tl.uint8)
     if begin + CHUNK <= n:
         tl.store(mask + element, flags)
     else:
@@ -215,7 +222,8 @@ def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     element = begin + tl.arange(0, CHUNK)
     values = loaded(x + element, element < n, begin + CHUNK <= n)
-    large = ((tl.abs(widened(values)) < threshold) == 0) & (element < n)
+    small = tl.abs(widened(values)) < threshold
+    large = (small == 0) & (element < n)
     return element, values, large.to(tl.int32)
 
 
@@ -241,7 +249,8 @@ def _compact_above(
     """
     element, values, large = _above(x, n, threshold)
     # Running counts include this chunk.
-    begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
+    begin = tl.load(ends + tl.program_id(0))
+    begin -= tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
     writes = (large != 0) & (place < room)
     tl.store(indices + place, element, mask=writes)
@@ -258,7 +267,8 @@ def _aged_adamw(
     rate: float,
 ) -> None:
     """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
-    at = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
+    at = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH
+    at += tl.arange(0, SKETCH_WIDTH)
     exists = at < n
     sums = tl.load(aged.g + at, mask=exists, other=0)
     waited = tl.load(aged.age + at, mask=exists, other=0).to(tl.int32)
@@ -270,40 +280,53 @@ def _aged_adamw(
     weight = tl.load(factors + AGES)
     # As `torch.lerp`, which counts from the nearer end.
     small = weight < 0.5
-    new = tl.fma(tl.where(small, weight, weight - 1), end - old, tl.where(small, old, end))
-    left = tl.load(aged.square + at, mask=arrived, other=0) * tl.load(factors + 2 * AGES)
-    squares = tl.fma(tl.load(factors + 3 * AGES) * sums, sums, left)
-    norm = tl.div_rn(tl.sqrt_rn(squares), tl.full(squares.shape, correction, tl.float32)) + eps
-    moved = weights + tl.div_rn(rate * (new * (waited + 1).to(tl.float32)), norm)
+    share = tl.where(small, weight, weight - 1)
+    near = tl.where(small, old, end)
+    new = tl.fma(share, end - old, near)
+    left = tl.load(aged.square + at, mask=arrived, other=0)
+    left *= tl.load(factors + 2 * AGES)
+    gain = tl.load(factors + 3 * AGES) * sums
+    squares = tl.fma(gain, sums, left)
+    corrections = tl.full(squares.shape, correction, tl.float32)
+    norm = tl.div_rn(tl.sqrt_rn(squares), corrections) + eps
+    step = new * (waited + 1).to(tl.float32)
+    moved = weights + tl.div_rn(rate * step, norm)
     tl.store(aged.mean + at, new, mask=arrived)
     tl.store(aged.square + at, squares, mask=arrived)
     tl.store(aged.p + at, tl.where(arrived, moved, weights), mask=exists)
-    tl.store(
-        aged.age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists
-    )
+    age = tl.where(arrived, 0, tl.minimum(waited, 254) + 1)
+    tl.store(aged.age + at, age.to(tl.uint8), mask=exists)
 
 
 @triton.jit
 def _mix(z: tl.tensor) -> tl.tensor:
     """Apply the finalizer of MurmurHash3, uint64."""
-    z = (z ^ (z >> 33)) * 0xFF51AFD7ED558CCD
-    z = (z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53
+    z ^= z >> 33
+    z *= 0xFF51AFD7ED558CCD
+    z ^= z >> 33
+    z *= 0xC4CEB9FE1A85EC53
     return z ^ (z >> 33)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) -> None:
     """Compute the row and sign of each block in each third of the sketch."""
-    index = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH + tl.arange(0, SKETCH_WIDTH)
+    index = tl.program_id(0).to(tl.int64) * SKETCH_WIDTH
+    index += tl.arange(0, SKETCH_WIDTH)
     third = index // blocks
     block = index % blocks
     steps = (3 * block + third + 1).to(tl.uint64)
-    mixed = _mix(tl.cast(seed, tl.int64).to(tl.uint64) + steps * 0x9E3779B97F4A7C15)
+    key = tl.cast(seed, tl.int64).to(tl.uint64)
+    key += steps * 0x9E3779B97F4A7C15
+    mixed = _mix(key)
     first = third * rows // 3
     past = (third + 1) * rows // 3
-    row = first + (((mixed & 0xFFFFFFFF) * (past - first).to(tl.uint64)) >> 32).to(tl.int64)
+    lower = mixed & 0xFFFFFFFF
+    lower *= (past - first).to(tl.uint64)
+    row = first + (lower >> 32).to(tl.int64)
+    sign = tl.where(mixed >> 63 == 1, -1.0, 1.0)
     tl.store(at + index, row.to(tl.int32), mask=third < 3)
-    tl.store(signs + index, tl.where((mixed >> 63) == 1, -1.0, 1.0), mask=third < 3)
+    tl.store(signs + index, sign, mask=third < 3)
 
 
 @triton.jit
@@ -324,7 +347,8 @@ def _sketch_insert(
     for position in tl.range(tl.load(starts + row), tl.load(starts + row + 1)):
         place = tl.load(order + position)
         element = place % places.blocks * SKETCH_WIDTH + column
-        total += tl.load(places.signs + place) * tl.load(x + element, mask=element < n, other=0.0)
+        values = tl.load(x + element, mask=element < n, other=0.0)
+        total += tl.load(places.signs + place) * values
     tl.store(sketch + row * SKETCH_WIDTH + column, total)
 
 
@@ -345,18 +369,19 @@ def _sketch_peel(
     """
     column = _columns()
     for block in tl.range(places.blocks):
-        here = tl.load(unresolved + tl.cast(block, tl.int64) * SKETCH_WIDTH + column).to(tl.int32)
+        element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
+        here = tl.load(unresolved + element).to(tl.int32)
         for third in tl.static_range(3):
             cell, _ = _cell(places, third, block)
-            tl.store(counts + cell, tl.load(counts + cell) + here)
+            count = tl.load(counts + cell) + here
+            tl.store(counts + cell, count)
         tl.debug_barrier()
     resolved = 1
     while resolved > 0:
         resolved = 0
         for block in tl.range(places.blocks):
-            resolved = tl.maximum(
-                resolved, _visit(sketch, counts, unresolved, values, places, block)
-            )
+            some = _visit(sketch, counts, unresolved, values, places, block)
+            resolved = tl.maximum(resolved, some)
             tl.debug_barrier()
     guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
@@ -401,7 +426,8 @@ def _visit(
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)
             tl.store(counts + cell, tl.load(counts + cell) - 1, mask=known)
-            tl.store(sketch + cell, tl.load(sketch + cell) - sign * value, mask=known)
+            rest = tl.load(sketch + cell) - sign * value
+            tl.store(sketch + cell, rest, mask=known)
     return tl.max(known.to(tl.int32), axis=0)
 
 
@@ -415,9 +441,9 @@ def _columns() -> tl.tensor:
 def _cell(places: _Places, third: int, block: int) -> tl.tuple:
     """Return the offsets ``[PART]`` of a block in a third of the sketch, and its sign."""
     place = tl.cast(block, tl.int64) + third * places.blocks
-    return tl.load(places.rows + place).to(tl.int64) * SKETCH_WIDTH + _columns(), tl.load(
-        places.signs + place
-    )
+    row = tl.load(places.rows + place).to(tl.int64)
+    sign = tl.load(places.signs + place)
+    return row * SKETCH_WIDTH + _columns(), sign
 
 
 @triton.jit
@@ -431,5 +457,7 @@ def _says(sketch: tl.tensor, places: _Places, third: int, block: int) -> tl.tens
 def _middle(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     """Return the median of three values; NaN if one is NaN."""
     ALL: tl.constexpr = tl.PropagateNan.ALL
-    upper = tl.minimum(tl.maximum(a, b, propagate_nan=ALL), c, propagate_nan=ALL)
-    return tl.maximum(tl.minimum(a, b, propagate_nan=ALL), upper, propagate_nan=ALL)
+    low = tl.minimum(a, b, propagate_nan=ALL)
+    high = tl.maximum(a, b, propagate_nan=ALL)
+    upper = tl.minimum(high, c, propagate_nan=ALL)
+    return tl.maximum(low, upper, propagate_nan=ALL)

@@ -119,7 +119,9 @@ class SyncContext:
     def across(self, degree: int) -> Hierarchy:
         """Return the process groups of a collective from shards of ``degree`` to world shards."""
         *inner, last = self.mesh.hierarchy(degree, self.plan.world_size).groups
-        return Hierarchy((*inner, self.mesh.over_mpi(last) if self.mpi else last)).metered("sync")
+        if self.mpi:
+            last = self.mesh.over_mpi(last)
+        return Hierarchy((*inner, last)).metered("sync")
 
 
 class SyncMode:

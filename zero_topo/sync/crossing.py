@@ -98,7 +98,8 @@ class Crossing(SyncMode, ABC):
         if mine is not None and rows is not None and mine.parameters == saved.parameters:
             place = {owner: row for row, owner in enumerate(mine.owners)}
             fitting = [row for row, owner in enumerate(saved.owners) if owner in place]
-            rows[[place[saved.owners[row]] for row in fitting]] = received[fitting].to(rows)
+            places = [place[saved.owners[row]] for row in fitting]
+            rows[places] = received[fitting].to(rows)
             self.store_residual(rows)
             left[fitting] = False
         return int(left.sum())
@@ -114,7 +115,9 @@ class Crossing(SyncMode, ABC):
 
     def rows(self, shard: Tensor) -> Tensor:
         """Return a view of the rows of a gradient shard that the table has."""
-        return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
+        if self._inner is None:
+            return shard
+        return shard[self._inner.index :: self._inner.size]
 
     def columns(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Return a copy of all peers' rows in the shard, FP32 ``[P, C]``."""

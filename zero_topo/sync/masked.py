@@ -101,7 +101,8 @@ def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
     first = begin // 8
     past = -(-end // 8)
     part = bits[:, first:past].contiguous()
-    rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
+    flags = ops.unpack(part.view(-1), 8 * part.numel())
+    rows = flags.view(len(bits), -1)
     return rows[:, begin - 8 * first : end - 8 * first]
 
 

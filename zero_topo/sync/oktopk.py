@@ -293,7 +293,7 @@ class OkTopk(Sparse):
         if counts[mine] < own:
             selected = selected.where(largest(selected.values, counts[mine]).indices)
         after = max(threshold * _moved(total / self.k), TINY)
-        return selected, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
+        return selected, counts, sums.new_full((), after, dtype=torch.float64)
 
     def _spread(self, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
         """Redistribute chosen sums equally if one rank has many more than the others; also return

@@ -90,7 +90,10 @@ class Quantized(Crossing):
         self._add_residual(shard, run, scale)
         if self._inner is not None:
             return self.start_table(shard, run).then(lambda table: self._send(shard, run, table))
-        return self._send(shard, run, self.table(shard, run) if self._down.size > 1 else shard)
+        rows = shard
+        if self._down.size > 1:
+            rows = self.table(shard, run)
+        return self._send(shard, run, rows)
 
     def _send(self, shard: Tensor, run: tuple[Range, ...], rows: Tensor) -> Handle[None]:
         """Begin to send a run's rows, which are those of the shard or a copy; received ones are
@@ -206,7 +209,9 @@ class Quantized(Crossing):
         """Return the gradient shard's rows, own row included, if they store the residual; else the
         residual buffer.
         """
-        return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
+        if self.residual_in_shard:
+            return self.rows(self.context.shard)
+        return self.residual
 
     def store_residual(self, rows: Tensor) -> None:
         """Invert :meth:`residual_rows`."""

@@ -161,7 +161,9 @@ class Radius(Masked):
 
     def state_bytes(self) -> int:
         """Return the bytes of the residual and the mask."""
-        return super().state_bytes() + self._state.bits.nbytes if self.active else 0
+        if not self.active:
+            return 0
+        return super().state_bytes() + self._state.bits.nbytes
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
         """Convert the mask to tensors."""
@@ -173,7 +175,9 @@ class Radius(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return RadiusState(masked_of_rows(bits, self._places) if saved["chosen"] else (), bits)
+        if not saved["chosen"]:
+            return RadiusState((), bits)
+        return RadiusState(masked_of_rows(bits, self._places), bits)
 
 
 build_mode.register(RadiusSync, Radius)

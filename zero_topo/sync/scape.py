@@ -106,8 +106,9 @@ class Scape(Masked):
         score = row.add(momentum, alpha=1 / self.peers.size)
         for moment in self.context.moments():
             mean = moment.mean[self.context.own_row // self._stride]
+            factor = self._factor(moment) / self.peers.size
             for columns, places in self._within(moment.begin, len(mean), run):
-                score[places] += mean[columns].to(score) * (self._factor(moment) / self.peers.size)
+                score[places] += mean[columns].to(score) * factor
         self._chosen[run.number] = chosen, count = self._choose(score, run)
         del score
         on_mask = lambda: self._own_row(run.low, run.past)  # noqa: E731
@@ -119,7 +120,8 @@ class Scape(Masked):
         settle_masked = exchange.settle
 
         def settle(again: Tensor) -> None:
-            again.view(self.peers.size, -1)[own] += torch.where(on_mask(), self._momentum(run), 0.0)
+            rows = again.view(self.peers.size, -1)
+            rows[own] += torch.where(on_mask(), self._momentum(run), 0.0)
             settle_masked(again)
 
         exchange.settle = settle
@@ -136,7 +138,9 @@ class Scape(Masked):
         reopened.
         """
         momentum = self._state.momentum[run.low : run.past]
-        return torch.zeros_like(momentum) if run.number in self._reopened else momentum
+        if run.number in self._reopened:
+            return torch.zeros_like(momentum)
+        return momentum
 
     def _choose(self, score: Tensor, run: Run) -> tuple[Tensor, int]:
         """Select a run's part of the own row of the next mask, bool ``[m]``; also return its number
@@ -147,7 +151,8 @@ class Scape(Masked):
             parts, count = self.shares(density, 1, run)
             return largest_of_each(score, *parts), count
         chosen = largest(score, share(density, run.width)).indices
-        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), len(chosen)
+        mask = torch.zeros_like(score, dtype=torch.bool)
+        return mask.index_fill_(0, chosen, True), len(chosen)
 
     def _factor(self, moment: Moment) -> float:
         """Return ``b / (1 - b)``, by which the momentum is multiplied in units of the gradient."""
@@ -216,7 +221,8 @@ class Scape(Masked):
         """
         if self._inside is None:
             return bits
-        return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
+        rows = self._inside.gather(bits).transpose(0, 1)
+        return rows.reshape(-1, bits.shape[1])
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -230,7 +236,9 @@ class Scape(Masked):
 
     def fresh(self) -> ScapeState:
         """Return a state whose mask contains all elements, without momentum."""
-        rows = self.peers.size * (1 if self._inside is None else self._inside.size)
+        rows = self.peers.size
+        if self._inside is not None:
+            rows *= self._inside.size
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
         momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
@@ -241,9 +249,11 @@ class Scape(Masked):
         """Return the bytes of residual and momentum, the current mask and the next one, and their
         own rows as sent.
         """
+        if not self.active:
+            return 0
         rows = len(self.context.plan.rows(0, self.context.plan.gradients))
         masks = 2 * (rows + 1) * -(-self._columns // 8)
-        return super().state_bytes() + self._state.momentum.nbytes + masks if self.active else 0
+        return super().state_bytes() + self._state.momentum.nbytes + masks
 
     def save(self, state: ScapeState) -> dict[str, Tensor]:
         """Wait for the current mask; return it with the momentum."""

@@ -30,7 +30,7 @@ from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant import ops
 from zero_topo.quant.operands import counted
-from zero_topo.quant.reference import set_positions
+from zero_topo.quant.reference_sparse import set_positions
 
 TINY = 1e-45  # the least positive FP32: every element but zero reaches this threshold
 LONGEST = 2**31 - 1
@@ -59,7 +59,9 @@ class Selected:
 
     def non_zero(self, count: int) -> Selected:
         """Return the elements that are not zero, of which there are ``count``."""
-        return self if count == len(self) else self.where(positions(self.values != 0, count))
+        if count == len(self):
+            return self
+        return self.where(positions(self.values != 0, count))
 
     def subtract_from(self, x: Tensor) -> None:
         """Subtract the elements from a vector in place."""
@@ -165,9 +167,11 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
     It is infinity if NaN is among the largest; NaN reaches that threshold.
     """
     if x.numel() < k or not k:
-        return torch.full((), TINY, dtype=torch.float64, device=x.device)
+        return x.new_full((), TINY, dtype=torch.float64)
     magnitudes = largest(x, k).values.abs() if _on_cpu(x) else _topk(x, k)[0]
-    return magnitudes.min().double().clamp_(min=TINY).nan_to_num_(torch.inf, torch.inf)
+    kth = magnitudes.min().double()
+    kth.clamp_(min=TINY)
+    return kth.nan_to_num_(torch.inf, torch.inf)
 
 
 def largest(x: Tensor, k: int) -> Selected:
@@ -189,7 +193,8 @@ def largest_of_rows(x: Tensor, k: int) -> Tensor:
     """
     if _on_cpu(x):
         return ops.row_largest(x, k)
-    return torch.topk(x.abs(), k, sorted=False).indices.sort(dim=1).values
+    indices = torch.topk(x.abs(), k, sorted=False).indices
+    return indices.sort(dim=1).values
 
 
 def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
@@ -210,7 +215,8 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
     order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
     begins = widths.cumsum(0) - widths
     place = counted(len(x), x) - begins[part]
-    return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
+    marked = torch.zeros_like(part, dtype=torch.bool)
+    return marked.index_put_((order,), place < counts[part])
 
 
 def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -245,7 +251,8 @@ def _likely(x: Tensor, k: int) -> Tensor | None:
     places = within * stride + within * 2654435761 % stride
     sample = x[places].abs()
     room = stride * _surely(rank)
-    indices, _, found = ops.compact_above(x, float(sample.topk(rank).values[-1]), room)
+    threshold = float(sample.topk(rank).values[-1])
+    indices, _, found = ops.compact_above(x, threshold, room)
     count = int(found)
     # A sample that misled: all elements are looked at.
     return indices[:count] if k <= count <= room else None
@@ -311,8 +318,8 @@ def in_runs(selected: Selected) -> Selected:
     values = selected.values[order][:, None]
     del order
     # How many elements from here on have this index.
-    ends = torch.searchsorted(indices, indices, right=True)
-    lengths = ends.sub_(counted(len(selected), ends))
+    lengths = torch.searchsorted(indices, indices, right=True)
+    lengths -= counted(len(selected), lengths)
     # Only the first of an index has a run; those behind it are empty, and sum to zero.
     lengths[1:] *= indices.diff() != 0
     sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

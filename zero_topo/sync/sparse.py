@@ -245,7 +245,9 @@ class Sparse(Crossing):
 
         def end() -> None:
             reduced = finish()
-            self._deliver(shard, run, exchange, reduced if scale == 1 else reduced.mul_(scale))
+            if scale != 1:
+                reduced *= scale
+            self._deliver(shard, run, exchange, reduced)
 
         return end
 
@@ -399,7 +401,9 @@ class Sparse(Crossing):
             if exchange.replaced is not None:
                 # Rows that the sums overwrote, as they were.
                 table[self._delivered] = exchange.replaced
-            left += table if exchange.scale == 1 else table.div_(exchange.scale)
+            if exchange.scale != 1:
+                table /= exchange.scale
+            left += table
         exchange.settle(left.view(-1))
         return left
 
@@ -417,12 +421,14 @@ class Sparse(Crossing):
             kept = self._zeros(run.width)
             if self.residual.numel():
                 kept.copy_(self._residual_of(run))
-            left = self._settle(run, exchange, kept).mul_(exchange.scale)
+            left = self._settle(run, exchange, kept)
+            left *= exchange.scale
         super().reopen(shard, ranges)
         if exchange is None:
             return
         rows = self.rows(shard)
-        for (begin, end), (first, past) in zip(run.ranges, packed_ranges(run.ranges), strict=True):
+        places = packed_ranges(run.ranges)
+        for (begin, end), (first, past) in zip(run.ranges, places, strict=True):
             rows[:, begin:end] += left[:, first:past].to(rows.dtype)
         self._reopened.add(run.number)
 
@@ -471,7 +477,8 @@ class Sparse(Crossing):
         """
         if not self.residual.numel():
             return None
-        return torch.cat([self._residual_of(run).cpu() for run in self.runs.values()], dim=1)
+        columns = [self._residual_of(run).cpu() for run in self.runs.values()]
+        return torch.cat(columns, dim=1)
 
     def store_residual(self, rows: Tensor) -> None:
         """Invert :meth:`residual_rows`."""
@@ -574,7 +581,10 @@ def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:
             not select.
     """
     ends = [end for part in values if part is not None and len(part) for end in part.aminmax()]
-    return torch.where(torch.stack(ends).isfinite().all(), counts, -1) if ends else counts
+    if not ends:
+        return counts
+    finite = torch.stack(ends).isfinite().all()
+    return torch.where(finite, counts, -1)
 
 
 def takes_part(parameter: Parameter, config: SparseSync) -> bool:

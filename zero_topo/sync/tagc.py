@@ -2,7 +2,8 @@
 """TAGC: an exact index and a count sketch of the values, reduced to the owner of each row.
 
 Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer
-Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
+Training" (EuroMLSys 2025), on the sketch of Note [Count sketch] in
+``quant/reference_sparse.py``.
 
 1. Each rank selects the largest elements of its gradient plus residual; the residual keeps the
    rest.
@@ -56,7 +57,7 @@ from zero_topo.config.sparse_config import share
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
 from zero_topo.quant.operands import counted
-from zero_topo.quant.reference import SKETCH_WIDTH
+from zero_topo.quant.reference_sparse import SKETCH_WIDTH
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.masked import packed, unpacked
 from zero_topo.sync.selection import (
@@ -170,7 +171,7 @@ class Tagc(Sparse):
     def _index(self, selected: Selected, width: int) -> _Index:
         """Send the bits of every row to its owner; collective, and one host synchronization."""
         size = self.peers.size
-        mask = torch.zeros(size, width, dtype=torch.bool, device=selected.indices.device)
+        mask = selected.indices.new_zeros(size, width, dtype=torch.bool)
         # A bit for each element, row by row for the owners.
         mask.view(-1)[selected.indices] = selected.values != 0
         received = self.peers.all_to_all(packed(mask))
@@ -180,7 +181,8 @@ class Tagc(Sparse):
         counts = self.peers.gather(counts_or_flag(union.sum(), selected.values))
         numbers = self.to_host(counts, mask.sum(dim=1), masks.sum(dim=1))
         lengths = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-        return _Index(mask, received, union, packed(union[None])[0], *lengths)
+        bits = packed(union[None])[0]
+        return _Index(mask, received, union, bits, *lengths)
 
     def _plain(self, rounded: Selected, index: _Index) -> Tensor:
         """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the
@@ -190,7 +192,8 @@ class Tagc(Sparse):
         received = self.peers.all_to_all_known(
             rounded.values.to(self.dtype), index.sizes, index.expected
         )
-        places = positions(unpacked(index.received, 0, width).reshape(-1), len(received)) % width
+        places = positions(unpacked(index.received, 0, width).reshape(-1), len(received))
+        places %= width
         zeros = partial(received.new_zeros, width, dtype=torch.float32)
         return added(Selected(places, received.float()), zeros)
 
@@ -219,7 +222,8 @@ class Tagc(Sparse):
         summed = added_rows(self.peers.all_to_all(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), packed(inside[None])[0], SEED, width)
+        bits = packed(inside[None])[0]
+        own, left = ops.peel(summed.view(rows, SKETCH_WIDTH), bits, SEED, width)
         if any(counts):
             own[stuck] = added_rows(repeated.view(size, -1))
         return own, len(stuck), left

@@ -76,13 +76,15 @@ class Ternary(Sparse):
         begins = counted(size, total)[:, None] * width + firsts
         sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
         # Nobody reads the own entry
-        received = self.peers.all_to_all_later(torch.cat([sent[:own], sent[:1], sent[own:]]))
+        entries = torch.cat([sent[:own], sent[:1], sent[own:]])
+        received = self.peers.all_to_all_later(entries)
         report = Report(density=count.double() / (len(total) - width))
 
         def finish() -> Tensor:
             messages = received.wait()
             messages = torch.cat([messages[:own], messages[own + 1 :]])
-            selected = self._decoded(messages, now, begins[:1].expand(size - 1, -1))
+            own_begins = begins[:1].expand(size - 1, -1)
+            selected = self._decoded(messages, now, own_begins)
             mine[0, :width] += added(selected, lambda: mine.new_zeros(width))
             # The sums leave in the same format, so that the wire has a third of a bit there too.
             sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
@@ -94,7 +96,8 @@ class Ternary(Sparse):
             # matter.
             reduced.index_add_(0, sums.indices, sums.values)
             # What of the sums was not delivered waits with the owner.
-            mine[0, :width] -= reduced.view(-1, width)[own if self.everywhere else 0]
+            place = own if self.everywhere else 0
+            mine[0, :width] -= reduced.view(-1, width)[place]
             report["union"] = sums.values.count_nonzero().double() / len(reduced)
             return reduced
 

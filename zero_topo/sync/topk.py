@@ -159,7 +159,9 @@ class TopkDsa(Sparse):
             del received
             union = own.count_nonzero()
             report["union"] = union.double() / width
-            return self._gathered(own, union, errors) if self.everywhere else own
+            if not self.everywhere:
+                return own
+            return self._gathered(own, union, errors)
 
         def settle(again: Tensor) -> None:
             for sent in (selection, *errors):
@@ -189,7 +191,9 @@ class TopkDsa(Sparse):
         gathered = records.gather(self.peers, sums, numbers[:size])
         rows = counted(size, own).repeat_interleave(counts, output_size=len(gathered))
         reduced = own.new_zeros(size, width)
-        reduced.view(-1)[rows.mul_(width).add_(gathered.indices)] = gathered.values
+        rows *= width
+        rows += gathered.indices
+        reduced.view(-1)[rows] = gathered.values
         if any(numbers[size:]):
             received = self.peers.gather_known(own[None][: numbers[size + index]], numbers[size:])
             reduced[positions(dense != 0, len(received))] = received
