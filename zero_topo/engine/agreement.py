@@ -264,6 +264,7 @@ def _disagreement(
     for name, (facts, _) in zip(named, texts, strict=True):
         if "refused" in facts:
             return f"{name} refuses: {facts['refused']}"
+    # The first kind is the largest: what most ranks have counts as right.
     usual, *others = (dict(_leaves(facts)) for facts, _ in texts)
     odd = []
     for ranks, name, facts in zip(kinds[1:], named[1:], others, strict=True):

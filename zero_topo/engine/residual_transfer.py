@@ -124,6 +124,7 @@ def carry(saved: Path, universal: Path) -> Carried:
     """
     matches = ((path, _SAVED.search(path.name)) for path in sorted(saved.glob("*.pt")))
     found = [(match, path) for path, match in matches if match]
+    # The second number is the tensor-parallel rank.
     if any(int(match[2]) for match, _ in found):
         raise ValueError(
             f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; "
@@ -157,6 +158,7 @@ def carry(saved: Path, universal: Path) -> Carried:
             ) from None
     if not residuals:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
+    # Under another name first: a copy that is cut off is not taken for a whole one.
     other_state = universal / f"{FILE}.part"
     torch.save({"residuals": residuals, "ages": ages}, other_state)
     os.replace(other_state, universal / FILE)
@@ -174,6 +176,7 @@ def carried(folder: str | Path | None, parameters: Sequence[Parameter] = ()) -> 
         return {}, {}
     content = _read(path)
     try:
+        # The file may be of any program: nothing else may be in it.
         entries = content.pop("residuals"), content.pop("ages")
         whole = not content and all(
             isinstance(x, Tensor) for values in entries for x in values.values()
@@ -255,6 +258,7 @@ def _add_residual(state: Mapping[str, Any], rank: int, ranks: int, sums: Entries
         if name not in sums:
             sums[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
         rows = torch.zeros(ranks, past - first, dtype=torch.float32, device="cpu")
+        # A rank has residuals of other ranks' rows too, in the order of its owners.
         rows[owners["owners"]] = table[:, first:past]
         if "momentum" in state["sync"]:
             rows[rank] += state["sync"]["momentum"][first:past]

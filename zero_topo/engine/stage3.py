@@ -184,6 +184,7 @@ class Stage3:
     def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
         config = self.config
         shape = self.layout.shape(config.plan.gradients)
+        # Sync starts a run as soon as the gradients of all its parameters are final.
         runs = packed_runs(self.layout.padded_numels, self.run_numel)
         context = SyncContext(
             plan=config.plan,
@@ -411,6 +412,7 @@ class Stage3:
         )
         if not self._frozen:
             return work
+        # Frozen parameters have no gradients: only gathers read them.
         frozen = replace(
             work,
             numels=tuple(p.numel for p in self._frozen),

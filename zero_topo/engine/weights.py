@@ -540,6 +540,7 @@ class Weights:
         else:
             storage.exact[param_index].data.copy_(shard)
         self._renew([param_index])
+        # The copy of a frozen weight that is filled once would keep the old value.
         if param_index in self._filled:
             filled = layout.subset(rows, 1, self._fill_hierarchy.lo)
             self.frozen_secondary.store_now(param_index, filled)

@@ -56,6 +56,7 @@ class TopoInference(DeepSpeedZeRoOffload):
         dtype = largest.ds_tensor.dtype
         self._parts: list[tuple[Stage3, ParameterGathers]] = []
         for config, own in by_plan(module, names, configs):
+            # No parameter is trained, so no gradients are collected.
             gathers = ParameterGathers(module, [], names, dtype, own)
             described = gathers.described()
             if self._parts:

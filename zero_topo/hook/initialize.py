@@ -13,6 +13,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from deepspeed.utils import logger
+
 from zero_topo.config import (
     ResolvedConfig,
     ZeroTopoConfig,
@@ -108,13 +110,12 @@ def own_config(arguments: Mapping[str, Any], translation: Translation, say: bool
     if not lines:
         return {}
     if say and os.environ.get("RANK", "0") == "0":
-        from deepspeed.utils import logger
-
         for line in lines:
             logger.warning(f"zero_topo: {line}")
     name = next((name for name in CONFIG_ARGUMENTS if arguments.get(name) is not None), None)
     if name is not None:
         return {name: config}
+    # The user's object is left as it was.
     args = copy(arguments["args"])
     args.deepspeed_config = config
     return {"args": args}

@@ -434,6 +434,7 @@ class ParameterGathers:
                 raise RuntimeError(
                     f"cannot gather a parameter that is not partitioned: {param.ds_summary()}"
                 )
+            # Our shard would be gathered, and the user's tensor silently ignored.
             if param.ds_tensor.data_ptr() != self._homes[param.ds_id].data_ptr():
                 raise RuntimeError(
                     f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set "

@@ -160,6 +160,7 @@ class Saved:
                 raise ValueError(
                     f"{self._folder} has {saved} elements of {name}, which has {shape.numel()} here"
                 )
+        # Frozen parameters are saved by each rank, not in the partitioned groups.
         fragments = found.get(FRAGMENTS)
         if fragments is not None:
             fragments = {

@@ -251,6 +251,7 @@ def _differences() -> Iterator[str]:
         elif takes and (actual := ", ".join(_parameters(found))) != expected:
             yield f"{owner.__name__}.{name}({actual}) was expected as ({expected})"
     for owner, names in ATTRIBUTES:
+        # Set in methods, so no instance is needed.
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
     there = attributes(Stock)

@@ -192,6 +192,7 @@ def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
         for param in group["params"]
         if param.requires_grad
     ):
+        # A parameter without elements is neither stored nor sent.
         if getattr(param, "ds_numel", param.numel()):
             kinds.setdefault(getattr(param, "ds_tensor", param).dtype, names.get(param, "?"))
     for dtype, name in kinds.items():

@@ -234,10 +234,12 @@ class Recorder:
         seconds = now - self._began
         self._began = now
         self._loss = None
+        # The loss is read later, when its event has passed: the host must not wait here.
         if loss is not None and not get_accelerator().is_synchronized_device():
             loss = loss.to("cpu", non_blocking=True)
             event = get_accelerator().Event()
             event.record()
+        # A new run begins: lines of an older one in the same folder are not its own.
         if engine.global_steps == 1:
             (self.folder / METRICS).unlink(missing_ok=True)
         lr = float(engine.get_lr()[0])

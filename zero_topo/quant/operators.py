@@ -333,6 +333,7 @@ def select(
     skipped = []
     for name in [forced] if forced else BACKENDS:
         try:
+            # Before a backend is loaded, which may take minutes of compiling.
             if missing := [kind for kind in kinds if kind not in KERNELS[name]]:
                 raise BackendUnavailable(f"it has no kernels for {', '.join(missing)}")
             use(name, device)

@@ -376,6 +376,7 @@ def _sketch_peel(
             count = tl.load(counts + cell) + here
             tl.store(counts + cell, count)
         tl.debug_barrier()
+    # Peeling: an element alone in a cell is known; subtracting it may leave others alone.
     resolved = 1
     while resolved > 0:
         resolved = 0
@@ -383,6 +384,7 @@ def _sketch_peel(
             some = _visit(sketch, counts, unresolved, values, places, block)
             resolved = tl.maximum(resolved, some)
             tl.debug_barrier()
+    # Elements that no pass has resolved share all their cells with others.
     guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
         element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
@@ -414,6 +416,7 @@ def _visit(
     element = tl.cast(block, tl.int64) * SKETCH_WIDTH + column
     here = tl.load(unresolved + element) != 0
     known = column < 0
+    # Most blocks have no unresolved element after the first passes.
     if tl.max(here.to(tl.int32), axis=0) > 0:
         value = tl.zeros((PART,), tl.float32)
         for third in tl.static_range(3):

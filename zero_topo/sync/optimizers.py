@@ -251,6 +251,7 @@ class AgedAdamW(AdamLike):
             state = self.state[p]
             table = self._table(p, group["betas"])
             count = int(state["step"])
+            # Adam's corrections of the two moments' bias after `count` steps.
             corrections = (1 - b2**count) ** 0.5, 1 - b1**count
             settings = [
                 1 - rate * group["weight_decay"],

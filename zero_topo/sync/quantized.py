@@ -172,6 +172,7 @@ class Quantized(Crossing):
         if self.residual is not None and self._residual_added and not skipped:
             for others, kept in self._halves():
                 self.residual[kept] = self.rows(shard)[others]
+            # Stored without the loss scale, which may be another one in the next step.
             self.residual.div_(self._scale)
         self._residual_added.clear()
         if self.residual_in_shard and not skipped:

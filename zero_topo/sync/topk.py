@@ -147,6 +147,7 @@ class TopkDsa(Sparse):
         records = Records(self.dtype, width)
         sizes = selection.counts(counted(size + 1, total) * width)
         expected = self.peers.all_to_all(counts_or_flag(sizes, selection.values))
+        # The one host synchronization: lengths of what is sent and received.
         numbers = self.to_host(sizes, expected)
         report = Report(density=len(selection) / len(total))
         errors: list[Selected] = []
@@ -157,6 +158,7 @@ class TopkDsa(Sparse):
             del sent
             own = added(received, partial(received.values.new_zeros, width))
             del received
+            # Stays on the device: the report reads it later.
             union = own.count_nonzero()
             report["union"] = union.double() / width
             if not self.everywhere:
@@ -178,12 +180,14 @@ class TopkDsa(Sparse):
         index = self.peers.index
         records = Records(self.dtype, width)
         counts = self.peers.gather(union.view(1)).view(-1)
+        # Each owner's row goes in the shorter form; all ranks decide it by the same counts.
         sparse = counts * records.nbytes < own.nbytes
         dense = torch.where(sparse, 0, 1)
         counts = counts * sparse
         numbers = self.to_host(counts, dense)
         if all(numbers[size:]):
             return self.peers.gather_known(own[None], numbers[size:]).view(-1)
+        # A row that is sent dense has a count of 0 here, so nothing of it is selected.
         indices = positions(own != 0, numbers[index])
         sums = Selected(indices, own[indices])
         if self.dtype != own.dtype:
@@ -233,6 +237,7 @@ class GTopk(Sparse):
                     values = torch.cat([selection.values, received.values])
                     sums = in_runs(Selected(indices, values))
                     best = largest(sums.values, k).indices
+                    # What this level drops stays in this rank's residual.
                     others = torch.ones_like(sums.indices, dtype=torch.bool)
                     others.index_fill_(0, best, False)
                     dropped.append(sums.where(positions(others, len(sums) - k)))
