@@ -13,6 +13,7 @@ import gc
 import importlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -188,7 +189,9 @@ def products_in_fp32() -> torch.library.Library | None:
         return wide.to(left.dtype)
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", product, "CPU")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about an operator that is replaced
+        library.impl("mm", product, "CPU")
     return library
 
 

@@ -13,7 +13,7 @@ from benchmarks.choice import schemes_named
 from benchmarks.convergence import CHANGE, Convergence, compare, joined, run
 from benchmarks.schemes import BenchScheme
 from benchmarks.sparse import data_parallel
-from benchmarks.training import build_model, change
+from benchmarks.training import build_model, change, products_in_fp32
 from benchmarks.training_setup import TrainingSetup
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
@@ -233,3 +233,36 @@ def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
     assert torch.equal(
         plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()])
     )
+
+
+def test_products_are_those_of_fp32_rounded_where_no_vectors_multiply_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU with AVX-512 nothing is replaced; elsewhere it is, until the result is dropped, and
+    wider types keep theirs.
+    """
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert products_in_fp32() is None
+    found: list[torch.dtype] = []
+    multiply = torch.mm
+
+    def seen(left: torch.Tensor, right: torch.Tensor, **out: Any) -> torch.Tensor:
+        found.append(left.dtype)
+        return multiply(left, right, **out)
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch, "mm", seen)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, 64, dtype=torch.float64, generator=generator) for _ in range(2))
+    plain = left @ right
+    products = products_in_fp32()
+    assert products is not None and torch.equal(left @ right, plain)
+    low, other = left.bfloat16(), right.bfloat16()
+    product = low @ other
+    assert found == [torch.float64, torch.float32]
+    assert product.dtype == torch.bfloat16
+    assert torch.equal(product, multiply(low.float(), other.float()).bfloat16())
+    del products
+    found.clear()
+    torch.matmul(low, other)
+    assert not found
