@@ -20,6 +20,7 @@ from zero_topo.config.parts import (
     QuantizeConfig,
     SecondarySetting,
 )
+from zero_topo.config.removed import reject_removed
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype
 from zero_topo.strict import StrictModel, as_json, describe
@@ -193,6 +194,7 @@ class ZeroTopoConfig(StrictModel):
             ValueError: in one line, naming the key, the value, and the nearest known key or the
                 allowed values.
         """
+        reject_removed(block, ROOT)
         try:
             return cls.model_validate(block)
         except ValidationError as error:

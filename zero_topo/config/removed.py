@@ -1,0 +1,54 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Keys and values that a block of an earlier version could have, and what to do instead.
+
+This is the one list: the parser rejects what stands in it, and docs/removed-features.md shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from zero_topo.strict import as_json
+
+
+class Removed(NamedTuple):
+    """A key of the block that is gone, or one of its values.
+
+    Attributes:
+        key: dotted, below ``zero_topo``.
+        value: the value that is gone; None is the whole key.
+        instead: what to do, to follow "was removed; ".
+    """
+
+    key: str
+    value: Any
+    instead: str
+
+
+REMOVED: tuple[Removed, ...] = ()
+
+
+def reject_removed(block: Mapping[str, Any], root: str) -> None:
+    """Check that a block has nothing that was removed.
+
+    Args:
+        block: the block as a user wrote it.
+        root: the block's key in the DeepSpeed config, for the error.
+
+    Raises:
+        ValueError: in one line, with what to do instead.
+    """
+    for removed in REMOVED:
+        *parents, key = removed.key.split(".")
+        part: Any = block
+        for parent in parents:
+            part = part.get(parent) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or key not in part:
+            continue
+        if removed.value is None:
+            raise ValueError(f"{root}.{removed.key} was removed; {removed.instead}")
+        same = type(part[key]) is type(removed.value) and part[key] == removed.value
+        if same:
+            shown = as_json(removed.value)
+            raise ValueError(f"{root}.{removed.key} = {shown} was removed; {removed.instead}")
