@@ -284,7 +284,6 @@ UNSYNCHRONIZED = {"timers": {"throughput": {"synchronized": False}}}
     ("content", "state", "words"),
     [
         ({"zero_topo": {"scheme": "topo"}, **UNSYNCHRONIZED}, OK, "would start"),
-        ({"zero_topo": {"topology": "measured"}, **UNSYNCHRONIZED}, OK, "would start"),
         (
             {"zero_topo": {"scheme": "topo"}},
             WARN,

@@ -41,12 +41,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "sync",
         "engine",
         "observe",
-        "measure",
         "leaving",
     ),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
     "fsdp": (*_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
-    "measure": ("units", "topology"),
 }
 """What each room may import besides itself. Rooms not named here are the top; a room is a module or
 a package below `zero_topo`, the longest name that fits.

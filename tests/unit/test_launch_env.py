@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.launching import ROOT
 from tests.steps import deal, step, task
-from zero_topo.cli.topology import meeting_point
 from zero_topo.launch.env import PORT, rank_environment
 from zero_topo.topology.discover import discover
 from zero_topo.topology.launchers import launcher_view
@@ -131,14 +130,6 @@ TORCHRUN = {
 )
 def test_what_is_set_is_kept(env: dict[str, str], kept: dict[str, str]) -> None:
     assert rank_environment(env | kept).items() >= kept.items()
-
-
-def test_ranks_that_measure_meet_as_all_others_do() -> None:
-    numbers = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert meeting_point(STEP) == numbers | {"MASTER_ADDR": "n0", "MASTER_PORT": str(PORT)}
-    assert meeting_point(TORCHRUN) == TORCHRUN | {"MASTER_PORT": str(PORT)}
-    with pytest.raises(ValueError, match="only 1 rank is here"):
-        meeting_point({"RANK": "0", "WORLD_SIZE": "1"})
 
 
 REFUSED: Mapping[str, tuple[dict[str, str], str]] = {

@@ -38,14 +38,11 @@ from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document, Resolved
 from zero_topo.topology import Topology, preset_names
-from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.units import format_bytes, format_count, format_seconds
 from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
 
-FOUND = (AUTO, MEASURED)
-"""Topologies that are found where the job runs."""
 USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 """Parameters of the models that are predicted if none is named."""
 
@@ -151,7 +148,7 @@ def _machine(
     """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed
     for that.
     """
-    if options.machine != AUTO and block.topology not in FOUND:
+    if options.machine != AUTO and block.topology != AUTO:
         raise ValueError(
             f"--machine {options.machine}: the block already names its machine, "
             f"{block.topology!r}; leave --machine out"

@@ -1,12 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered, as described, or as
-measured.
-"""
+"""``zero-topo topology``: the tree of nodes, GPUs and ranks, as discovered or as described."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +14,6 @@ from zero_topo.cli.inputs import machine, read_count
 from zero_topo.cli.job import Ranks
 from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
-from zero_topo.launch.env import rank_environment
-from zero_topo.observe.console import bar
 from zero_topo.strict import read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
@@ -26,11 +22,6 @@ from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.render import render_devices, render_tree
 
 DOCUMENT = Topology
-WRONG_INPUT = 2
-HOW = (
-    "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology "
-    "--measure"
-)
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, "
     "rocm-smi --showtopo "
@@ -47,18 +38,10 @@ def topology(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, which --from can read.")
     ] = False,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure", help="Measure the links between the ranks of a job; run it on every rank."
-        ),
-    ] = False,
 ) -> None:
     """Show a machine. By default it is that of this job, from its launcher and this node's device
     tools.
     """
-    if measure:
-        return measure_command(source, as_json)
     count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
     found, (tree, warnings) = described(source, count) if source else this_machine(count)
     if as_json:
@@ -139,69 +122,3 @@ def _captured(source: str) -> str | None:
     raise ValueError(
         f"{source} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}"
     )
-
-
-# -- as measured -----------------------------------------------------------------------------------
-
-
-def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
-    """Measure the machine from inside a job and let rank 0 print it; never returns: the ranks leave
-    together.
-
-    Args:
-        stated: what ``--from`` names; nothing, if one measures.
-        as_json: print JSON that ``--from`` and the config's ``topology`` read, instead of a tree.
-
-    Raises:
-        ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular
-            tree.
-    """
-    if stated:
-        raise ValueError(
-            f"--measure detects the machine, and --from {stated[0]} describes it; give one of the "
-            "two"
-        )
-    os.environ.update(meeting_point(os.environ))
-    import torch.distributed as dist
-
-    from zero_topo.examples.process import behave
-    from zero_topo.leaving import leave
-    from zero_topo.measure import choose_device, measure
-
-    behave()
-    device = choose_device(os.environ)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    try:
-        with bar("measuring", quiet=dist.get_rank() > 0) as move:
-            found = measure(
-                device,
-                lambda words, done, total: move(description=words, completed=done, total=total),
-            )
-    except ValueError:  # the same on every rank; one complaint is enough
-        dist.barrier()
-        if dist.get_rank() == 0:
-            raise
-        raise typer.Exit(WRONG_INPUT) from None
-    if dist.get_rank() > 0:
-        leave()
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print(render_tree(found))
-    leave()
-
-
-def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
-    """Return :func:`rank_environment` of a job with several ranks.
-
-    Raises:
-        ValueError: outside a job of several ranks, or where nothing says how its ranks meet.
-    """
-    view = launcher_view(env)
-    if view is None or view.world_size == 1:
-        there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
-        raise ValueError(
-            f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: "
-            f"{HOW}"
-        )
-    return rank_environment(env)

@@ -52,11 +52,9 @@ class ZeroTopoConfig(StrictModel):
 
     topology: Annotated[str | dict[str, Any], BeforeValidator(_check_topology)] = Field(
         "auto",
-        description='The machine: "auto" queries the launcher and device tools, "measured" times '
-        "messages between "
-        "ranks as the job starts; else the name of a preset, a path to a .json file, or the "
-        'description itself, such as {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": '
-        "2}}.",
+        description='The machine: "auto" queries the launcher and device tools; else the name of a '
+        "preset, a path to a .json file, or the description itself, such as "
+        '{"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}.',
     )
     scheme: SchemeSetting | None = Field(
         None,

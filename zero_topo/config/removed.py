@@ -26,7 +26,13 @@ class Removed(NamedTuple):
     instead: str
 
 
-REMOVED: tuple[Removed, ...] = ()
+REMOVED: tuple[Removed, ...] = (
+    Removed(
+        "topology",
+        "measured",
+        "name a preset, or a .json file that describes the machine",
+    ),
+)
 
 
 def reject_removed(block: Mapping[str, Any], root: str) -> None:

@@ -32,7 +32,6 @@ STALE_S = 15 * 60  # longer than any compilation takes
 ENOUGH = 512 * MB
 BUFFERS = "deepspeed_allreduce_buffer_*"
 BUFFER_OF_RANK = re.compile(r"_\d+$")
-MEASURED = "measured"
 
 
 def locks(seen: Surroundings) -> Iterator[Finding]:
@@ -148,7 +147,7 @@ def config(seen: Surroundings) -> Iterator[Finding]:
             dict.fromkeys([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, ranks)])
         )
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
-        if block is not None and block.topology != MEASURED:
+        if block is not None:
             where = seen.machine if seen.machine and block.topology == AUTO else block.topology
             before_a_model(
                 block, resolve_topology(where, seen.env, fewest_ranks(block, where, seen.env))

@@ -36,7 +36,7 @@ from zero_topo.cost.job import method_of
 from zero_topo.cost.planner import Request
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
-from zero_topo.topology.discover import MEASURED, resolve_topology
+from zero_topo.topology.discover import resolve_topology
 from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
@@ -261,7 +261,7 @@ def resolve_block(
     block = _checked(config)
     if len(members) > 1 and isinstance(block.sync, ScapeSync):
         raise ValueError(SCAPE_WITH_TENSOR_PARALLEL)
-    topology = _machine(block.topology, env, world_size, engine)
+    topology = resolve_topology(block.topology, env, world_size)
     if engine is None:
         tree = Groups(topology, tuple(members)).trees[0] if members else topology
         return before_a_model(block, tree)
@@ -366,24 +366,6 @@ def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
         offload=engine.zero_cpu_offload(),
         loss_scaled=engine.fp16_enabled(),
     )
-
-
-def _machine(
-    setting: str | Mapping[str, Any],
-    env: Mapping[str, str],
-    world_size: int | None,
-    engine: Any,
-) -> Topology:
-    """Return the machine of a setting; "measured" is resolved like "auto" until ranks can
-    communicate.
-    """
-    if setting != MEASURED:
-        return resolve_topology(setting, env, world_size)
-    if engine is None:
-        return resolve_topology("auto", env, world_size)
-    from zero_topo.measure import measure
-
-    return measure(engine.device)
 
 
 def seed_everything(seed: int | None, rank: int) -> None:

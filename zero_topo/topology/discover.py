@@ -27,7 +27,6 @@ from zero_topo.topology.presets import (
 )
 from zero_topo.topology.probes import LauncherView, slurm
 
-MEASURED = "measured"
 ALONE = "one process"
 """Name of the machine if no source reports more than one process."""
 
@@ -70,8 +69,7 @@ def resolve_topology(
     Args:
         setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file;
             or an inline object. File and object hold the fields of :class:`Topology`, or
-            ``{"emulated": {"nodes", "gpus_per_node", "gcds_per_gpu"}}``. "measured" is not resolved
-            here, see ``measure.py``.
+            ``{"emulated": {"nodes", "gpus_per_node", "gcds_per_gpu"}}``.
         env: environment variables, usually ``os.environ``.
         world_size: ranks of the job, if known; None takes the launcher's number.
         ask: queries the device tools of this node; called at most once, and only for "auto".
@@ -96,13 +94,7 @@ def resolve_topology(
         )
     if setting.endswith(".json") or "/" in setting:
         return _fit(_from_file(setting), f"the topology in {setting}", env, world_size)
-    if setting == MEASURED:
-        raise ValueError(
-            f'topology "{MEASURED}" is found by the ranks of a job as it starts; to plan with it, '
-            "write it down once: "
-            "srun zero-topo topology --measure --json > machine.json, and name that file"
-        )
-    names = ["auto", MEASURED, *preset_names()]
+    names = ["auto", *preset_names()]
     if setting not in names:
         raise ValueError(
             f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: "

@@ -1,7 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Programs for the ranks of `benchmarks.ranks`: one tries the ring, one measures, of one the middle
-rank fails.
-"""
+"""Programs for the ranks of `benchmarks.ranks`: one tries the ring, of two rank 1 fails."""
 
 from __future__ import annotations
 
@@ -15,8 +13,6 @@ import torch.distributed as dist
 
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
-from zero_topo.leaving import leave
-from zero_topo.measure import measure
 
 
 def ring(settings: dict[str, Any], control: Control) -> None:
@@ -35,16 +31,6 @@ def ring(settings: dict[str, Any], control: Control) -> None:
     )
     answer = control.ask({"event": "question"})
     control.send({"exact": ranks, "answer": answer, "environment": os.environ["LOCAL_SIZE"]})
-
-
-def measured(settings: dict[str, Any], control: Control) -> None:
-    """The machine, measured once; rank 0 tells what all ranks found."""
-    dist.init_process_group("gloo")
-    topology = measure(torch.device("cpu"))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, topology.to_json())
-    control.send({"event": "measured", "topologies": found})
-    leave()
 
 
 def failing(settings: dict[str, Any], control: Control) -> None:
