@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from zero_topo.engine.agreement import agree, check_agreement
 from zero_topo.fsdp.block import resolve, state_mesh
 from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
+from zero_topo.fsdp.modules import elements_of_lists, inner_first
 from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.mesh import Mesh
 from zero_topo.observe.log import log_notes, refusals, show_log
@@ -43,7 +44,7 @@ def shard_mesh(block: Mapping[str, Any]) -> DeviceMesh:
 def fully_shard(
     model: nn.Module,
     block: Mapping[str, Any],
-    modules: Iterable[nn.Module] | None = None,
+    modules: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
     divisor: float | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -52,8 +53,8 @@ def fully_shard(
     Args:
         model: the model.
         block: the keys of a ``zero_topo`` block.
-        modules: modules that FSDP2 gathers one by one, inner ones first; None takes the elements of
-            each ModuleList.
+        modules: modules that FSDP2 gathers one by one, in any order; of a container without a
+            forward, its elements. None takes :func:`elements_of_lists`.
         divisor: see :func:`attach`.
         options: passed to ``torch.distributed.fsdp.fully_shard``.
 
@@ -70,10 +71,8 @@ def fully_shard(
         )
     config = _agreed(block)
     states = state_mesh(config.plan, _device().type)
-    if modules is None:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        modules = [element for blocks in lists for element in blocks]
-    for module in modules:
+    chosen: list[Any] = elements_of_lists(model) if modules is None else inner_first(model, modules)
+    for module in chosen:
         torch_fully_shard(module, mesh=states["shard"], **options)
     torch_fully_shard(model, mesh=states["shard"], **options)
     return _attached(model, config, states, divisor)

@@ -1,0 +1,273 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Which modules ``zero_topo.fsdp.fully_shard`` chooses: inner ones first, each once, and a training
+equal to plain FSDP2 with modules that were chosen by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import zero_topo.fsdp as topo
+from tests.harness import run_threads
+from tests.marks import often
+from tests.ranks.test_fsdp import (
+    EXACT,
+    VOCABULARY,
+    Block,
+    Job,
+    Net,
+    assert_equal,
+    on_machine,
+    steps_of,
+)
+
+WIDTH = 16
+STEPS = range(2)
+
+
+def net(blocks: nn.Module) -> nn.Module:
+    """The small language model, with other blocks."""
+    model = Net(WIDTH, VOCABULARY)
+    model.blocks = blocks  # type: ignore[assignment]
+    return model
+
+
+class InTurn(nn.ModuleList):
+    """A container with a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Stage(nn.Module):
+    """A stage of a pyramid: blocks, and a weight of its own."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks or (Block(WIDTH), Block(WIDTH)))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.proj(x)
+
+
+class WithoutForward(nn.Module):
+    """A module of the user's that is a container: the caller calls what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = Block(WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+
+class Flat(nn.Module):
+    """Calls the modules of its containers, however deep they lie, in order."""
+
+    def __init__(self, *elements: nn.Module) -> None:
+        super().__init__()
+        self.elements = nn.ModuleList(elements)
+
+    def __iter__(self) -> Any:
+        yield self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._call(self.elements, x)
+
+    def _call(self, module: nn.Module, x: Tensor) -> Tensor:
+        if type(module).forward is not nn.Module.forward and not isinstance(module, Flat):
+            return module(x)
+        if isinstance(module, WithoutForward):
+            x = x + module.scale
+        for child in module.children():
+            x = self._call(child, x)
+        return x
+
+
+class Experts(nn.Module):
+    """A layer whose ranks call different experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Stage() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = dist.get_rank() % 2
+        unused = sum((0 * param.sum() for param in self.experts.parameters()), torch.zeros(()))
+        return self.experts[own](x) + self.experts[own + 2](x) + unused
+
+
+def shared_part() -> nn.Module:
+    """Two blocks with one matrix: each has norms of its own."""
+    first, second = Block(WIDTH), Block(WIDTH)
+    second.up = first.up
+    return nn.ModuleList([first, second])
+
+
+def tied_head() -> nn.Module:
+    """A list of heads, of which one has the embedding's weight."""
+    model = net(nn.ModuleList([Block(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)]))
+    model.blocks[1].weight = model.embedding.weight  # type: ignore
+    model.head = nn.Linear(VOCABULARY, VOCABULARY)
+    return model
+
+
+def repeated() -> nn.ModuleList:
+    """One block, twice."""
+    block = Block(WIDTH)
+    return nn.ModuleList([block, block])
+
+
+def shared_stage() -> nn.ModuleList:
+    """Two stages, which share an inner block."""
+    block = Block(WIDTH)
+    return nn.ModuleList([Stage(block), Stage(Block(WIDTH), block)])
+
+
+class T5(nn.Module):
+    """Hugging Face's T5: blocks have lists of layers; both stacks have one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+        config = transformers.T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, **sizes)
+        self.t5 = transformers.T5ForConditionalGeneration(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.t5(input_ids=tokens, decoder_input_ids=tokens, labels=targets.clone()).loss
+
+
+class Swin(nn.Module):
+    """Hugging Face's Swin: stages of blocks, each with a smaller picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 2}
+        config = transformers.SwinConfig(
+            image_size=8, patch_size=1, num_channels=1, drop_path_rate=0.0, **sizes
+        )
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.swin = transformers.SwinModel(config, add_pooling_layer=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        pictures = self.embedding(tokens.flatten()).view(-1, 1, 8, 8)
+        hidden = self.swin(pixel_values=pictures).last_hidden_state
+        return (hidden.mean(dim=(1, 2)) - targets.flatten()).pow(2).mean()
+
+
+Build = Callable[[], nn.Module]
+Names = tuple[str, ...]
+STAGES: Names = tuple(
+    f"blocks.{stage}{inner}" for stage in "01" for inner in (".blocks.0", ".blocks.1", "")
+)
+BLOCK, LINEAR = ("elements.0.0", "elements.0.1"), ("elements.1",)
+T5_BLOCKS: Names = tuple(
+    f"t5.{stack}.block.{block}{layer}"
+    for stack, layers in (("encoder", 2), ("decoder", 3))
+    for block in "01"
+    for layer in (*(f".layer.{index}" for index in range(layers)), "")
+)
+SWIN: Names = tuple(
+    f"swin.encoder.layers.{stage}{block}"
+    for stage, blocks in ((0, 2), (1, 1))
+    for block in (*(f".blocks.{index}" for index in range(blocks)), "")
+)
+MODELS: dict[str, tuple[Build, Names]] = {
+    "pyramid": (lambda: net(nn.ModuleList([Stage(), Stage()])), STAGES),
+    "repeated": (lambda: net(repeated()), ("blocks.0",)),
+    "shared stage": (
+        lambda: net(shared_stage()),
+        ("blocks.0.blocks.0", "blocks.0", "blocks.1.blocks.0", "blocks.1"),
+    ),
+    "lists": (
+        lambda: net(Flat(nn.ModuleList([Block(WIDTH), Block(WIDTH)]), Block(WIDTH))),
+        ("blocks.elements.0.0", "blocks.elements.0.1", "blocks.elements.1"),
+    ),
+    "dicts": (
+        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleDict({"b": Block(WIDTH)})}))),
+        ("blocks.elements.0.a.b",),
+    ),
+    "without a forward": (
+        lambda: net(Flat(WithoutForward(), Block(WIDTH))),
+        ("blocks.elements.0.first", "blocks.elements.1"),
+    ),
+    "a list with a forward": (
+        lambda: net(nn.ModuleList([InTurn([Block(WIDTH), Block(WIDTH)])])),
+        ("blocks.0.0", "blocks.0.1", "blocks.0"),
+    ),
+    "shared part": (lambda: net(shared_part()), ()),
+    "tied head": (tied_head, ("blocks.0",)),
+    "experts": (lambda: net(nn.ModuleList([Experts()])), ("blocks.0",)),
+    "T5": (T5, T5_BLOCKS),
+    "Swin": (Swin, SWIN),
+}
+
+
+def train(rank: int, build: Build, by_hand: Names | None, modules: Any = None) -> Any:
+    """Train under plain FSDP2 with these modules, or as ours chooses; names of what was sharded."""
+    job = Job(build=build)
+    model: Any = job.model()
+    names = {module: name for name, module in reversed([*model.named_modules()])}
+    optimizer: Any
+    if by_hand is None:
+        topo.fully_shard(model, on_machine(EXACT), modules=modules and modules(model))
+        optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for name in by_hand:
+            fully_shard(model.get_submodule(name), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = {name for module, name in names.items() if isinstance(module, FSDPModule) and name}
+    return chosen, steps_of(job, model, optimizer, rank, STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", often(("pyramid", "lists", "shared part", "experts", "T5"), MODELS)
+)
+def test_a_training_equals_plain_fsdp2_with_modules_chosen_by_hand(name: str) -> None:
+    """Lists in lists, elements twice, parts that elements share, containers, experts."""
+    build, by_hand = MODELS[name]
+    expected = run_threads(4, train, build, by_hand)[0][1]
+    chosen, found = run_threads(4, train, build, None)[0]
+    assert chosen == set(by_hand)
+    assert_equal(found, expected)
+
+
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "outer ones first": lambda model: [model.blocks[1], *model.blocks[1].blocks],
+    "twice, and the model": lambda model: [model.blocks[0], model, model.blocks[0]],
+    "a list": lambda model: [model.blocks],
+    "a group": lambda model: [*model.blocks, [model.embedding, model.head]],
+}
+
+
+@pytest.mark.parametrize("name", often(("outer ones first",), GIVEN))
+def test_modules_are_given_in_any_order(name: str) -> None:
+    """Outer ones first, twice, a container, a group of several."""
+    build = MODELS["pyramid"][0]
+    expected = run_threads(4, train, build, ())[0][1]
+    assert_equal(run_threads(4, train, build, None, GIVEN[name])[0][1], expected)
+
+
+def foreign(rank: int) -> str:
+    with pytest.raises(ValueError) as error:
+        train(rank, MODELS["pyramid"][0], None, lambda model: [Block(WIDTH)])
+    return str(error.value)
+
+
+def test_a_module_of_another_model_is_refused() -> None:
+    for line in run_threads(4, foreign):
+        assert line.startswith("modules: Block is not in the model") and "\n" not in line
