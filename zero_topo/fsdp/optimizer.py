@@ -51,9 +51,10 @@ from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 MASTER = "zero_topo_master"
+PUBLISHED = "zero_topo_published"
 RESIDUAL = "zero_topo_residual"
-"""Entries of a state dict that torch's own optimizers do not have: FP32 weights, and the residual
-of sync.
+"""Entries of a state dict that torch's own optimizers do not have: FP32 weights, the weights that
+belong to them if these are not their rounded values, and the residual of sync.
 """
 
 
@@ -123,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts: dict[Tensor, Part] = {}
         for name, param in host.model.named_parameters():
             if param in chosen:
-                parts[param] = Part(name, _checked(name, param), host.config.plan, host.states)
+                parts[param] = Part(name, _checked(name, param), host.config, host.states)
         if unknown := chosen - parts.keys():
             raise ValueError(
                 f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
@@ -299,20 +300,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.take_gradient()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_without_params(group))
+        if self._only_makes_states():
+            self.inner.step()
+            self._end_update()
+            return loss
         with self._watched():
             self.inner.step()
         self.publisher.publish()
         self.gradients.end_step(skipped=False)
-        self._forget()
-        for param, part in self.parts.items():
-            part.master.grad = None
-            if part.master in self.inner.state:
-                self.state[param] = self.inner.state[part.master]
+        self._end_update()
         if self.host.config.debug_checks:
             stored = [part.local().view(-1) for part in self.parts.values()]
             check_replicas(self.host.mesh.plans, [torch.cat(stored)])
         self._end_meter()
         return loss
+
+    def _only_makes_states(self) -> bool:
+        """Return whether a step has no gradient of a backward pass and no learning rate.
+
+        So does a step of ``get_state_dict``, by which torch makes states. It must change nothing
+        else: another publish of differences would change weights that were saved already.
+        """
+        rates = [float(group.get("lr", 1)) for group in self.param_groups]
+        return not self._arrived and not any(rates)
+
+    def _end_update(self) -> None:
+        """Drop the gradients, and show the states of the updated parts."""
+        self._forget()
+        for param, part in self.parts.items():
+            part.master.grad = None
+            if part.master in self.inner.state:
+                self.state[param] = self.inner.state[part.master]
 
     def _end_meter(self) -> None:
         """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
@@ -380,9 +398,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = packed["state"]
         for index, part in enumerate(self._parts_in_order()):
             entry = dict(state.get(index, {}))
-            if entry and self._keeps_masters:
+            if self._keeps_masters:
                 entry[MASTER] = part.master.detach()
-            if entry and part in residuals:
+            if part.published is not None:
+                entry[PUBLISHED] = part.published
+            if part in residuals:
                 entry[RESIDUAL] = residuals[part]
             for key, value in entry.items():
                 if _is_flat(value, part):
@@ -414,9 +434,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             master = entry.pop(MASTER, None)
             if master is not None:
                 part.master.copy_(master)
-                part.remember()
-            self.inner.state[part.master] = entry
-            self.state[part.param] = entry
+            published = entry.pop(PUBLISHED, None)
+            if published is not None and part.published is not None:
+                part.published.copy_(published)
+            if entry:
+                self.inner.state[part.master] = entry
+                self.state[part.param] = entry
         for group, own_group in zip(groups, self.param_groups, strict=True):
             own_group.update(_without_params(group))
 

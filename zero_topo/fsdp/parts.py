@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
-from zero_topo.plan import Plan
-from zero_topo.quant.operands import View
+from zero_topo.config import ResolvedConfig
+from zero_topo.quant.operands import DTYPES, View
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
 
@@ -33,7 +33,7 @@ class Part:
     Args:
         name: the parameter's name in the model.
         param: the parameter, with a shard of FSDP2.
-        plan: the degrees.
+        config: the degrees, and how weights are published.
         mesh: of the optimizer's states.
 
     Attributes:
@@ -43,6 +43,8 @@ class Part:
         numel: elements of this rank's part.
         master: the FP32 weights of the part, flat and zero-padded to whole rows: what the optimizer
             updates.
+        published: the stored weights after the last publish, laid out like ``master``, if they are
+            not the rounded master (quantized differences); else None.
         param_index: parameter index in the gradient shard, if it has columns there.
         begin: first column in the gradient shard.
     """
@@ -50,7 +52,8 @@ class Part:
     param_index = 0
     begin = 0
 
-    def __init__(self, name: str, param: DTensor, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, name: str, param: DTensor, config: ResolvedConfig, mesh: DeviceMesh) -> None:
+        plan = config.plan
         self.name = name
         self.param = param
         self._mesh = mesh
@@ -66,9 +69,11 @@ class Part:
         own_rows = min(max(rows - first_row, 0), part_rows)
         self._shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
-        padded = _padded(self.weights().float(), self._copies * self.width)
-        self.master = nn.Parameter(padded.clone())
-        self.remember()
+        padded = _padded(self.weights(), self._copies * self.width)
+        self.master = nn.Parameter(padded.float().clone())
+        self.published = padded.clone() if config.publish.spec is not None else None
+        wire = config.publish.dtype
+        self._wire = DTYPES[wire] if wire else param.dtype
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -84,17 +89,28 @@ class Part:
     def _own(self, flat: Tensor) -> Tensor:
         return flat[self._offset : self._offset + self.numel]
 
+    def as_published(self) -> Tensor:
+        """Return the weights that all ranks store for the masters, unless the user edits them."""
+        if self.published is not None:
+            return self.published[: self.numel]
+        return self.master.detach()[: self.numel].to(self._wire).to(self.param.dtype)
+
     @torch.no_grad()
     def follow_edits(self) -> None:
-        """Overwrite masters whose stored weight the user has changed since :meth:`remember`."""
+        """Overwrite masters whose stored weight is not :meth:`as_published`: the user changed it.
+
+        Weights and masters of one checkpoint belong together by their values. They may be loaded in
+        any order.
+        """
         weights = self.weights()
         masters = self.master[: self.numel]
-        edited = weights != self._published
+        edited = weights != self.as_published()
         masters.copy_(torch.where(edited, weights.to(masters.dtype), masters))
 
     def remember(self) -> None:
-        """Copy the part of the stored weights, by which :meth:`follow_edits` finds edits."""
-        self._published = self.weights().clone()
+        """Copy the stored weights after a publish, if :meth:`as_published` needs them."""
+        if self.published is not None:
+            self.published[: self.numel].copy_(self.weights())
 
     def difference(self) -> Tensor:
         """Return masters minus stored weights, FP32."""

@@ -1,0 +1,136 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What scripts on FSDP2 share: a small model, sharded by plain FSDP2 over all ranks or by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zero_topo.fsdp as topo
+from tests.harness import run_threads
+
+EXACT: dict[str, Any] = {"scheme": "topo", "quantize": {"weights": None, "gradients": None}}
+NET_WIDTH = 16
+
+
+class Block(nn.Module):
+    """A normalized two-layer perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(NET_WIDTH)
+        self.up = nn.Linear(NET_WIDTH, 2 * NET_WIDTH)
+        self.down = nn.Linear(2 * NET_WIDTH, NET_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.inp = nn.Linear(NET_WIDTH, NET_WIDTH)
+        self.out = nn.Linear(NET_WIDTH, NET_WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        """Run a block."""
+        return self.blocks[index](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in range(len(self.blocks)):
+            x = self.run(index, x)
+        return self.out(x)
+
+
+def net(seed: int = 1, dtype: torch.dtype = torch.float32, model: nn.Module | None = None) -> Any:
+    """A model with the same weights on all ranks."""
+    model = (model or Net()).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+    return model
+
+
+def machine(block: Mapping[str, Any] = EXACT) -> dict[str, Any]:
+    """A block on two emulated nodes."""
+    half = dist.get_world_size() // 2
+    nodes = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": half}
+    return {"topology": {"emulated": nodes}, **block}
+
+
+def shard_plainly(model: Any) -> Any:
+    """Shard a model by plain FSDP2 over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def make(
+    block: Mapping[str, Any] | None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    lr: float = 1e-2,
+    **how: Any,
+) -> tuple[Any, Any]:
+    """A sharded model and its optimizer: plain FSDP2 without a block."""
+    model = net(**how)
+    if block is not None:
+        topo.fully_shard(model, machine(block))
+        return model, topo.shard_optimizer(kind, model, lr=lr)
+    shard_plainly(model)
+    return model, kind(list(model.parameters()), lr=lr)
+
+
+def loss_of(model: Any, step: int, micro_batch: int = 0) -> Tensor:
+    """The loss of a rank's own batch."""
+    seed = 1000 * step + 100 * micro_batch + dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(4, NET_WIDTH, generator=generator).to(dtype)
+    y = torch.randn(4, NET_WIDTH, generator=generator).to(dtype)
+    return (model(x) - y).float().pow(2).mean()
+
+
+def mean(loss: Tensor) -> float:
+    """The mean of all ranks' losses."""
+    total = loss.detach().clone().reshape(1)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    """Losses of some steps."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses
+
+
+def both(script: Callable[..., Any], *args: Any, ranks: int = 4) -> tuple[Any, Any]:
+    """What a script returns on rank 0 under ours and under plain FSDP2."""
+
+    def run(rank: int, block: Mapping[str, Any] | None) -> Any:
+        return script(block, *args)
+
+    return run_threads(ranks, run, EXACT)[0], run_threads(ranks, run, None)[0]
