@@ -2,8 +2,9 @@
 """`python -m tests.gpu.one_of_many checks|more|times|calls FOLDER`: rank 0 of 384 alone, on some of
 20B's layers.
 
-Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective is one
-copy of what is sent, so what is measured is the rank's own work.
+Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective fills
+what it receives with copies of what is sent, so what is measured is the rank's own work, and no
+step is skipped for what memory held before.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ SETUP = TrainingSetup(
     LAYERS, WIDTH, CONTEXT, BATCH, bucket_numel=500_000_000, prefetch_numel=50_000_000
 )
 SCHEMES = ("stock", "zero++", "topo", "topo-16bit", "topo-q4")
+PERSISTENT = {"stage3_param_persistence_threshold": 100_000}  # DeepSpeed's default
+ROWS = (
+    *((scheme, scheme, {}) for scheme in SCHEMES),
+    *((f"{scheme}-persistent", scheme, PERSISTENT) for scheme in ("stock", "topo")),
+)
+"""Name, scheme and keys of ``zero_optimization`` of each row of the times."""
 STEPS, TURNS, WARM_UP = 4, 12 if ON_GPU else 4, 3
 FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -58,11 +65,12 @@ def one_of_many() -> Iterator[None]:
     """This process is rank 0; a collective copies what it sends to all that it would receive."""
 
     def collective(received: Tensor, sent: Tensor) -> Any:
-        # Sent from its own place
-        if sent.untyped_storage().data_ptr() == received.untyped_storage().data_ptr():
-            return SimpleNamespace(wait=lambda: None)
         parts = max(1, received.numel() // max(1, sent.numel()))
-        received.view(parts, -1).copy_(sent.view(-1)[: received.numel() // parts])
+        table = received.view(parts, -1)
+        in_place = sent.untyped_storage().data_ptr() == received.untyped_storage().data_ptr()
+        if in_place:  # rank 0 sends the first part from where the others receive it
+            table = table[1:]
+        table.copy_(sent.view(-1)[: received.numel() // parts])
         return SimpleNamespace(wait=lambda: None)
 
     def copied(output_tensor: Tensor, input_tensor: Tensor, *group: Any, **how: Any) -> Any:
@@ -111,6 +119,14 @@ def step(engine: Any, tokens: Tensor, after: Callable[[], None] = lambda: None) 
     engine.step()
     after()
     return float(loss.detach())
+
+
+def taken_step(engine: Any, tokens: Tensor, after: Callable[[], None] = lambda: None) -> float:
+    """A step that must not be skipped: the time of one without an optimizer is no baseline."""
+    loss = step(engine, tokens, after)
+    if engine.optimizer.overflow:
+        raise RuntimeError("the optimizer skipped a step, so its time would not count")
+    return loss
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -232,11 +248,11 @@ def times(folder: Path) -> int:
     """
     tokens = batch()
     results = {"model": timed(partial(alone_step, model().bfloat16(), tokens))}
-    for scheme in SCHEMES:
-        with engine_of(model(), config(scheme, 1, {})) as engine:
-            results[scheme] = timed(partial(step, engine, tokens))
-            results[scheme] |= traced(
-                partial(step, engine, tokens), folder / f"trace-{scheme}.json"
+    for name, scheme, zero in ROWS:
+        with engine_of(model(), config(scheme, 1, zero)) as engine:
+            results[name] = timed(partial(taken_step, engine, tokens))
+            results[name] |= traced(
+                partial(taken_step, engine, tokens), folder / f"trace-{name}.json"
             )
     for (scheme, result), clock in product(results.items(), ("host_ms", "device_ms")):
         medians = {name: spread["median"] for name, spread in result.get(clock, {}).items()}
@@ -248,10 +264,10 @@ def times(folder: Path) -> int:
             f"{scheme}: {clock}",
             *(f"{name} {medians[name]:.2f} ({beyond[name]:+.2f})" for name in medians),
         )
-    for scheme in SCHEMES:
+    for row, _, _ in ROWS:
         print(
-            f"{scheme}:",
-            {name: value for name, value in results[scheme].items() if not name.endswith("_ms")},
+            f"{row}:",
+            {name: value for name, value in results[row].items() if not name.endswith("_ms")},
         )
     save(folder, "times", {"schemes": results})
     return 0
@@ -306,8 +322,8 @@ def spreads(steps: list[list[float]]) -> dict[str, Any]:
 
 
 def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
-    """Launches of two steps, milliseconds of our kernels in them, and the part of it that runs
-    under the model's.
+    """Launches and copies of two steps, microseconds of our kernels in them, and the part of these
+    that runs under the model's.
 
     The trace stays in a file.
     """
@@ -322,9 +338,10 @@ def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
 
 
 def under(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a trace's kernels: how many, microseconds of ours, and for how many of these the model's
-    run next to them.
+    """Of a trace: how many kernels and copies, microseconds of our kernels, and for how many of
+    these the model's run next to them.
     """
+    copies = [one for one in events if one.get("cat") in ("gpu_memcpy", "gpu_memset")]
     kernels = [one for one in events if one.get("cat") == "kernel"]
     streams: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for one in kernels:
@@ -342,6 +359,7 @@ def under(events: list[dict[str, Any]]) -> dict[str, Any]:
             alongside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
     return {
         "launches": len(kernels),
+        "copies": len(copies),
         "streams": len(streams),
         "ours_us": total,
         "ours_beside_the_model_us": alongside,
