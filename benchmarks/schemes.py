@@ -215,7 +215,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 )
             ),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
-            # What a lost residual costs, beside what a change of 1e-6 does to the same run.
+            # What a lost residual costs, next to what a change of 1e-6 does to the same run.
             *(
                 _synced(f"{name}-{word}", sync, "AgedAdamW", **more)
                 for name, sync in (

@@ -53,7 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((ROOT / "configs/demo.json").read_text()) | {
         "gradient_accumulation_steps": 2
     }
-    del config["bf16"]
     for name, topology in TOPOLOGIES.items():
         block = {"topology": topology, **ROLES}
         (folder / f"{name}.json").write_text(json.dumps(config | {"zero_topo": block}))

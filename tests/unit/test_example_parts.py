@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness import run_threads
 from zero_topo.examples import train_gpt
 from zero_topo.examples.data import EVAL_EVERY, Corpus, batch, standard_library_files
 from zero_topo.examples.gpt import GPT
@@ -114,6 +118,30 @@ def test_a_width_that_heads_do_not_divide_is_refused() -> None:
         GPT(width=10)
 
 
+@given(warmup=st.integers(2, 20), share=st.floats(0, 1), steps=st.integers(1, 100))
+def test_the_warm_up_does_not_depend_on_the_number_of_steps(
+    warmup: int, share: float, steps: int
+) -> None:
+    """A run of --seconds, whose end is open until then, equals a run of as many --steps."""
+    step = round(share * warmup)
+    known = train_gpt.warm_up_and_cosine(warmup + steps, warmup, step)
+    assert known == train_gpt.warm_up_and_cosine(math.inf, warmup, step)
+
+
+def test_ranks_of_different_speed_agree_on_the_number_of_steps() -> None:
+    """Rank 0's clock decides, and a run that is too slow for its time takes one step more."""
+
+    def rank_main(rank: int) -> list[int]:
+        run: Any = SimpleNamespace(
+            args=SimpleNamespace(seconds=60.0), engine=SimpleNamespace(device=torch.device("cpu"))
+        )
+        times = [(10.0, 1.0 + rank), (60.0, 5.0 - rank)]
+        return [train_gpt.steps_that_fit(run, 10, *each) for each in times]
+
+    # 54 s of 60 are for steps, of which 10 are over
+    assert run_threads(2, rank_main) == [[54, 11], [54, 11]]
+
+
 def test_arguments_are_deepspeeds_own() -> None:
     """The launcher's --local_rank and DeepSpeed's --deepspeed_config are taken as any DeepSpeed
     script takes them.
@@ -124,13 +152,19 @@ def test_arguments_are_deepspeeds_own() -> None:
     assert (args.local_rank, args.deepspeed_config, args.steps) == (3, "a.json", 7)
 
 
-@pytest.mark.parametrize("words", [[], ["--deepspeed_config", "a.json", "--eval-every", "1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--resume", "saved"],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--warmup", "1"],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--steps", "9"],
+    ],
+)
 def test_arguments_that_cannot_work_end_before_anything_starts(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a config, or with evaluations that would blur every step's bytes, the usage is
-    printed; status 2.
-    """
+    """Without a config, or with a time that no warm-up measures, the usage is printed; status 2."""
     with pytest.raises(SystemExit) as stopped:
         train_gpt.parse_arguments(words)
     assert stopped.value.code == 2

@@ -17,7 +17,6 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,12 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, sample
 from zero_topo.examples.process import behave
 from zero_topo.observe.runlog import log_evaluation, log_step, new_run_folder
-from zero_topo.observe.tables import pace_words, render
+from zero_topo.observe.tables import render
 from zero_topo.units import format_seconds
 
-LINES = 12  # of progress, about this many
+LINES = 12  # of progress, about this many, where the output is no terminal
+BAR = 20  # characters of the bar on a terminal
+FOR_STEPS = 0.9  # of --seconds: evaluations take about a tenth
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
 
@@ -45,7 +46,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, help="text file or folder; default: Python's standard library"
     )
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
+    length.add_argument(
+        "--seconds", type=float, help="train as many steps as fit, by the time of the warm-up's"
+    )
     parser.add_argument(
         "--warmup", type=int, default=10, help="steps until the full learning rate (default 10)"
     )
@@ -75,11 +80,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--deepspeed_config is missing: give a DeepSpeed JSON such as configs/demo.json"
         )
-    if args.eval_every < 2:
-        parser.error(
-            f"--eval-every {args.eval_every} is below 2: the report wants a step with no "
-            "evaluation before it"
-        )
+    if args.seconds is not None:
+        if args.warmup < 2 or args.resume is not None:
+            parser.error(
+                "--seconds times the warm-up of a new run, 2 steps or more: give --steps instead"
+            )
+        args.steps = math.inf  # until the end of the warm-up
     return args
 
 
@@ -118,17 +124,18 @@ def start(args: argparse.Namespace) -> Run:
     corpus = Corpus.load(args.data, args.context)
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, context=args.context)
-    schedule = partial(warm_up_and_cosine, args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
         config=config,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warm_up_and_cosine(args.steps, args.warmup, step)
+        ),
     )
     return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
 
 
-def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
+def warm_up_and_cosine(steps: float, warmup: int, step: int) -> float:
     """The factor of the learning rate at a step: a linear warm-up, then a cosine down to a
     tenth.
     """
@@ -140,19 +147,12 @@ def train(run: Run, log: Path | None, first: int) -> None:
     """Take optimizer steps from `first` on; `log` is the run's folder, on rank 0 alone."""
     args = run.args
     engine = run.engine
-    if (
-        engine.device.type == "cpu"
-        and engine.bfloat16_enabled()
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    ):
-        # torch 2.13 on an EPYC: 1 to 7 GFLOP/s per core in BF16, 37 to 54 in FP32
-        print(
-            "This processor has no AVX-512: BF16 takes about ten times as long. For a short run, "
-            "give --steps 15."
-        )
     accumulation = engine.gradient_accumulation_steps()
     start_s = time.perf_counter()
-    for step in range(first, args.steps):
+    first_s = 0.0
+    evaluated = ""
+    step = first
+    while step < args.steps:
         began = time.perf_counter()
         losses = []
         for number in range(step * accumulation, (step + 1) * accumulation):
@@ -162,31 +162,56 @@ def train(run: Run, log: Path | None, first: int) -> None:
             losses.append(loss.detach())
         mean = run.mean(torch.stack(losses).mean())
         seconds = time.perf_counter() - began
+        step += 1
         stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
         pace = {} if stats is None else stats.pace
-        log_step(log, step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
-        if is_due(step + 1, first, args.steps):
-            place = f"step {step + 1:>{len(str(args.steps))}}/{args.steps}"
-            words = (
-                place,
-                f"loss {mean:.3f}",
-                format_seconds(time.perf_counter() - start_s),
-                pace_words(pace),
-            )
-            print("  ".join(filter(None, words)), flush=True)
-        if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
-            print(
-                f"step {step + 1}: evaluation loss "
-                f"{log_evaluation(log, step + 1, evaluate(run)):.3f}",
-                flush=True,
-            )
+        log_step(log, step, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
+        if step == first + 1:
+            first_s = time.perf_counter() - start_s
+        if step == args.warmup and args.seconds is not None:
+            spent_s = time.perf_counter() - start_s
+            args.steps = steps_that_fit(run, step, spent_s, (spent_s - first_s) / (step - 1))
+        # An evaluation's bytes count toward the step after it, and the report shows the last step
+        if step % args.eval_every == 0 and step < args.steps - 1:
+            evaluated = f"evaluation {log_evaluation(log, step, evaluate(run)):.3f}"
+        spent = format_seconds(time.perf_counter() - start_s)
+        show_progress(first, step, args.steps, [f"loss {mean:.3f}", evaluated, spent])
 
 
-def is_due(step: int, first: int, total: int) -> bool:
-    """Return whether a line of progress is due after a step: after the first, the last, and now and
-    then between.
+def steps_that_fit(run: Run, step: int, spent_s: float, step_s: float) -> int:
+    """Return the optimizer steps of a run of `--seconds`, at least one more than there were.
+
+    Args:
+        run: the run.
+        step: steps so far.
+        spent_s: seconds so far.
+        step_s: seconds of a step. Clocks differ: rank 0's measurement decides for all ranks.
     """
-    return step in (first + 1, total) or step % max(1, (total - first) // LINES) == 0
+    more = int((FOR_STEPS * run.args.seconds - spent_s) / step_s)
+    decided = torch.tensor(step + max(1, more), device=run.engine.device)
+    dist.broadcast(decided, src=0)
+    return int(decided)
+
+
+def show_progress(first: int, step: int, total: float, words: list[str]) -> None:
+    """Redraw a bar on a terminal; elsewhere print a line after some of the steps.
+
+    Args:
+        first: steps before this run.
+        step: steps so far.
+        total: steps at the end, infinite while that is open.
+        words: what to show next to it.
+    """
+    known = math.isfinite(total)
+    line = "  ".join(filter(None, [f"step {step}/{total if known else '?'}", *words]))
+    if sys.stdout.isatty():
+        bar = "#" * int(BAR * step / total)
+        end = "\n" if step == total else ""
+        print(f"\r\x1b[K[{bar:<{BAR}}] {line}", end=end, flush=True)
+        return
+    every = max(1, int(total - first) // LINES) if known else 1
+    if step in (first + 1, total) or step % every == 0:
+        print(line, flush=True)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ STOCK = (
     "see bytes and memory."
 )
 GAP = 2  # spaces between columns
+SLOWEST = {"world": "Between nodes", "node": "Inside a node", "gpu": "Inside a GPU"}
 
 
 Table = Mapping[str, Any]
@@ -66,7 +67,27 @@ def render(folder: Path) -> str:
 def measured_text(measured: Mapping[str, Any]) -> str:
     """Return bytes, memory and times of a report's ``zero_topo`` part as text."""
     tables = sent_table(measured), memory_table(measured)
-    return "\n".join([*map(table_text, tables), *last_step_lines(measured)])
+    return "\n".join([*map(table_text, tables), *summary(measured), *last_step_lines(measured)])
+
+
+def summary(measured: Mapping[str, Any]) -> Iterator[str]:
+    """What a rank sends over the slowest links and what it stores, next to those of ZeRO-3."""
+    for domain, name in SLOWEST.items():
+        rows = [row for row in measured["sent"] if row["domain"] == domain]
+        sent = _summed(rows, ("max", "zero3"))
+        if sent["zero3"]:
+            times = f", {sent['zero3'] / sent['max']:.1f} times as much" if sent["max"] else ""
+            yield (
+                f"{name}: a rank sends {format_bytes(sent['max'])} in a step; ZeRO-3 sends "
+                f"{format_bytes(sent['zero3'])}{times}."
+            )
+            break
+    on_device = [row for row in measured["memory"] if row["role"] != HOST]
+    stored = _summed(on_device, ("max", "zero3"))
+    yield (
+        f"Memory: a rank stores {format_bytes(stored['max'])}; ZeRO-3 stores "
+        f"{format_bytes(stored['zero3'])}."
+    )
 
 
 def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
