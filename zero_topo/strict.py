@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache, wraps
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -31,11 +30,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 T = TypeVar("T")
 SHOWN_CHARACTERS = 80
 LINE_CHARACTERS = 500
-MOST_BYTES = 16 << 20
-MOST_DEEP = 50
-MOST_VALUES = 2_000_000
-MOST_DIGITS = 18
-"""Of a file or a text that people name: no config, dump or record comes near."""
 
 
 def cut(text: str, most: int = LINE_CHARACTERS) -> str:
@@ -76,19 +70,15 @@ def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str
 # -- texts -----------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "strict") -> str:
+def read_text(path: Path, what: str, errors: str = "strict") -> str:
     """The text of a file, or of a pipe.
 
     Raises:
-        ValueError: for more than ``most`` bytes (/dev/zero has no end), or bytes that are no UTF-8.
+        ValueError: for bytes that are no UTF-8.
         OSError: as ``open``.
     """
-    with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"{what}: has more than {most:,} bytes; give the file that was meant")
     try:
-        return data.decode(errors=errors)
+        return path.read_text(encoding="utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{what}: is no UTF-8 text ({error.reason} at byte {error.start:,})"
@@ -96,53 +86,20 @@ def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "stri
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Parse a JSON text, checked by :func:`within_limits`.
+    """Parse a JSON text.
 
     Raises:
         ValueError: in one line that begins with ``what``, for anything else.
     """
     try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{what}: nested more than {MOST_DEEP} deep") from None
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{what}: not valid JSON: {cut(str(error))}") from None
-    return within_limits(value, what)
 
 
 def packaged(package: str, name: str) -> Any:
     """The content of a JSON file that lies in a package, which may be zipped."""
     return json.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
-
-
-def within_limits(value: Any, what: str) -> Any:
-    """Return the value if it is safe to traverse: no YAML alias makes it endless, and no number
-    overflows.
-
-    Raises:
-        ValueError: if it is nested deeper, has more parts, or a whole number of more digits than
-            any config.
-    """
-    level = [value]
-    depth = 0
-    count = 0
-    while level:
-        depth = depth + 1
-        count = count + len(level)
-        if depth > MOST_DEEP:
-            raise ValueError(f"{what}: nested more than {MOST_DEEP} deep")
-        if count > MOST_VALUES:
-            raise ValueError(f"{what}: has more than {MOST_VALUES:,} values")
-        if any(isinstance(part, int) and abs(part) >= 10**MOST_DIGITS for part in level):
-            raise ValueError(f"{what}: has a whole number of more than {MOST_DIGITS} digits")
-        level = list(islice((part for whole in level for part in _parts(whole)), MOST_VALUES + 1))
-    return value
-
-
-def _parts(whole: Any) -> Iterable[Any]:
-    if isinstance(whole, Mapping):
-        return whole.values()
-    return whole if isinstance(whole, list | tuple) else ()
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -287,12 +244,7 @@ Positive = Annotated[
 ]
 
 
-Near = Callable[[Sequence[str]], str]
-
-
-def describe(
-    error: ValidationError, what: str, names: Sequence[str] = (), near: Near = lambda _: "remove it"
-) -> str:
+def describe(error: ValidationError, what: str, names: Sequence[str] = ()) -> str:
     """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by
     ``"; also "``.
 
@@ -300,66 +252,56 @@ def describe(
         error: pydantic's error.
         what: the begin of each line, such as ``"topology: "``, or the key of a block with a dot.
         names: names of positional arguments.
-        near: suggests what to do about an unknown key of a model from another package; gets the
-            keys that lead to it.
     """
-    return "; also ".join(
-        _describe_one(detail, what, names, near) for detail in error.errors(include_url=False)
-    )
+    details = error.errors(include_url=False)
+    return "; also ".join(_describe_one(detail, what, names) for detail in details)
 
 
 NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|union_tag_not_found")
 """Pydantic's types of errors where a JSON object was expected."""
 
 
-def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str], near: Near) -> str:
-    first = detail["loc"][:1]
+def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str]) -> str:
     context = detail.get("ctx", {})
-    value = detail["input"]
-    location = (
-        *(names[part] if names and isinstance(part, int) else part for part in first),
-        *detail["loc"][1:],
-    )
-    # The mode after the block's ``sync``, and pydantic's addition to a mapping's wrong key, are no
-    # keys of the JSON.
-    keys = [str(key) for i, key in enumerate(location) if i != 1 or location[0] != "sync"]
-    keys = keys[:-2] if keys[-1:] == ["[key]"] else keys
-    place, above = (f"{what}{'.'.join(path)}".rstrip(".: ") for path in (keys, keys[:-1]))
-    shown = as_json(value)
+    keys = _keys(detail["loc"], names)
+    place = f"{what}{'.'.join(keys)}".rstrip(".: ")
+    shown = as_json(detail["input"])
     match detail["type"]:
         case "unknown_key":
             return f"{f'{place}.' if keys else what}{context['key']}: {context['hint']}"
         case "missing":
+            above = f"{what}{'.'.join(keys[:-1])}".rstrip(".: ")
             return f"{above}: missing key {keys[-1]!r}"
         case "extra_forbidden":
-            return f"{place}: unknown key; {near(keys)}"
+            return f"{place}: unknown key; remove it"
         case "value_error" | "assertion_error":
             return f"{place}: {context['error']}" if keys else str(context["error"])
         case "literal_error":
-            return (
-                f"{place}: {shown} is not one of "
-                f"{context['expected']}{_near(value, context['expected'])}"
-            )
+            expected = context["expected"]
+            near = _near(detail["input"], expected)
+            return f"{place}: {shown} is not one of {expected}{near}"
         case "union_tag_invalid":
-            tag = context["tag"]
             modes = context["expected_tags"]
-            return (
-                f"{place}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: "
-                f"{modes})"
-            )
+            near = _near(context["tag"], modes)
+            return f"{place}.mode: {as_json(context['tag'])} is not one of {modes}{near}"
         case kind if NO_OBJECT.fullmatch(kind):
-            way_out = "" if value is not None else f"; {_instead_of_null(place)}"
-            return f"{place}: must be a JSON object, got {shown}{way_out}"
+            return f"{place}: must be a JSON object, got {shown}"
         case _:
             message = detail["msg"].removeprefix("Input ")
             return f"{place}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
-def _instead_of_null(place: str) -> str:
-    if not place.endswith(".quantize"):
-        return "leave it out, or write {}, for its defaults"
-    nothing = dict.fromkeys(("weights", "secondary", "gradients", "resident"))
-    return f"leave it out for the scheme's own, or quantize nothing with {as_json(nothing)}"
+def _keys(location: tuple[int | str, ...], names: Sequence[str]) -> list[str]:
+    """Return the keys of the JSON that lead to an error.
+
+    Pydantic adds the mode after the block's ``sync``, and a word to the wrong key of a mapping.
+    """
+    keys = [str(key) for key in location]
+    if names and location and isinstance(location[0], int):
+        keys[0] = names[location[0]]
+    if keys[:1] == ["sync"]:
+        del keys[1:2]
+    return keys[:-2] if keys[-1:] == ["[key]"] else keys
 
 
 def _near(word: object, expected: str) -> str:

@@ -1,11 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed config around the block: how it is read, and what is refused next to zero_topo."""
+"""The DeepSpeed config around the block: how it is read, and which mistakes are found in it, by us
+or by DeepSpeed.
+"""
 
 from __future__ import annotations
 
 import base64
 import importlib.util
 import json
+import logging
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero_topo.config import deepspeed_problems, load_deepspeed_config
+from tests.commands import Run
+from tests.launching import ROOT
+from zero_topo.config import (
+    ZeroTopoConfig,
+    deepspeed_problems,
+    json_schema,
+    load_deepspeed_config,
+)
 from zero_topo.config.deepspeed_json import REFUSED_KEYS, with_environment_block
-from zero_topo.config.stock_keys import translate
+from zero_topo.config.deepspeed_parts import BATCHES, TRUTHS, on
+from zero_topo.config.stock_keys import KEYS, StockKeys, switched_on, translate
+from zero_topo.doctor import refusals
+from zero_topo.doctor.refusals import deepspeed_refusals
+from zero_topo.versions import SUPPORTED, installed
 
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -23,12 +39,11 @@ GOOD: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
     "zero_topo": {"scheme": "topo"},
 }
+ZERO = "zero_optimization"
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """GOOD with keys replaced, or removed where the value is None; dots are written as two
-    underscores.
-    """
+    """GOOD with keys replaced; dots are written as two underscores."""
     config: dict[str, Any] = json.loads(json.dumps(GOOD))
     for dotted, value in changes.items():
         *parents, last = dotted.split("__")
@@ -39,46 +54,89 @@ def changed(**changes: Any) -> dict[str, Any]:
     return config
 
 
-ZERO = "zero_optimization"
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (changed(zero_optimization__stage=2), f"{ZERO}.stage = 2", "set it to 3"),
-    (changed(zero_optimization__stage="auto"), f"{ZERO}.stage is not set", '{"stage": 3}'),
-    (changed(zero_optimization=True), f"{ZERO} = true", '{"stage": 3}'),
+def dotted(**changes: Any) -> dict[str, Any]:
+    """The arguments of :func:`changed` for keys with dots."""
+    return changed(**{key.replace(".", "__"): value for key, value in changes.items()})
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+SGD = {"type": "SGD", "params": {"lr": 1e-3}}
+BATCH = dict(zip(BATCHES, (64, 2, 4), strict=True))
+OURS: list[tuple[dict[str, Any], str, Any]] = [
+    (changed(zero_optimization__stage=2), f"{ZERO}.stage", 2),
+    (changed(zero_optimization__stage="auto"), f"{ZERO}.stage", None),
+    (changed(zero_optimization=True), f"{ZERO}.stage", None),
+    (changed(zero_optimization__zero_topo={}), f"{ZERO}.zero_topo", None),
+    (changed(**{"zero-topo": {}}), "zero-topo", None),
+    (changed(ZeroTopo={}), "ZeroTopo", None),
+    (changed(optimizer__params={"lr": 0.1}), "optimizer.type", None),
+    (changed(scheduler__params={}), "scheduler.type", None),
+    (changed(gradient_accumulation_steps=1.5), "gradient_accumulation_steps", 1.5),
+    (changed(zero_optimization__zero_hpz_partition_size=[]), "zero_hpz_partition_size", []),
+    (changed(zero_optimization__zero_quantized_weights={}), "zero_quantized_weights", {}),
     (
-        {key: value for key, value in GOOD.items() if key != ZERO},
-        f"{ZERO}.stage is not set",
-        '{"stage": 3}',
+        changed(zero_optimization__zero_hpz_partition_size=8, zero_topo__secondary="node"),
+        f"{ZERO}.zero_hpz_partition_size",
+        8,
     ),
+    (changed(optimizer__type="AgedAdamW"), "optimizer.type", "AgedAdamW"),
     (
         changed(optimizer__type="MUON", zero_topo__sync={"mode": "ternary"}),
-        'type = "MUON": every',
-        '"quantized"',
-    ),
-    (changed(optimizer__type="AgedAdamW"), 'optimizer.type = "AgedAdamW": it divides', '"AdamW"'),
-    (
-        changed(optimizer__type="agedadamw", zero_topo__sync={"mode": "quantized"}),
-        "nothing waits",
-        "sparse",
+        "optimizer.type",
+        "MUON",
     ),
     (
-        changed(
-            optimizer__type="AgedAdamW", zero_topo__sync={"mode": "topk_a", "error_feedback": False}
-        ),
-        "nothing waits",
-        "error_feedback",
+        changed(optimizer__type="AdamW", zero_topo__sync={"mode": "scape"}),
+        "optimizer.type",
+        "AdamW",
     ),
-    ({ZERO: {"stage": 3, "zero_topo": {}}}, f"{ZERO}.zero_topo", "top level"),
-    (
-        {ZERO: {"stage": 3}, "zero-topo": {}},
-        "zero-topo: DeepSpeed would ignore",
-        'write it "zero_topo"',
-    ),
-    (
-        {ZERO: {"stage": 3}, "ZeroTopo": {}},
-        "ZeroTopo: DeepSpeed would ignore",
-        'write it "zero_topo"',
-    ),
+    *((dotted(**{name: "false", "optimizer.type": "AdamW"}), name, "false") for name in TRUTHS),
 ]
+"""A config, the key that its line must name, and the value, if it must name one."""
+DEEPSPEEDS: list[tuple[dict[str, Any], int | None, str]] = [
+    ({"train_micro_batch_size_per_gpu": {}}, None, "train_micro_batch_size_per_gpu"),
+    ({"train_micro_batch_size_per_gpu": None}, None, "train_micro_batch_size_per_gpu"),
+    ({"gradient_accumulation_steps": -1}, None, "-1"),
+    (BATCH, 4, "train_batch_size"),
+    ({**BATCH, "train_batch_size": 63}, None, "train_batch_size"),
+    ({ZERO: {"stage": 3, "overlap_com": True}}, None, f"{ZERO}.overlap_com"),
+    ({ZERO: {"stage": 3, "offload_optimizer": {"devise": "cpu"}}}, None, "devise"),
+    ({ZERO: {"stage": 3, "reduce_bucket_size": "many"}}, None, "many"),
+    ({"fp16": {"enabled": True}}, None, "fp16"),
+    ({"bf16": {"enabled": True, "loss_scale": 0}}, None, "bf16.loss_scale"),
+    ({"bf16": "auto"}, None, 'bf16 = "auto"'),
+    ({"optimizer": {"type": "Adam8bit"}}, None, "Adam8bit"),
+    ({"optimizer": SGD}, None, "zero_allow_untested_optimizer"),
+    ({"optimizer": {"type": "AdamW", "params": {"weight_decai": 0.1}}}, None, "weight_decai"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, None, "max_grad_norm"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": -1, "torch_adam": True}}},
+        None,
+        '"lr": -1',
+    ),
+    ({"optimizer": {"type": "AdamS", "params": {"momentum": 0.9}}}, None, "momentum"),
+    ({"optimizer": {"type": "Muon", "params": {"ns_method": "foo"}}}, None, "foo"),
+    ({"scheduler": {"type": "Warmup", "params": {}}}, None, '"Warmup"'),
+    ({"scheduler": {"type": "WarmupLR"}}, None, "WarmupLR"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 9}}}, None, "warmup_steps"),
+    ({"scheduler": {"type": "StepLR", "params": {"step_size": 9}}}, None, "StepLR"),
+    ({"data_types": {"grad_accum_dtype": "float8"}, "optimizer": SGD}, None, "float8"),
+    ({"communication_data_type": 3}, None, "communication_data_type = 3"),
+    ({"wandb": {"enabled": "si"}}, None, "wandb.enabled"),
+    ({"csv_monitor": 3}, None, "csv_monitor"),
+    ({"timers": 3}, None, "timers = 3"),
+]
+"""Changes of GOOD, the ranks, and what DeepSpeed's line must name."""
+
+
+@pytest.mark.parametrize(("config", "key", "value"), OURS, ids=[key for _, key, _ in OURS])
+def test_a_setting_that_would_train_otherwise_than_written_is_named(
+    config: dict[str, Any], key: str, value: Any
+) -> None:
+    (line,) = deepspeed_problems(config)
+    assert key in line and "\n" not in line
+    assert value is None or json.dumps(value) in line
 
 
 TRIED = {"on": True, "set": {}, "above one": 2, "not one": 0.5}
@@ -86,115 +144,112 @@ TRIED = {"on": True, "set": {}, "above one": 2, "not one": 0.5}
 
 
 @pytest.mark.parametrize("row", REFUSED_KEYS, ids=[row["key"] for row in REFUSED_KEYS])
-def test_each_refused_key_is_one_line_with_its_value_reason_and_way_out(
-    row: dict[str, Any],
-) -> None:
+def test_each_refused_key_is_named_with_its_value(row: dict[str, Any]) -> None:
     kinds = {row["key"]: row["refused"], **row.get("others", {})}
     values = {key: TRIED.get(kind, kind) for key, kind in kinds.items()}
-    (line,) = deepspeed_problems(
-        changed(**{key.replace(".", "__"): value for key, value in values.items()})
-    )
-    assert (
-        line == f"{row['key']} = {json.dumps(values[row['key']])}: {row['why']}; {row['instead']}"
-    )
+    (line,) = deepspeed_problems(dotted(**values))
+    assert line.startswith(f"{row['key']} = {json.dumps(values[row['key']])}: ")
 
 
 @pytest.mark.parametrize(
-    ("config", "what", "instead"), REFUSED, ids=[what for _, what, _ in REFUSED]
+    ("keys", "ranks", "word"), DEEPSPEEDS, ids=[word for _, _, word in DEEPSPEEDS]
 )
-def test_a_setting_zero_topo_cannot_work_next_to_is_refused_in_one_line(
-    config: dict[str, Any], what: str, instead: str
+def test_what_deepspeed_refuses_is_named_before_it_starts(
+    keys: dict[str, Any], ranks: int | None, word: str
 ) -> None:
-    (line,) = deepspeed_problems(config)
-    assert what in line and instead in line and "\n" not in line
+    (line,) = deepspeed_refusals({**GOOD, **keys}, ranks)
+    assert word in line and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GOOD,
-        changed(
-            zero_optimization__offload_optimizer={
-                "device": "cpu",
-                "ratio": 1.0,
-                "super_offload": False,
-            }
-        ),
-        changed(zero_optimization__offload_optimizer={"device": "none", "ratio": 0.5}),
-        changed(zero_optimization__offload_param={"device": "none"}),
-        changed(zero_optimization__offload_param=None),
-        changed(zero_optimization__zenflow=None),
-        changed(zero_optimization__zero_hpz_partition_size=1),
-        changed(
-            zero_optimization={
-                "stage": 3,
-                "reduce_scatter": False,
-                "stage3_use_all_reduce_for_fetch_params": True,
-            }
-        ),
-        changed(optimizer__type="AgedAdamW", zero_topo__sync={"mode": "oktopk"}),
-        changed(zero_optimization__offload_param__device="cpu"),
-        changed(zero_optimization__zero_quantized_weights="false", compile__deepcompile=False),
-        changed(
-            train_batch_size="auto",
-            optimizer={"type": "auto"},
-            zero_optimization={
-                "stage": 3,
-                **dict.fromkeys(
-                    ["reduce_scatter", "zero_hpz_partition_size", "zero_quantized_weights"], "auto"
-                ),
-                "offload_param": {"device": "auto"},
-                "offload_optimizer": {"device": "auto", "ratio": "auto"},
-            },
-            tensor_parallel={"autotp_size": "auto"},
-            sequence_parallel_size="auto",
-        ),
-        changed(
-            tensor_parallel__autotp_size=0,
-            expert_parallel={"enabled": False},
-            sequence_parallel_size=2,
-        ),
-        changed(
-            pipeline__stages="auto", torch_autocast={"enabled": False}, optimizer={"type": "AdamW"}
-        ),
-        # Without the block none of our business
-        {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}},
-    ],
+FILES = {
+    **dict.fromkeys(("comms", "comm_fp8", "compile_foo", "gdt_bad", "hybrid", "leaf_bad"), None),
+    "accelerate": "deepspeed_config_file",
+    "check_block_is_auto": "bf16",
+    "hint_two_names": "bf16.loss_scale",
+    "nan": "NaN",
+    "offload_param_no_optimizer_key": "zero_topo",
+    "plan_zero_optimization_is_true": "train_batch_size",
+    "quantized_gradients_switched_off": "zero_quantized_gradients",
+    "removed_key": "curriculum_learning",
+    "sgd": "zero_allow_untested_optimizer",
+    "sync_numbers_of_wrong_type": "zero_topo.sync.density",
+    "unknownopt": "Adam8bit",
+    "zdup": "max_live_parameters",
+}
+PUBLISHED = sorted(
+    [*(ROOT / "tests/data/configs").iterdir(), *(ROOT / "tests/data/deepspeed").iterdir()]
 )
-def test_what_works_is_not_refused(config: dict[str, Any]) -> None:
-    assert not deepspeed_problems(config)
 
 
-def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:
-    """DeepSpeed would all-reduce past our scatter; what leaves things as they are, and what is no
-    switch, stays.
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_check_judges_files_as_initialize_does(path: Path, run: Run) -> None:
+    """Inputs of the shapes that people publish, each with one fault that the line names, with the
+    file.
     """
-    less = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
-    stays = {"stage": 3, "use_all_reduce_for_fetch_params": False}
-    found = translate(changed(zero_optimization={**stays, **less}))
-    assert found.config[ZERO] == stays and len(found.lines) == 2 and not found.problems
-    others: list[Any] = [True, "auto", None, []]
-    for scattered in others:
-        config = changed(zero_optimization={**stays, "reduce_scatter": scattered})
-        assert translate(config).config == config
+    status, out, err = run("check", str(path), "--ranks", "8", "--machine", "frontier")
+    if path.stem == "hpz_empty_block":
+        assert (status, err) == (0, "") and out.endswith("ok\n")
+        return
+    assert (status, out) == (2, "")
+    assert all(str(path) in line for line in err.splitlines())
+    assert (FILES[path.stem] or "DeepSpeed refuses") in err
 
 
-@pytest.mark.parametrize("device", ["cpu", "CPU"])
-def test_parameters_that_train_stay_on_the_device_and_others_may_be_offloaded(device: str) -> None:
-    """Whether the config or the caller brings the optimizer: the key is left out with a line that
-    says why.
-    """
-    config = changed(zero_optimization__offload_param__device=device)
-    assert translate(config).config == config
-    for found in (
-        translate(config, optimizer=True),
-        translate(config | {"optimizer": {"type": "AdamW"}}),
-    ):
-        assert "offload_param" not in found.config[ZERO]
-        assert (
-            found.lines[0].startswith(f"{ZERO}.offload_param = ")
-            and "on the device" in found.lines[0]
-        )
+# -- what works ------------------------------------------------------------------------------------
+
+AUTO_ZERO = {
+    "stage": 3,
+    **dict.fromkeys(["reduce_scatter", "zero_hpz_partition_size", "reduce_bucket_size"], "auto"),
+    "offload_optimizer": {"device": "auto", "ratio": "auto"},
+}
+WORKS: list[dict[str, Any]] = [
+    {},
+    {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}},
+    {ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}},
+    {ZERO: {"stage": 3, "offload_param": None, "zenflow": None}},
+    {ZERO: {"stage": 3, "zero_quantized_weights": "false", "zero_hpz_partition_size": 1}},
+    {ZERO: {"stage": 3, "reduce_scatter": False}},
+    {ZERO: AUTO_ZERO, **dict.fromkeys(BATCHES, "auto"), "fp16": {"enabled": "auto"}},
+    {"zero_topo": {}, ZERO: {"stage": 3, "mics_shard_size": 4}},
+    {"expert_parallel": {"enabled": False}, "torch_autocast": {"enabled": False}},
+    {"compile": {"deepcompile": False}, "communication_data_type": "bf16"},
+    {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1, "steps_per_print": 10},
+    {"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
+    {"a_key_of_my_own": 1},
+    BATCH,
+    *({"optimizer": {"type": kind}} for kind in ("Adam", "AdamW", "Adagrad", "Lion", "AdamS")),
+    {"optimizer": {"type": "AgedAdamW"}, "zero_topo": {"sync": {"mode": "oktopk"}}},
+    {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}},
+    {"optimizer": {"type": "Adam", "params": dict.fromkeys(("lr", "betas", "eps"), "auto")}},
+    {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}},
+    {"optimizer": SGD, "zero_allow_untested_optimizer": True},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-2, 2e-3]}}},
+    {
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 10, "total_num_steps": "auto"},
+        }
+    },
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}}},
+]
+
+
+@pytest.mark.parametrize("keys", WORKS, ids=lambda keys: json.dumps(keys)[:60])
+def test_what_works_is_refused_by_nobody(keys: dict[str, Any]) -> None:
+    """What Hugging Face fills in counts as absent."""
+    config = {**GOOD, **keys}
+    assert deepspeed_problems(config) == []
+    assert deepspeed_refusals(config, None) == []
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_switch_that_is_one_is_not_refused(name: str) -> None:
+    for value in (True, False, "auto"):
+        assert deepspeed_problems(dotted(**{name: value, "optimizer.type": "AdamW"})) == []
+
+
+def test_a_config_without_a_block_is_deepspeeds_own() -> None:
+    assert deepspeed_problems({ZERO: {"stage": 1, "zero_hpz_partition_size": 8}}) == []
 
 
 JSON = st.recursive(
@@ -213,11 +268,65 @@ JSON = st.recursive(
 @given(data=st.data())
 def test_no_value_of_any_json_type_makes_a_check_crash(data: st.DataObject) -> None:
     keys = [row["key"] for row in REFUSED_KEYS]
-    key = data.draw(
-        st.sampled_from([*keys, ZERO, f"{ZERO}.stage", f"{ZERO}.offload_optimizer", "optimizer"])
-    )
-    config = changed(**{key.replace(".", "__"): data.draw(JSON)})
+    parts = [ZERO, f"{ZERO}.stage", f"{ZERO}.offload_optimizer", "optimizer", "zero_topo"]
+    parts += [*TRUTHS, *(f"{ZERO}.{key}" for key in KEYS)]
+    config = dotted(**{data.draw(st.sampled_from([*keys, *parts])): data.draw(JSON)})
     assert all("\n" not in line for line in deepspeed_problems(config))
+    translate(config, optimizer=True)
+
+
+# -- what DeepSpeed does ---------------------------------------------------------------------------
+
+SWITCHED: list[Any] = [True, False, 0, 1, 2, 0.5, None, [], {}, "true", "off", "y", "f", "1", "x"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_stock_key_is_taken_and_refused_as_deepspeeds_field_does(key: str) -> None:
+    """Also those of the releases that no longer have the key, whose fields are of these types."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    for value in [*SWITCHED, 8, 8.0, 8.5, "8"]:
+        try:
+            stock = getattr(StockKeys.model_validate({key: value}), key)
+        except ValueError:
+            with pytest.raises(ValueError, match=key):
+                switched_on({ZERO: {key: value}})
+            stock = ValueError
+        if key not in zero.model_fields:
+            continue
+        try:
+            assert getattr(zero(stage=3, **{key: value}), key) == stock
+        except ValueError:
+            assert stock is ValueError, value
+
+
+def test_refused_switches_are_on_where_deepspeed_takes_them_as_on() -> None:
+    zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    key = "zero_quantized_nontrainable_weights"
+    for value in SWITCHED:
+        try:
+            expected = getattr(zero(stage=3, **{key: value}), key)
+        except ValueError:
+            expected = False
+        assert on(value) == expected
+        assert bool(deepspeed_problems(dotted(**{f"{ZERO}.{key}": value}))) == expected
+
+
+def test_the_switches_of_the_table_are_read_unconverted() -> None:
+    """By the installed DeepSpeed; one that converts its switch would not belong there."""
+    module = pytest.importorskip("deepspeed.runtime.config")
+    logging.disable(logging.WARNING)
+    try:
+        for name in (
+            "prescale_gradients",
+            "zero_allow_untested_optimizer",
+            "dataloader_drop_last",
+            "memory_breakdown",
+            "dump_state",
+        ):
+            assert name in TRUTHS
+            assert getattr(module.DeepSpeedConfig({**GOOD, name: "false"}), name) == "false"
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def test_every_refused_key_exists_in_the_installed_deepspeed() -> None:
@@ -225,19 +334,124 @@ def test_every_refused_key_exists_in_the_installed_deepspeed() -> None:
     if found is None or not found.submodule_search_locations:
         pytest.skip("deepspeed is not installed")
     root = Path(found.submodule_search_locations[0])
-    sources = [
-        root / "runtime",
-        root / "compile" / "config.py",
-        root / "module_inject" / "auto_ep_config.py",
-    ]
-    files = [
-        file
-        for source in sources
-        for file in ([source] if source.is_file() else source.rglob("*.py"))
-    ]
+    files = [*(root / "runtime").rglob("*.py"), root / "compile" / "config.py"]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     keys = {part for row in REFUSED_KEYS for part in row["key"].split(".")}
     assert sorted(key for key in keys if key not in text) == []
+
+
+def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:
+    """DeepSpeed would all-reduce past our scatter; what leaves things as they are, and what is no
+    switch, stays.
+    """
+    less = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    stays = {"stage": 3, "use_all_reduce_for_fetch_params": False}
+    found = translate(changed(zero_optimization={**stays, **less}))
+    assert found.config[ZERO] == stays and len(found.lines) == 2 and not found.problems
+    others: list[Any] = [True, "auto", None, []]
+    for scattered in others:
+        config = changed(zero_optimization={**stays, "reduce_scatter": scattered})
+        assert translate(config).config == config
+
+
+@pytest.mark.parametrize("device", ["cpu", "CPU"])
+def test_parameters_that_train_stay_on_the_device_and_others_may_be_offloaded(device: str) -> None:
+    """Whether the config or the caller brings the optimizer."""
+    config = changed(zero_optimization__offload_param__device=device)
+    assert translate(config).config == config
+    for found in (
+        translate(config, optimizer=True),
+        translate(config | {"optimizer": {"type": "AdamW"}}),
+    ):
+        assert "offload_param" not in found.config[ZERO]
+        assert found.lines[0].startswith(f"{ZERO}.offload_param = ")
+
+
+def test_without_deepspeed_the_rest_is_checked_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path
+) -> None:
+    """A login node may have no DeepSpeed; its own refusals are then not known."""
+    monkeypatch.setattr(refusals, "installed", lambda package: None)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**GOOD, "optimizer": {"type": "Adam8bit"}}))
+    status, out, _ = run("check", str(file), "--ranks", "8", "--machine", "frontier")
+    assert status == 0 and "- DeepSpeed is not installed here" in out and out.endswith("ok\n")
+    file.write_text(json.dumps(changed(zero_optimization__stage=2)))
+    assert run("check", str(file), "--ranks", "8", "--machine", "frontier")[0] == 2
+    status, out, _ = run("migrate", str(ROOT / "tests/data/deepspeed/hpz_empty_block.json"))
+    assert status == 0 and "DeepSpeed is not installed here" in out
+
+
+def test_a_deepspeed_that_does_not_start_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the last line of its traceback."""
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('libcudart.so.99 is missing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # The one that runs goes on
+    monkeypatch.setattr(refusals, "_program", cache(refusals._program.__wrapped__))
+    said = refusals.unasked()
+    assert said and "libcudart.so.99 is missing" in said
+    assert deepspeed_refusals({**GOOD, "optimizer": {"type": "Adam8bit"}}, 8) == []
+
+
+@pytest.mark.skipif(
+    installed("deepspeed") != SUPPORTED["deepspeed"].pinned, reason="0.18 has these keys"
+)
+@pytest.mark.parametrize("key", ["elasticity", "compression_training", "sparse_gradients", "amp"])
+def test_keys_that_the_installed_release_has_no_more_are_refused(key: str) -> None:
+    (line,) = deepspeed_refusals({**GOOD, key: {}}, None)
+    assert line.startswith(f"{key} = {{}}: DeepSpeed refuses it")
+
+
+# -- the block's own types -------------------------------------------------------------------------
+
+
+def numbers(
+    schema: dict[str, Any], defs: dict[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every key of the block that is a number or a switch alone, with its mode and its type."""
+    if "$ref" in schema:
+        schema = defs[schema["$ref"].rpartition("/")[2]]
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        mode = choice.get("$ref", "").rpartition("/")[2]
+        if mode:
+            yield from numbers(choice, defs, (*path, mode))
+    for key, part in schema.get("properties", {}).items():
+        kinds = {choice.get("type") for choice in part.get("anyOf", (part,))}
+        if (
+            kinds & {"integer", "number", "boolean"}
+            and not kinds & {"string"}
+            and "enum" not in part
+        ):
+            yield (*path, key), next(iter(kinds - {"null"}))
+        else:
+            yield from numbers(part, defs, (*path, key))
+
+
+def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> None:
+    """As `docs/config.schema.json` says: text, true and false are no numbers, and numbers are no
+    switches.
+    """
+    schema = json_schema()
+    found = sorted(set(numbers(schema, schema["$defs"], ())))
+    assert len(found) > 25
+    modes = {
+        name: part["properties"]["mode"]["default"]
+        for name, part in schema["$defs"].items()
+        if "mode" in part.get("properties", {})
+    }
+    for path, kind in found:
+        wrong: list[Any] = ["1", " 4 ", [1], {}, 1 if kind == "boolean" else True]
+        for value in wrong:
+            block: Any = {path[-1]: value}
+            if path[0] == "sync":
+                block = {"sync": {"mode": modes[path[1]], path[-1]: value}}
+            elif len(path) > 1:
+                block = {path[0]: {path[-1]: value}}
+            with pytest.raises(ValueError, match=path[-1]) as caught:
+                ZeroTopoConfig.parse(block)
+            assert "\n" not in str(caught.value)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -255,33 +469,31 @@ def test_a_config_is_read_from_a_dict_a_path_and_base64(tmp_path: Path) -> None:
 @given(config=st.dictionaries(st.text(max_size=9), JSON, max_size=5))
 def test_base64_of_any_json_object_is_read_back(config: dict[str, Any]) -> None:
     assume("Infinity" not in json.dumps(config))  # which JSON has no number for
-    assert (
-        load_deepspeed_config(base64.urlsafe_b64encode(json.dumps(config).encode()).decode())
-        == config
-    )
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert load_deepspeed_config(encoded) == config
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("[1, 2]", r"must be a JSON object, got \[1, 2\]"),
-        ('{"a": 1, "a": 2}', "repeated key 'a'"),
-        ('{"zero_topo": {"scheme": "topo", "scheme": "paper"}}', "repeated key 'scheme'"),
+        ("{", "JSON"),
+        ("", "JSON"),
+        ("[1, 2]", "[1, 2]"),
+        ('{"a": 1, "a": 2}', "'a'"),
+        ('{"zero_topo": {"scheme": "topo", "scheme": "paper"}}', "'scheme'"),
     ],
 )
-def test_a_broken_file_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+def test_a_broken_file_is_named(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=r"broken\.json") as caught:
         load_deepspeed_config(path)
-    assert "broken.json" in str(caught.value) and "\n" not in str(caught.value)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["no/such/file.json", "missing", "x" * 5000])
-def test_a_missing_file_is_said_to_be_missing(source: str) -> None:
-    with pytest.raises(ValueError, match=r"no such file|not valid JSON") as caught:
+def test_a_missing_file_is_named_shortly(source: str) -> None:
+    with pytest.raises(ValueError, match=source[:50]) as caught:
         load_deepspeed_config(source)
     assert len(str(caught.value)) < 300
 
@@ -304,10 +516,8 @@ def test_the_environments_block_is_that_of_a_stage_3_config() -> None:
     del plain["zero_topo"]
     assert with_environment_block(plain, env) == plain | {"zero_topo": {"scheme": "zero3"}}
     assert with_environment_block(plain, {"ZERO_TOPO_BLOCK": ""}) == plain
-    assert (
-        with_environment_block(plain | {"zero_optimization": {"stage": 2}}, env).get("zero_topo")
-        is None
-    )
+    other = with_environment_block(plain | {"zero_optimization": {"stage": 2}}, env)
+    assert "zero_topo" not in other
     assert with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": '{"scheme": "topo"}'}) == GOOD
 
 
@@ -320,25 +530,13 @@ def test_the_environments_block_may_be_in_a_file(tmp_path: Path) -> None:
     env = {"ZERO_TOPO_BLOCK": str(file)}
     assert with_environment_block(plain, env) == plain | {"zero_topo": {"scheme": "zero3"}}
     file.unlink()
-    with pytest.raises(
-        ValueError, match=r"ZERO_TOPO_BLOCK = .*block.json: cannot be read .*every node can read"
-    ):
+    with pytest.raises(ValueError, match=r"block\.json"):
         with_environment_block(plain, env)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '{"scheme": "zero3"}',
-            r'the config has another "zero_topo" block, .*; remove one of the two',
-        ),
-        ("{", "ZERO_TOPO_BLOCK: not valid JSON"),
-        ('["topo"]', "ZERO_TOPO_BLOCK: must be a JSON object"),
-    ],
-)
-def test_an_environments_block_that_cannot_be_is_refused(text: str, message: str) -> None:
-    """In one line; two blocks that differ are a contradiction."""
-    with pytest.raises(ValueError, match=message) as caught:
+@pytest.mark.parametrize("text", ['{"scheme": "zero3"}', "{", '["topo"]'])
+def test_an_environments_block_that_cannot_be_is_named(text: str) -> None:
+    """Two blocks that differ are a contradiction."""
+    with pytest.raises(ValueError, match="ZERO_TOPO_BLOCK") as caught:
         with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": text})
     assert "\n" not in str(caught.value)

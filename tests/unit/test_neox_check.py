@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model_parallel_size": 2}, "model_parallel_size = 2: .*; set it to 1"),
     "moe": ({"moe_num_experts": 4}, "moe_num_experts = 4: .*; set it to 1"),
     "no zero": ({"zero_optimization": None}, "zero_optimization.stage is not set: .*; add"),
-    "no object": ({"zero_optimization": True}, "zero_optimization = true: .*; write"),
+    "no object": ({"zero_optimization": True}, "zero_optimization.stage is not set: .*; add"),
     "stage 1": (
         {"zero_optimization": {"stage": 1}},
         "zero_optimization.stage = 1: .*; set it to 3",
@@ -44,11 +44,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "two clippings": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5, but .*make them equal"),
     "removed": (
         {"sparse_attention": {"mode": "fixed"}},
-        "sparse_attention = .*DeepSpeed would refuse",
+        "sparse_attention = .*DeepSpeed refuses",
     ),
     "curriculum": (
         {"curriculum_learning": {"enabled": True}},
-        "curriculum_learning = .*would refuse",
+        "curriculum_learning = .*refuses",
     ),
     "precision": (
         {"fp16": {"enabled": True}},
@@ -143,12 +143,8 @@ def test_files_are_merged_as_neox_merges_them(tmp_path: Path) -> None:
         ("[1]", "holds no keys"),
         ("{a: ", "not valid YAML"),
         ("{a: 1, a: 2}", "repeated key a"),
-        ("a: " + "[" * 10_000, "not valid YAML"),
-        ("a: " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
-        ("a: &a [*a]", "nested more than 50 deep"),
         ("a: 2026-99-99", "month must be"),
         ("? [1]\n: 2", "not valid YAML"),
-        ("a: " + "x" * 300_000, "more than 262,144 bytes"),
         (None, "cannot be read"),
     ],
 )

@@ -96,7 +96,7 @@ def check(
     refuse(installed_refusals())
     with naming(ds_config):
         loaded = with_environment_block(load_deepspeed_config(ds_config))
-        refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
+        refuse(deepspeed_problems(loaded) or deepspeed_refusals(loaded, None))
         block = ZeroTopoConfig.from_ds_config(loaded)
         if block is None:
             raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')

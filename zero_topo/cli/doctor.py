@@ -29,9 +29,6 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    config: Annotated[
-        str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check as well.")
-    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +48,7 @@ def doctor(
 
     if machine is not None:
         load_machine(machine)
-    seen = Surroundings(config=config, machine=machine)
+    seen = Surroundings(machine=machine)
     console = PlainConsole(highlight=False)
     # Torch takes seconds to import; shown on a terminal alone
     with Console(stderr=True).status("looking around"):

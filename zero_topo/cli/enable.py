@@ -12,10 +12,11 @@ The .pth file
 
 from __future__ import annotations
 
+import site
+import sysconfig
 from pathlib import Path
 
-from zero_topo.doctor.surroundings import hook_files
-
+HOOK_FILE = "zero_topo.pth"
 MADE = "# made "  # begins the lines that name the folders that enabling made, innermost first
 _FINDER = """
 class ZeroTopoFinder:
@@ -36,6 +37,16 @@ class ZeroTopoFinder:
 
 sys.meta_path.insert(0, ZeroTopoFinder())
 """
+
+
+def hook_files() -> list[Path]:
+    """Return folders for the file: the interpreter's site-packages, then the user's, if Python
+    reads them.
+    """
+    folders = [sysconfig.get_path("purelib")]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return [Path(folder) / HOOK_FILE for folder in folders]
 
 
 def enable() -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
 from zero_topo.config.deepspeed_json import parse_object
-from zero_topo.config.deepspeed_parts import wrong_values
+from zero_topo.config.deepspeed_parts import misread
 from zero_topo.cost.candidates import fewest_ranks
 from zero_topo.strict import cut, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
@@ -79,7 +79,7 @@ def read_deepspeed_config(source: str) -> dict[str, Any]:
     """
     loaded = load_deepspeed_config(source)
     with naming(source):
-        refuse(wrong_values(loaded).values())
+        refuse(misread(loaded))
     return loaded
 
 

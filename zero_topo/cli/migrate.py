@@ -32,7 +32,7 @@ from zero_topo.config.stock_keys import Translation, switched_on, translate
 from zero_topo.cost.explain import planned, setting
 from zero_topo.cost.planner import Price
 from zero_topo.cost.volume import loco_bytes, stock_config
-from zero_topo.doctor.refusals import setting_refusals, unasked
+from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
@@ -85,9 +85,9 @@ def migrate(
     active = switched_on(loaded)
     found = migrated(loaded)
     with naming(ds_config):
-        refuse(
-            [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]
-        )
+        refuse([*found.problems, *deepspeed_problems(found.config)])
+        # A config to migrate may have no batch sizes yet
+        refuse(deepspeed_refusals({**found.config, "train_batch_size": "auto"}, None))
         block = ZeroTopoConfig.parse(found.config[ROOT])
     prices = _prices(options, active, block, loaded)
     costs = _costs(prices, active) if prices else None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, off, on, wrong_values
+from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, misread, off, on
 from zero_topo.config.modes import (
     AGED_REFUSED,
     MUON_REFUSED,
@@ -32,11 +32,10 @@ from zero_topo.config.parts import ROOT
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync
-from zero_topo.strict import MOST_DEEP, as_json, cut, packaged, read_text, within_limits
+from zero_topo.strict import as_json, cut, packaged, read_text
 
 BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
 """Environment variable with the block, for frameworks that build the DeepSpeed config in code."""
-MOST_BYTES = 1 << 20  # Hjson is slow to import
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -51,13 +50,13 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
             Accelerate's own file.
     """
     if isinstance(source, Mapping):
-        return dict(within_limits(source, "DeepSpeed config"))
+        return dict(source)
     path = Path(source)
     # Unlike Path.exists, false for base64 text that is longer than a path may be
     if os.path.exists(path):
         name = f"DeepSpeed config {path}"
         try:
-            config = parse_object(read_text(path, name, MOST_BYTES), name)
+            config = parse_object(read_text(path, name), name)
         except OSError as error:
             raise ValueError(
                 f"{name}: cannot be read ({error.strerror}); give the path of a JSON file"
@@ -137,9 +136,7 @@ def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting that zero_topo does not support; empty without any, or
     without a block.
     """
-    if wrong := wrong_values(ds_config):
-        return list(wrong.values())  # what is said of their keys would mislead
-    found = [_misplaced(ds_config), _misspelt(ds_config)]
+    found = [*misread(ds_config), _misplaced(ds_config), _misspelt(ds_config)]
     if ROOT in ds_config:
         found += [_stage(ds_config), *(refuse_value(ds_config, **row) for row in REFUSED_KEYS)]
         found.append(_optimizer_of_the_mode(ds_config))
@@ -159,15 +156,11 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         value = _parse_hjson(text, name, error)
-    except RecursionError:
-        raise ValueError(f"{name}: nested more than {MOST_DEEP} deep") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}"
-        )
-    return dict(within_limits(value, name))
+        raise ValueError(f"{name}: must be a JSON object, got {as_json(value)}")
+    return value
 
 
 def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
@@ -177,7 +170,7 @@ def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
     try:
         hjson = importlib.import_module("hjson")
         value = hjson.loads(text, object_pairs_hook=_without_repeats)
-    except (ImportError, ValueError, RecursionError):
+    except (ImportError, ValueError):
         value = None
     if not isinstance(value, dict) or not value:  # Hjson parses an empty text as {}
         raise ValueError(f"{name}: not valid JSON: {json_error}") from None

@@ -1,6 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads values of DeepSpeed's keys as DeepSpeed's own fields do, and refuses values of a wrong
-type.
+"""Reads values of DeepSpeed's keys as DeepSpeed's own fields do.
 
 Truth
     DeepSpeed reads most switches as pydantic does: true, 1, "on" and "yes" are true, false, 0,
@@ -20,39 +19,7 @@ from zero_topo.strict import as_json
 
 ABSENT = object()
 ZERO = "zero_optimization"
-_OBJECT = "object"
-_NULL = "null"
-_AUTO = "auto"
-PARTS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            ZERO,
-            "bfloat16",
-            "fp16",
-            "optimizer",
-            "scheduler",
-            "activation_checkpointing",
-            "comms_logger",
-            "flops_profiler",
-            "data_types",
-            "checkpoint",
-            "pipeline",
-            "compile",
-            "timers",
-            "tensor_parallel",
-            "hybrid_engine",
-            "torch_autocast",
-            "data_efficiency",
-        ),
-        (_OBJECT,),
-    ),
-    **dict.fromkeys(("bf16", "aio", "expert_parallel"), (_OBJECT, _NULL)),
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), (_OBJECT, _AUTO)),
-    **dict.fromkeys(("optimizer.params", "scheduler.params"), (_OBJECT, _NULL)),
-}
-"""Parts of a config that DeepSpeed reads as JSON objects -> the kinds of values that it accepts
-there.
-"""
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRUTHS = (
     "prescale_gradients",
     "zero_allow_untested_optimizer",
@@ -72,6 +39,8 @@ TRUTHS = (
     "checkpoint.load_universal",
     "checkpoint.use_node_local_storage",
     "optimizer.legacy_fusion",
+    "optimizer.params.adam_w_mode",
+    "optimizer.params.bias_correction",
     "activation_checkpointing.partition_activations",
     "activation_checkpointing.contiguous_memory_optimization",
     "activation_checkpointing.cpu_checkpointing",
@@ -79,18 +48,6 @@ TRUTHS = (
     "activation_checkpointing.synchronize_checkpoint_boundary",
 )
 """Switches that DeepSpeed reads without a conversion, so that a text is true."""
-NUMBERS = tuple(
-    f"optimizer.params.{key}"
-    for key in ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr")
-)
-WAYS_OUT = {
-    ZERO: 'write {"stage": 3}',
-    "optimizer": 'write {"type": "AdamW", "params": {"lr": 0.001}}',
-}
-"""What to write in place of a part that is no object; for other parts the switch is shown, or it is
-removed.
-"""
-
 _FLAG: TypeAdapter[bool] = TypeAdapter(bool)
 
 
@@ -137,76 +94,23 @@ def half_precision(ds_config: Mapping[str, Any]) -> bool:
     return any(on(lookup(ds_config, f"{part}.enabled")) for part in ("bf16", "bfloat16", "fp16"))
 
 
-def wrong_values(ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line for each part of a wrong type, and each switch or number of one that means
-    another value.
-
-    The keys are dotted names, such as ``"optimizer.params"``.
-    """
-    reasons = {
-        **dict(_no_objects(ds_config)),
-        **dict(_no_names(ds_config)),
-        **dict(_no_values(ds_config)),
-    }
-    lines = {}
-    for name, reason in reasons.items():
-        parent, _, key = name.rpartition(".")
-        holder = _holder(ds_config, parent)
-        written = f" = {as_json(holder[key])}:" if key in holder else " is missing:"
-        lines[name] = f"{name}{written} {reason}"
-    return lines
-
-
-def _holder(ds_config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    return part_of(ds_config, part) if part else ds_config
-
-
-def _no_objects(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for part, kinds in PARTS.items():
-        parent, _, key = part.rpartition(".")
-        holder = _holder(ds_config, parent)
-        if key in holder and _kind(holder[key]) not in kinds:
-            way_out = WAYS_OUT.get(part, "write an object with its keys, or remove it")
-            yield part, f"DeepSpeed reads a JSON object there; {way_out}"
-
-
-def _no_names(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for part in ("optimizer", "scheduler"):
-        found = part_of(ds_config, part)
-        if "type" in found and not isinstance(found["type"], str):
-            yield f"{part}.type", "it names a class; give a name in quotes"
-        elif "params" in found and "type" not in found:
-            yield f"{part}.type", f"DeepSpeed would build no {part}, and ignore its params; add it"
-
-
-def _no_values(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def misread(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that DeepSpeed would take for another, without an error."""
     for name in TRUTHS:
         value = lookup(ds_config, name)
         if value is not ABSENT and value not in (True, False, None):
-            yield name, "DeepSpeed would take it as true, whatever it says; write true or false"
-    for name in NUMBERS:
+            yield (
+                f"{name} = {as_json(value)}: DeepSpeed would take it as true, whatever it says; "
+                "write true or false"
+            )
+    for name in BATCHES:
         value = lookup(ds_config, name)
-        if value is not ABSENT and not _is_number(value):
-            yield name, "DeepSpeed computes with it; give a number, without quotes"
-    betas = lookup(ds_config, "optimizer.params.betas")
-    if betas is not ABSENT and not _is_pair(betas):
-        yield "optimizer.params.betas", "it is a pair; give two numbers, such as [0.9, 0.95]"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _OBJECT
-    if value is None:
-        return _NULL
-    return _AUTO if isinstance(value, str) and value == "auto" else type(value).__name__
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value may be a number: a config written in Python may hold those of other
-    libraries.
-    """
-    return value is not None and not isinstance(value, str | bool | list | tuple | Mapping)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
+        if isinstance(value, float) and not value.is_integer():
+            yield f"{name} = {value}: it counts sequences or passes; give a whole number"
+    for part in ("optimizer", "scheduler"):
+        found = part_of(ds_config, part)
+        if "params" in found and "type" not in found:
+            yield (
+                f"{part}.type is missing: DeepSpeed would build no {part}, and ignore its params; "
+                "add it"
+            )

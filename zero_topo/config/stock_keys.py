@@ -14,38 +14,32 @@ Stock keys
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from zero_topo.config.deepspeed_parts import ZERO, lookup, part_of, switch
 from zero_topo.config.parts import ROOT
-from zero_topo.strict import as_json
+from zero_topo.strict import as_json, describe
 
-QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HIERARCHICAL = KEYS = (
-    "zero_quantized_weights",
-    "zero_hpz_partition_size",
-    "zero_quantized_gradients",
-    "zeropp_loco_param",
-    "mics_shard_size",
-    "mics_hierarchical_params_gather",
+
+class StockKeys(BaseModel):
+    """DeepSpeed's keys with the types of its own fields, and values without an effect."""
+
+    zero_quantized_weights: bool = False
+    zero_hpz_partition_size: int = Field(1, ge=0)
+    zero_quantized_gradients: bool = False
+    zeropp_loco_param: dict[str, Any] | None = None
+    mics_shard_size: int = -1
+    mics_hierarchical_params_gather: bool = False
+
+
+QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HIERARCHICAL = KEYS = tuple(
+    StockKeys.model_fields
 )
-_FLAG: TypeAdapter[Any] = TypeAdapter(bool)
-_COUNT: TypeAdapter[Any] = TypeAdapter(Annotated[int, Field(ge=0)])
-_WHOLE: TypeAdapter[Any] = TypeAdapter(int)
-_LOCO: TypeAdapter[Any] = TypeAdapter(dict[str, Any] | None)
-FIELDS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
-    **dict.fromkeys(
-        (QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS, MICS_HIERARCHICAL), (_FLAG, "true or false")
-    ),
-    HPZ: (_COUNT, "a number of ranks"),
-    LOCO: (_LOCO, "a JSON object, or null"),
-    MICS: (_WHOLE, "a number of ranks"),
-}
-"""The stock keys -> how DeepSpeed reads their values, and what they must be."""
 GONE = (LOCO, MICS, MICS_HIERARCHICAL)
 PERSISTENCE = "stage3_param_persistence_threshold"
 """TRL writes it for a reference model under a dotted name at the top level, where DeepSpeed ignores
@@ -93,32 +87,25 @@ class Translation:
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18, as
     DeepSpeed reads it.
-    """
-    given, _ = read_stock(part_of(ds_config, ZERO))
-    least = {HPZ: 2, MICS: 1}
-    active = {}
-    for key, value in given.items():
-        works = value is not None if key == LOCO else value >= least.get(key, 1)
-        if works:
-            active[key] = value
-    return active
 
-
-def read_stock(zero: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the stock keys as DeepSpeed's fields read them, and a line for each whose value they
-    refuse.
+    Raises:
+        ValueError: in one line, for values that DeepSpeed's fields refuse.
     """
-    values = {}
-    problems = {}
-    for key, (kind, expected) in FIELDS.items():
-        value = zero.get(key, "auto")
-        if value == "auto":
-            continue
-        try:
-            values[key] = kind.validate_python(value)
-        except ValidationError:
-            problems[key] = f"{ZERO}.{key} = {as_json(value)}: must be {expected}"
-    return values, problems
+    zero = part_of(ds_config, ZERO)
+    given = {key: zero[key] for key in KEYS if zero.get(key, "auto") != "auto"}
+    try:
+        stock = StockKeys.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(describe(error, f"{ZERO}.")) from None
+    works = {
+        QUANTIZED_WEIGHTS: stock.zero_quantized_weights,
+        HPZ: stock.zero_hpz_partition_size > 1,
+        QUANTIZED_GRADIENTS: stock.zero_quantized_gradients,
+        LOCO: stock.zeropp_loco_param is not None,
+        MICS: stock.mics_shard_size > 0,
+        MICS_HIERARCHICAL: stock.mics_hierarchical_params_gather,
+    }
+    return {key: getattr(stock, key) for key, has_effect in works.items() if has_effect}
 
 
 def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,25 +135,26 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
         optimizer: whether the caller passes an optimizer; a config may also name one.
     """
     block = ds_config.get(ROOT)
-    active = switched_on(ds_config)
+    if not isinstance(block, Mapping):
+        return Translation(dict(ds_config))
+    try:
+        active = switched_on(ds_config)
+    except ValueError as error:
+        return Translation(dict(ds_config), problems=(str(error),))
     zero = part_of(ds_config, ZERO)
-    _, wrong = read_stock(zero)
-    off = _without_effect(ds_config, {*active, *wrong}, optimizer)
     # The policy gets the number that is meant: with another one the reference would round other
     # parameters.
     meant = ds_config.get(f"{ZERO}.{PERSISTENCE}") if zero.get(PERSISTENCE) == "auto" else None
-    if not isinstance(block, Mapping) or not (active or off or wrong or meant is not None):
-        return Translation(dict(ds_config))
     config = deepcopy(dict(ds_config))
     lines = []
-    problems = list(wrong.values())
+    problems = []
     if meant is not None:
         config[ZERO][PERSISTENCE] = meant
         lines.append(
             f'{ZERO}.{PERSISTENCE} = "auto" is taken as {meant}, the value of '
             f'"{ZERO}.{PERSISTENCE}"'
         )
-    for key, why in off.items():
+    for key, why in _without_effect(ds_config, active, optimizer).items():
         lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: {why}")
     if {HPZ, LOCO} & active.keys() and not any(block.get(key) is not None for key in PLACES):
         base = base_block(active)
@@ -189,13 +177,11 @@ def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translat
 
 
 def _without_effect(
-    ds_config: Mapping[str, Any], known: Set[str], optimizer: bool
+    ds_config: Mapping[str, Any], active: Mapping[str, Any], optimizer: bool
 ) -> dict[str, str]:
-    """Return the keys that have no effect, with the reason; ``known`` ones are reported
-    otherwise.
-    """
+    """Return the keys that have no effect, with the reason."""
     zero = part_of(ds_config, ZERO)
-    gone = [key for key in GONE if key in zero and key not in known]
+    gone = [key for key in GONE if key in zero and key not in active]
     off = dict.fromkeys(gone, "DeepSpeed 0.19 refuses the key")
     for key, (value, why) in IGNORED.items():
         if switch(zero.get(key)) is value:
@@ -236,11 +222,7 @@ def _effect(key: str, active: Mapping[str, Any], wish: Mapping[str, Any]) -> str
         return f'is taken as "{ROOT}": {json.dumps(wish)}'
     if key == QUANTIZED_GRADIENTS and MICS not in active:
         return f"is taken together with {LOCO}"
-    missing = {
-        LOCO: f"does nothing without {QUANTIZED_GRADIENTS}",
-        MICS_HIERARCHICAL: f"does nothing without {MICS}",
-    }
-    return f"is left out: it {f'does nothing with {MICS}' if MICS in active else missing[key]}"
+    return f"is left out: it does nothing with {' and '.join(active)}"
 
 
 def _contradiction(block: Mapping[str, Any], wish: Mapping[str, Any], path: str) -> str | None:

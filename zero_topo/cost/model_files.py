@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.cost.transformer import MOST_LAYERS, SEQUENCE, Model, Part, Shape, Transformer
-from zero_topo.strict import cut, did_you_mean, packaged, read_text, within_limits
+from zero_topo.strict import cut, did_you_mean, packaged, read_text
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
@@ -43,7 +43,6 @@ positions.
 """
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-MOST_BYTES = 256 << 10  # PyYAML is slow to import
 ATTENTIONS = ("global", "local", "flash")
 """GPT-NeoX's kinds of attention with the parameters of a transformer layer; rwkv, mamba and gmlp
 have others.
@@ -124,9 +123,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
             f"Hugging Face config.json or GPT-NeoX YAML, or a name (known: {', '.join(MODELS)})"
         )
     what = f"model file {path}"
-    data = {
-        str(key): value for key, value in _parse(read_text(path, what, MOST_BYTES), what).items()
-    }
+    data = {str(key): value for key, value in _parse(read_text(path, what), what).items()}
     name = path.parent.name if path.name == "config.json" else path.stem
     neox = {key.replace("-", "_"): value for key, value in data.items()}
     hugging_face = isinstance(data.get("model_type"), str)
@@ -175,7 +172,7 @@ def _parse(text: str, what: str) -> dict[str, Any]:
             reason = reason or error
             continue
         if isinstance(data, Mapping) and data:
-            return dict(within_limits(data, what))
+            return dict(data)
     said = cut(" ".join(str(reason).split())) if reason else "it holds something else"
     raise ValueError(f"{what}: neither JSON nor YAML of an object: {said}")
 

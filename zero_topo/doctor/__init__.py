@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero_topo.doctor import files, network, software
+from zero_topo.doctor import files, software
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.doctor.variables import variables
@@ -26,10 +26,6 @@ def examine(seen: Surroundings) -> Iterator[Finding]:
     yield from software.compilers(seen, facts)
     if "error" not in facts:
         yield from software.backends(facts)
-    yield from network.launcher(seen)
-    yield from network.interfaces(seen)
-    yield from network.forgotten(seen)
     yield from variables(seen)
     yield from files.locks(seen)
     yield from files.shared_memory(seen)
-    yield from files.config(seen)

@@ -1,7 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks files and shared memory: locks of dead compilers, space in ``/dev/shm``, and the config of
-a run.
-"""
+"""Checks files and shared memory: locks of dead compilers, and space in ``/dev/shm``."""
 
 from __future__ import annotations
 
@@ -13,19 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_topo.config import (
-    AUTO,
-    ZeroTopoConfig,
-    deepspeed_hints,
-    deepspeed_problems,
-    load_deepspeed_config,
-)
-from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
-from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.topology import resolve_topology
-from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import MB, format_bytes, format_seconds
 
 STALE_S = 15 * 60  # longer than any compilation takes
@@ -132,45 +119,3 @@ def _mapped(proc: Path) -> str:
         except OSError:  # gone, or another user's
             continue
     return "\n".join(texts)
-
-
-def config(seen: Surroundings) -> Iterator[Finding]:
-    """Run the checks of ``zero-topo check``, with one finding for each problem."""
-    if seen.config is None:
-        return
-    subject = f"config {seen.config}"
-    try:
-        loaded = load_deepspeed_config(seen.config)
-        view = launcher_view(seen.env)
-        ranks = None if view is None else view.world_size
-        problems = list(
-            dict.fromkeys([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, ranks)])
-        )
-        block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
-        if block is not None:
-            where = seen.machine if seen.machine and block.topology == AUTO else block.topology
-            before_a_model(
-                block, resolve_topology(where, seen.env, fewest_ranks(block, where, seen.env))
-            )
-    except ValueError as error:
-        problems = [str(error)]
-        block = None
-    for problem in problems:
-        yield Finding(FAIL, subject, problem, "see: zero-topo check")
-    if not problems and block is None:
-        yield Finding(
-            WARN,
-            subject,
-            'has no "zero_topo" block',
-            'add one, such as "zero_topo": {"scheme": "topo"}',
-        )
-    elif not problems:
-        why = unasked()
-        yield (
-            Finding(OK, subject, "would start")
-            if why is None
-            else Finding(WARN, subject, why, "mend that first")
-        )
-        for hint in deepspeed_hints(loaded):
-            what, fix = hint.rsplit("; ", 1)
-            yield Finding(WARN, subject, what, fix)

@@ -2,7 +2,8 @@
 """``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and prints what
 DeepSpeed refuses.
 
-For ``null`` in place of a config it prints the state of torch and DeepSpeed, see ``probe.py``.
+For ``null`` in place of a config and its ranks it prints the state of torch and DeepSpeed, see
+``probe.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import os
 import sys
 
 from zero_topo.doctor.probe import state
-from zero_topo.strict import cut
 
 
 def main() -> None:
-    """Answer one config per line until standard input ends."""
+    """Answer a line for each line until standard input ends."""
     logging.disable(logging.WARNING)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints
@@ -29,16 +29,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     for line in sys.stdin:
-        config = json.loads(line)
-        try:
-            answer = state() if config is None else list(refusals(config))
-        except Exception as error:
-            said = cut(" ".join(str(error).split()))
-            answer = (
-                {"error": said}
-                if config is None
-                else [f"DeepSpeed cannot read this config: {said}"]
-            )
+        request = json.loads(line)
+        answer = state() if request is None else refusals(*request)
         print(json.dumps(answer), file=answers, flush=True)
 
 

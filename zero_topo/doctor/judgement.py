@@ -1,213 +1,164 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed refuses in a config, one line each; runs in the process of ``judge.py``, as it
-imports DeepSpeed.
+"""What DeepSpeed refuses in a config; runs in the process of ``judge.py``, as it imports DeepSpeed.
 
-DeepSpeed's own config parser decides. It checks optimizers, schedules and a few numbers only when
-it builds an engine: this module compares those with the installed DeepSpeed and torch, and
-``built.py`` builds them.
+DeepSpeed's own code decides: it reads the config, then builds the optimizer and the schedule.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import (
-    DEEPSPEED_OPTIMIZERS,
-    DeepSpeedConfig,
-    DeepSpeedConfigError,
-    DtypeEnum,
-)
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed import comm
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
-from zero_topo.config.deepspeed_parts import part_of
-from zero_topo.doctor.built import optimizer_lines, scheduler_lines, subclasses
-from zero_topo.strict import as_json, cut, describe, did_you_mean
+from zero_topo.config.deepspeed_parts import BATCHES
+from zero_topo.hook.seam import Builder, replaced
+from zero_topo.strict import as_json, cut, describe
 from zero_topo.sync import OPTIMIZERS
 
-NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
-ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+FILLED_IN = (*BATCHES, "gradient_clipping", "sequence_parallel_size")
+"""Keys outside of any part whose "auto" Hugging Face replaces."""
 REPORTED = (ValueError, AssertionError, DeepSpeedConfigError)
-"""Errors whose text DeepSpeed wrote for users; that of others speaks of Python."""
+"""Errors whose text is written for users; that of others needs the error's name."""
 
 
-def refusals(given: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that DeepSpeed refuses; ``"auto"`` counts as absent.
+class NoKernels:
+    """Takes the place of a compiled module of DeepSpeed: every function of it does nothing."""
 
-    DeepSpeed reports only the first error. The key whose removal changes the error is removed, and
-    the rest parsed again.
-    """
-    config = _without_auto(given)
-    while (error := _error(config)) is not None:
-        guilty = next(
-            (key for key in config if str(_error(_without(config, key))) != str(error)), ""
-        )
-        yield _line(guilty, config.get(guilty), error)
-        if not guilty:
-            return
-        config = _without(config, guilty)
-    yield from _built_later(config, given)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
-def _without_auto(block: Any) -> Any:
-    """Return a config without what Hugging Face fills in."""
-    if not isinstance(block, Mapping):
-        return block
-    return {key: _without_auto(value) for key, value in block.items() if value != "auto"}
-
-
-def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {other: value for other, value in config.items() if other != key}
-
-
-def _error(config: Mapping[str, Any]) -> Exception | None:
-    try:
-        DeepSpeedConfig(json.loads(json.dumps(config)))  # DeepSpeed changes the dict that it reads
-    except Exception as error:
-        return error
-    return None
-
-
-def _line(key: str, value: Any, error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return (
-            f"DeepSpeed would refuse {describe(error, f'{key}.', near=partial(_near, error.title))}"
-        )
-    written = f"{key} = {as_json(value)}: " if key else ""
-    if not isinstance(error, REPORTED):
-        return (
-            f"{written}DeepSpeed cannot read it; write it as DeepSpeed's documentation of its "
-            "JSON shows"
-        )
-    reason = cut(" ".join(str(error).split()) or type(error).__name__)
-    return f"{written}DeepSpeed would refuse it: {reason}"
-
-
-def _near(title: str, path: Sequence[str]) -> str:
-    """Return what to do about an unknown key, as the end of a sentence: the keys of the part it
-    stands in decide.
+def refusals(config: Mapping[str, Any], ranks: int | None) -> list[str]:
+    """Return the first error of DeepSpeed with a config, in one line; empty if there is none.
 
     Args:
-        title: the class of DeepSpeed's that reads the outermost part.
-        path: the keys below that part; the last is unknown.
+        config: the config without a block; "auto" counts as absent.
+        ranks: data-parallel ranks of the job, if they are known.
     """
-    *parents, word = path
-    known = _keys_of(title, parents)
-    if word in known:
-        return "it is given by two names; remove one"
-    return did_you_mean(word, known, cutoff=0.8).removeprefix("; ") or "remove it"
-
-
-def _keys_of(title: str, parents: Sequence[str]) -> set[str]:
-    """Return the names and aliases of the keys of a part; none if its class is not known."""
-    models = [model for model in subclasses(DeepSpeedConfigModel) if model.__name__ == title]
-    for parent in parents:
-        fields = [field for model in models for field in _named(model, parent)]
-        models = [kind for field in fields for kind in _models_in(field.annotation)]
-    names = {name for model in models for name in model.model_fields}
-    aliases = {
-        field.alias for model in models for field in model.model_fields.values() if field.alias
-    }
-    return names | aliases
-
-
-def _named(model: Any, key: str) -> Iterator[Any]:
-    """Yield the fields of a model that a key of the JSON names."""
-    for name, field in model.model_fields.items():
-        if key in (name, field.alias):
-            yield field
-
-
-def _models_in(annotation: Any) -> Iterator[Any]:
-    """Yield the models in an annotation, such as that of ``Optional[Model]``."""
-    if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
-
-
-def _built_later(config: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that an engine refuses when it is built.
-
-    Args:
-        config: what DeepSpeed reads without an error.
-        given: the config with "auto".
-    """
-    read = DeepSpeedConfig(json.loads(json.dumps(config)))
-    for key in NUMBERS:
-        if isinstance(value := config.get(key), str | bool | list | dict):
-            yield f"{key} = {as_json(value)}: DeepSpeed computes with it; give a number"
-    if read.grad_accum_dtype is not None:
+    whole = _filled_in(config)
+    answers = {"get_rank": 0, "get_world_size": ranks or _fitting(whole)}
+    with ExitStack() as stack:
+        for name, number in answers.items():
+            answer = replaced(comm, name, lambda group=None, number=number: number)
+            stack.enter_context(answer)
         try:
-            DtypeEnum(read.grad_accum_dtype)
-        except ValueError:
-            names = ", ".join(DtypeEnum.__members__)
-            yield (
-                f"data_types.grad_accum_dtype = {as_json(read.grad_accum_dtype)}: DeepSpeed has "
-                f"{names}; give one"
-            )
-    if read.prescale_gradients and config.get("gradient_predivide_factor", 1.0) != 1.0:
-        factor = as_json(config["gradient_predivide_factor"])
-        yield (
-            f"gradient_predivide_factor = {factor}: DeepSpeed's ZeRO-3 does not divide before it "
-            "reduces; remove it"
-        )
-    if read.optimizer_name is not None:
-        yield from _optimizer(read, part_of(given, "optimizer"))
-    if read.scheduler_name is not None:
-        yield from _scheduler(read, part_of(given, "scheduler.params"))
+            read = _read(whole)
+        except Exception as error:
+            return [_refusal(_cause(whole, error), whole, error)]
+        for part, build in (("optimizer", _optimizer), ("scheduler", _scheduler)):
+            try:
+                build(read)
+            except Exception as error:
+                return [_refusal(part, whole, error)]
+    return []
 
 
-def _optimizer(read: Any, block: Mapping[str, Any]) -> Iterator[str]:
-    name = read.optimizer_name
-    params = part_of(block, "params")
-    shown = f"optimizer.type = {as_json(name)}"
-    of_torch = getattr(torch.optim, name, None)
-    plain = name.lower()
-    if name in ONE_BIT:
-        yield f'{shown}: 1-bit optimizers do not work with ZeRO; use "AdamW"'
-    elif not (name in DEEPSPEED_OPTIMIZERS or plain in OPTIMIZERS or isinstance(of_torch, type)):
-        yield f'{shown}: neither DeepSpeed nor torch.optim has it; use "AdamW"'
-    else:
-        kinds = {plain, f"fused{plain.removesuffix('w')}", f"deepspeedcpu{plain.removesuffix('w')}"}
-        tested = (
-            any(kind.__name__.lower() in kinds for kind in ZERO_SUPPORTED_OPTIMIZERS)
-            or plain == "muon"
-        )
-        if not tested and not read.zero_allow_untested_optimizer:
-            yield (
-                f"{shown}: DeepSpeed has not tested it with ZeRO; set "
-                '"zero_allow_untested_optimizer": true'
-            )
-        if "max_grad_norm" in params:
-            yield (
-                'optimizer.params.max_grad_norm: DeepSpeed clips by "gradient_clipping"; set '
-                "that instead"
-            )
-        yield from optimizer_lines(read, block["type"], _without(params, "max_grad_norm"))
+def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what Hugging Face fills in; a schedule's numbers become 1."""
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found[key] = _without_auto(value, 1 if key == "scheduler" else None)
+        elif value != "auto" or key not in FILLED_IN:
+            found[key] = value
+    if "auto" in [config.get(key) for key in BATCHES]:
+        for key in BATCHES:
+            found.pop(key, None)
+        found["train_micro_batch_size_per_gpu"] = 1
+    return found
 
 
-def _scheduler(read: Any, params: Mapping[str, Any]) -> Iterator[str]:
-    name = read.scheduler_name
-    kind = getattr(lr_schedules, name, None)
-    known = as_json(lr_schedules.VALID_LR_SCHEDULES)
-    if isinstance(getattr(torch.optim.lr_scheduler, name, None), type) and kind is None:
-        yield (
-            f"scheduler.type = {as_json(name)}: a schedule of torch does not take ZeRO's "
-            f"optimizer; choose one of {known}, or pass lr_scheduler to deepspeed.initialize"
-        )
-    elif not isinstance(kind, type):
-        yield (
-            f"scheduler.type = {as_json(name)}: neither DeepSpeed nor torch has it; choose one "
-            f"of {known}"
-        )
-    elif read.scheduler_params is None:
-        yield 'scheduler.params is missing: DeepSpeed passes it on; add "params", which may be {}'
-    else:
-        yield from scheduler_lines(read, kind, params)
+def _without_auto(part: Mapping[str, Any], number: int | None) -> dict[str, Any]:
+    found = {}
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            found[key] = _without_auto(value, number)
+        elif value != "auto":
+            found[key] = value
+        elif number is not None and key != "type":
+            found[key] = number
+    return found
+
+
+def _read(config: Mapping[str, Any]) -> Any:
+    """Return the config as DeepSpeed reads it."""
+    return DeepSpeedConfig(json.loads(json.dumps(config)))  # DeepSpeed changes what it reads
+
+
+def _fitting(config: Mapping[str, Any]) -> int:
+    """Return the number of ranks that a config's batch sizes make."""
+    batch, micro_batch, accumulation = (config.get(key) or 1 for key in BATCHES)
+    if not all(isinstance(size, int) and size > 0 for size in (batch, micro_batch, accumulation)):
+        return 1
+    return int(batch // (micro_batch * accumulation)) or 1
+
+
+def _cause(config: Mapping[str, Any], error: Exception) -> str:
+    """Return the key without which DeepSpeed reports something else, or an empty string."""
+    for key in config:
+        try:
+            _read({other: value for other, value in config.items() if other != key})
+        except Exception as other_error:
+            if str(other_error) == str(error):
+                continue
+        return key
+    return ""
+
+
+def _refusal(key: str, config: Mapping[str, Any], error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]["loc"][:1]  # the class of all monitors has a field for each
+        return f"DeepSpeed refuses {describe(error, '' if first == (key,) else f'{key}.')}"
+    written = f"{key} = {as_json(config.get(key))}: " if key else ""
+    kind = "" if isinstance(error, REPORTED) else f"{type(error).__name__}: "
+    return cut(f"{written}DeepSpeed refuses it: {kind}{' '.join(str(error).split())}")
+
+
+def _optimizer(read: Any) -> None:
+    """Build the config's optimizer for two parameters, without DeepSpeed's kernels."""
+    if read.optimizer_name is None:
+        return
+    matrix: Any = torch.nn.Parameter(torch.zeros(2, 2))
+    vector: Any = torch.nn.Parameter(torch.zeros(2))
+    for parameter in (matrix, vector):
+        parameter.use_muon = parameter is matrix
+        parameter.grad = torch.zeros_like(parameter)
+    ours = OPTIMIZERS.get(read.optimizer_name.lower())
+    if ours is not None:
+        ours([matrix, vector], **(read.optimizer_params or {}))
+        return
+    with ExitStack() as stack:
+        for builder in (OpBuilder, *_subclasses(OpBuilder)):
+            if "load" in vars(builder):
+                stack.enter_context(replaced(builder, "load", lambda *args, **kwargs: NoKernels()))
+        built = Builder(read).optimizer([matrix, vector])
+    if type(built).__module__.startswith("torch."):
+        built.step()
+
+
+def _scheduler(read: Any) -> None:
+    """Build the config's schedule for as many groups as its lists have values, and step."""
+    lists = [value for value in (read.scheduler_params or {}).values() if isinstance(value, list)]
+    groups = max(map(len, lists), default=1)
+    plain = torch.optim.AdamW(
+        [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)]
+    )
+    # As DeepSpeed's, which is no Optimizer
+    zero = SimpleNamespace(optimizer=plain, param_groups=plain.param_groups)
+    schedule = Builder(read).scheduler(zero)
+    if schedule is not None:
+        schedule.step()
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Reports the settings that DeepSpeed itself refuses in a config, before a job is queued.
+"""Reports what DeepSpeed itself refuses in a config, before a job is queued.
 
-A separate process runs the installed DeepSpeed, because planning commands import neither it nor
-torch.
+A separate process runs the installed DeepSpeed (``judge.py``), because planning commands import
+neither it nor torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from functools import cache
 from threading import Timer
 from typing import Any
 
-from zero_topo.config.deepspeed_parts import ZERO, part_of, wrong_values
 from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import read_stock, translate
-from zero_topo.strict import as_json, cut
+from zero_topo.config.stock_keys import translate
+from zero_topo.strict import cut
 from zero_topo.versions import installed
 
 PATIENCE_S = 180.0
@@ -27,55 +25,20 @@ PATIENCE_S = 180.0
 of an answer.
 """
 
-BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
-
 
 def deepspeed_refusals(ds_config: Mapping[str, Any], ranks: int | None) -> list[str]:
-    """Return one line for each setting with which DeepSpeed would not start.
+    """Return in one line, in DeepSpeed's words, why it would not start with a config; empty if it
+    would, or if DeepSpeed cannot be run, see :func:`unasked`.
 
     Args:
-        ds_config: the whole config.
-        ranks: number of ranks of the job, or None if it is not known.
-    """
-    return [*setting_refusals(ds_config), *_batches(ds_config, ranks)]
-
-
-def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key or value, except batch sizes, that neither DeepSpeed nor the
-    block accepts.
-
-    The list is empty if DeepSpeed cannot be run, see :func:`unasked`.
+        ds_config: the whole config, of which :func:`~zero_topo.config.deepspeed_problems` finds
+            nothing.
+        ranks: data-parallel ranks of the job, or None if they are not known.
     """
     if unasked() is not None:
         return []
-    wrong = wrong_values(ds_config)
-    config = deepcopy(translate(ds_config).config)
-    zero = part_of(ds_config, ZERO)
-    _, stock_lines = read_stock(zero)
-    for name in (
-        *wrong,
-        *(f"{ZERO}.{key}" for key in (*stock_lines, ROOT) if key in zero),
-        ROOT,
-        *BATCHES,
-    ):
-        _drop(config, name)
-    return [
-        *wrong.values(),
-        *stock_lines.values(),
-        *_ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True)),
-    ]
-
-
-def _drop(config: dict[str, Any], dotted: str) -> None:
-    *parents, key = dotted.split(".")
-    place: Any = config
-    for parent in parents:
-        place = place[parent]
-    place.pop(key, None)
+    config = {key: value for key, value in translate(ds_config).config.items() if key != ROOT}
+    return list(_ask(json.dumps([config, ranks])))
 
 
 def unasked() -> str | None:
@@ -147,41 +110,3 @@ def _line(program: subprocess.Popen[str]) -> str:
         return program.stdout.readline()
     finally:
         timer.cancel()
-
-
-def _batches(ds_config: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
-    stated = {key: ds_config[key] for key in BATCHES if ds_config.get(key) is not None}
-    wrong = [key for key, value in stated.items() if value != "auto" and not _is_count(value)]
-    for key in wrong:
-        yield (
-            f"{key} = {as_json(stated[key])}: it counts sequences or passes; give a whole number "
-            "of at least 1"
-        )
-    if wrong or "auto" in stated.values():
-        return
-    if BATCH not in stated:
-        if MICRO_BATCH not in stated:
-            yield f"{MICRO_BATCH} is missing, and {BATCH} too: DeepSpeed needs one; give the former"
-        return
-    per_step = int(stated.get(MICRO_BATCH, 1) * stated.get(ACCUMULATION, 1)) * (ranks or 1)
-    whole = (
-        stated[BATCH] == per_step
-        if len(stated) == len(BATCHES) and ranks
-        else stated[BATCH] % per_step == 0
-    )
-    if not whole:
-        factors = [f"{key} {stated[key]}" for key in (MICRO_BATCH, ACCUMULATION) if key in stated]
-        product = " x ".join([*factors, *([f"{ranks} ranks"] if ranks else [])])
-        yield (
-            f"{BATCH} = {stated[BATCH]} is no multiple of {per_step:,}, which is {product}; "
-            f"leave {BATCH} out"
-        )
-
-
-def _is_count(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and value >= 1
-        and value % 1 == 0
-    )

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import site
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,37 +18,9 @@ from zero_topo.topology.probes import slurm
 from zero_topo.versions import installed
 
 
-def interfaces_up() -> dict[str, bool]:
-    """Return network interface -> whether it is up."""
-    states = {
-        path.parent.name: path.read_text().strip()
-        for path in Path("/sys/class/net").glob("*/operstate")
-    }
-    # The loopback is "unknown"
-    return {name: state in ("up", "unknown") for name, state in states.items()}
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of a folder's file system."""
     return shutil.disk_usage(folder).free
-
-
-HOOK_FILE = "zero_topo.pth"
-
-
-def enabled() -> bool:
-    """Return whether `enable` has installed the hook for this Python."""
-    return any(path.is_file() for path in hook_files())
-
-
-def hook_files() -> list[Path]:
-    """Return folders for the file: the interpreter's site-packages, then the user's, if Python
-    reads them.
-    """
-    folders = [sysconfig.get_path("purelib")]
-    if site.ENABLE_USER_SITE:
-        folders.append(site.getusersitepackages())
-    return [Path(folder) / HOOK_FILE for folder in folders]
 
 
 @dataclass(frozen=True)
@@ -62,13 +32,10 @@ class Surroundings:
         root: the directory that holds ``dev/shm`` and ``proc``.
         which: path of a program, or None.
         version: version of an installed package, or None.
-        interfaces: network interface -> whether it is up.
         free: free bytes of a folder's file system.
         torch: the report on torch and DeepSpeed, see ``probe.py``.
-        enabled: whether ``zero-topo enable`` has installed the hook for every program.
         python: version of this Python.
         machine: the machine's preset, or None to find it from the environment.
-        config: a DeepSpeed JSON to check too, or None.
         now: seconds since the epoch.
     """
 
@@ -76,13 +43,10 @@ class Surroundings:
     root: Path = Path("/")
     which: Callable[[str], str | None] = shutil.which
     version: Callable[[str], str | None] = installed
-    interfaces: Callable[[], Mapping[str, bool]] = interfaces_up
     free: Callable[[Path], int] = free_bytes
     torch: Callable[[], Mapping[str, Any]] = torch_state
-    enabled: Callable[[], bool] = enabled
     python: str = platform.python_version()
     machine: str | None = None
-    config: str | None = None
     now: float = field(default_factory=time.time)
 
     def machine_name(self) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import wraps
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -51,6 +50,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str], ...] = (
     (DeepSpeedEngine, "_configure_distributed_model(self, model)"),
     (DeepSpeedEngine, "_configure_basic_optimizer(self, model_parameters)"),
     (DeepSpeedEngine, "_scheduler_from_config(self, optimizer)"),
+    (DeepSpeedEngine, "_do_optimizer_sanity_check(self, basic_optimizer)"),
     (DeepSpeedEngine, "load_module_state_dict"),
     (DeepSpeedEngine, "_get_param_fragment_func(self, param)"),
     (
@@ -307,26 +307,26 @@ class Builder:
 
     Args:
         config: DeepSpeed's parsed config.
-        settings: settings of the config that are replaced.
     """
 
     client_optimizer = None
+    global_rank = None
     has_moe_layers = False
     zenflow = False
 
-    def __init__(self, config: Any, **settings: Any) -> None:
-        self._config = copy(config)
-        for name, value in settings.items():
-            setattr(self._config, name, value)
+    def __init__(self, config: Any) -> None:
+        self._config = config
 
     def __getattr__(self, name: str) -> Any:
         # Methods of the engine, bound to this object, which has only what they read.
         return inspect.getattr_static(DeepSpeedEngine, name).__get__(self, DeepSpeedEngine)
 
     def optimizer(self, parameters: list[Any]) -> Any:
-        """Return the config's optimizer for some parameters."""
-        return self._configure_basic_optimizer(parameters)
+        """Return the config's optimizer for some parameters, checked as the engine checks it."""
+        built = self._configure_basic_optimizer(parameters)
+        self._do_optimizer_sanity_check(built)
+        return built
 
     def scheduler(self, optimizer: Any) -> Any:
-        """Return the config's schedule for an optimizer."""
+        """Return the config's schedule for an optimizer, or None."""
         return self._scheduler_from_config(optimizer)

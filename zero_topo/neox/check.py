@@ -15,7 +15,7 @@ from typing import Any
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.candidates import before_a_model
-from zero_topo.doctor.refusals import setting_refusals
+from zero_topo.doctor.refusals import deepspeed_refusals
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs, part
 from zero_topo.strict import as_json, cut, nearest
 from zero_topo.versions import default_clipping, installed
@@ -92,7 +92,7 @@ def problems(
     said = {line.partition(":")[0] for line in lines}
     lines += [line for line in deepspeed_problems(config) if line.partition(":")[0] not in said]
     # DeepSpeed is run last: it would report some of these again
-    return lines or setting_refusals(config)
+    return lines or deepspeed_refusals(config, None)
 
 
 def _block(merged: Mapping[str, Any]) -> Iterator[str]:

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_topo.strict import cut, packaged, read_text, within_limits
+from zero_topo.strict import cut, packaged, read_text
 
-MOST_BYTES = 256 << 10  # PyYAML is slow to import
 EXTRA = "deepspeed_extra_args"
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = packaged(__package__, "deepspeed_defaults.json")
@@ -68,14 +67,14 @@ def _load(path: Path) -> dict[str, Any]:
             "PyYAML is not installed, which NeoX needs too; pip install pyyaml"
         ) from None
     try:
-        text = read_text(path, str(path), MOST_BYTES)
+        text = read_text(path, str(path))
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config"
         ) from None
     try:
-        value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        value = yaml.load(text, Loader=_strict_loader(yaml))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         # Dates and keys raise other types than YAMLError.
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):

@@ -27,7 +27,6 @@ METRICS = "metrics.jsonl"
 REPORT = "report.json"
 FORMAT = 1  # of report.json
 RUNS = Path("runs")
-MOST_BYTES = 1 << 28  # of a log: a million steps
 Key = tuple[str, str]
 
 
@@ -123,7 +122,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(
             f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/"
         )
-    text = read_text(path, str(path), MOST_BYTES)
+    text = read_text(path, str(path))
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         kind = _Step if '"lr"' in line else _Evaluation if '"eval_loss"' in line else _Timeline

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_topo.strict import MOST_DIGITS, SHOWN_CHARACTERS, cut
+from zero_topo.strict import SHOWN_CHARACTERS, cut
 from zero_topo.topology.model import MOST_RANKS
 
 
@@ -72,7 +72,7 @@ def read_int(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
     text = env.get(name, "").strip()
     if not text:
         return None
-    if not text.isdecimal() or len(text) > MOST_DIGITS or not least <= int(text) <= MOST_RANKS:
+    if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= MOST_RANKS:
         raise ValueError(
             f"environment variable {name} is {cut(env[name], SHOWN_CHARACTERS)!r}; it must be a "
             "whole number from "
