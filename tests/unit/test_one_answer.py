@@ -5,7 +5,6 @@ memory for a plan.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 

@@ -63,7 +63,7 @@ def refusals(config: Mapping[str, Any], ranks: int | None) -> list[str]:
 
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without what Hugging Face fills in; a schedule's numbers become 1."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
             found[key] = _without_auto(value, 1 if key == "scheduler" else None)
@@ -77,7 +77,7 @@ def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_auto(part: Mapping[str, Any], number: int | None) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in part.items():
         if isinstance(value, Mapping):
             found[key] = _without_auto(value, number)
