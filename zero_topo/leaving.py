@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import os
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,14 +22,20 @@ import torch.distributed as dist
 def leave(status: int = 0) -> NoReturn:
     """End this process after a barrier: the last line of a script that trains on CPUs. Collective.
 
+    It first waits, as Python's end does, for threads that are no daemons and for executors: an
+    asynchronous checkpoint is whole.
+
     A thread of gloo may still be releasing the tensors of the last collective. If Python ends at
     that moment, torch aborts the process after the work is done: "terminate called without an
-    active exception", status -6. This function runs the functions registered with ``atexit`` and
-    ends the process without Python's shutdown.
+    active exception", status -6. This function therefore ends the process without Python's
+    shutdown, after the functions registered with ``atexit``. Files that are still open are flushed.
 
     Args:
         status: exit status of the process.
     """
+    if threading.current_thread() is threading.main_thread():
+        # Before the barrier: threads of a checkpoint use the same groups
+        threading._shutdown()
     met = dist.is_initialized()
     if met:
         dist.barrier()
@@ -39,7 +49,16 @@ def leave(status: int = 0) -> NoReturn:
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
+    _flush_files()
     os._exit(status)
+
+
+def _flush_files() -> None:
+    """Flush open files, as Python does when it frees them."""
+    for file in gc.get_objects():
+        if issubclass(type(file), io.IOBase):
+            with suppress(Exception):  # closed, or its reader has gone
+                file.flush()
 
 
 def unlink_shared_memory(

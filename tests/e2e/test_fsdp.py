@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -40,6 +41,16 @@ def launched(ranks: int, *words: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
+    """And for executors and threads, on all ranks: their collectives come before its barrier."""
+    launched(2, "tests/e2e/programs/leaves.py", str(tmp_path))
+    names = {f"{name}{rank}" for name in ("pool", "thread") for rank in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", *names}
+    state = {"weight 1": torch.zeros(1000), "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert torch.equal(state["weight 1"], torch.ones(1000)) and state["step"] == 3
 
 
 def trained(ranks: int, *words: str) -> list[float]:

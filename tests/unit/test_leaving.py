@@ -13,17 +13,42 @@ from pathlib import Path
 from tests.launching import ROOT
 from zero_topo.leaving import unlink_shared_memory
 
+ENDING = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import zero_topo
 
-def test_leave_runs_what_is_registered_and_gives_the_status() -> None:
-    """As Python's own end does; what is printed arrives. Outside of a job too."""
-    program = (
-        "import atexit, zero_topo; atexit.register(print, 'at exit'); print('begins'); "
-        "zero_topo.leave(3)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout) == (3, "begins\nat exit\n")
+def work(seconds, *words):
+    time.sleep(seconds)
+    print(*words, flush=True)
+    if words == ("thread",):
+        threading.Thread(target=work, args=(0.2, "its own thread")).start()
+
+atexit.register(print, "at exit")
+pool = ThreadPoolExecutor(1)
+for number in range(2):
+    pool.submit(work, 0.2, "pool", number)
+threading.Thread(target=work, args=(1, "thread")).start()
+threading.Thread(target=work, args=(60, "daemon"), daemon=True).start()
+still_open = open(sys.argv[2], "w")
+still_open.write("a line that is in the buffer")
+print("last line", flush=True)
+(zero_topo.leave if sys.argv[1] == "leave" else sys.exit)(3)
+"""
+
+
+def test_leave_ends_a_process_as_python_does(tmp_path: Path) -> None:
+    """Threads and executors end first, then what is registered; open files are flushed; the status
+    is the caller's. Outside of a job too.
+    """
+    ends = []
+    for how in ("python", "leave"):
+        command = [sys.executable, "-c", ENDING, how, str(tmp_path / how)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        ends.append((done.returncode, done.stdout))
+    assert ends[1] == ends[0]
+    assert ends[0][0] == 3 and "its own thread\nat exit" in ends[0][1]
+    assert (tmp_path / "leave").read_text()
 
 
 def test_only_this_ranks_buffer_of_this_job_is_removed(tmp_path: Path) -> None:
