@@ -35,7 +35,7 @@ def leave(status: int = 0) -> NoReturn:
     """
     if threading.current_thread() is threading.main_thread():
         # Before the barrier: threads of a checkpoint use the same groups
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
     met = dist.is_initialized()
     if met:
         dist.barrier()

@@ -48,7 +48,7 @@ def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
     launched(2, "tests/e2e/programs/leaves.py", str(tmp_path))
     names = {f"{name}{rank}" for name in ("pool", "thread") for rank in range(2)}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", *names}
-    state = {"weight 1": torch.zeros(1000), "step": 0}
+    state: dict[str, Any] = {"weight 1": torch.zeros(1000), "step": 0}
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert torch.equal(state["weight 1"], torch.ones(1000)) and state["step"] == 3
 

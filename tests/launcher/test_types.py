@@ -93,6 +93,13 @@ def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
             assert train(run) == restored
 
 
+def with_complex() -> Net:
+    """A model with a trained complex parameter."""
+    model = net(torch.float32)
+    model.turn = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
 def mixed() -> Net:
     """A model of two types."""
     model = net(torch.float32)
@@ -107,6 +114,7 @@ def mixed() -> Net:
             (partial(net, torch.float64), {"init": init}, r"inp\.weight is torch\.float64: .* call")
             for init in (0, 1)
         ),
+        (with_complex, {}, r"turn is torch\.complex64: .* torch\.view_as_real\(weight\) "),
         (
             mixed,
             {},
@@ -119,7 +127,13 @@ def mixed() -> Net:
             r'data_types\.grad_accum_dtype = "int8": .* "fp32"',
         ),
     ],
-    ids=("FP64", "FP64, partitioned before", "two types in one optimizer", "sums of whole numbers"),
+    ids=(
+        "FP64",
+        "FP64, partitioned before",
+        "complex",
+        "two types in one optimizer",
+        "sums of whole numbers",
+    ),
 )
 def test_what_cannot_train_is_refused(
     model: Callable[[], Net], keys: dict[str, Any], match: str

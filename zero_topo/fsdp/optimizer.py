@@ -46,7 +46,7 @@ from zero_topo.fsdp.parts import Part
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.plan import packed_runs
-from zero_topo.quant.operands import DTYPES, FLOATS
+from zero_topo.quant.operands import DTYPES, FLOATS, way_to_floats
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
@@ -462,7 +462,10 @@ def _checked(name: str, param: Tensor) -> DTensor:
     if not isinstance(param, DTensor):
         raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
     if param.dtype not in FLOATS:
-        raise ValueError(f"{name} is {param.dtype}; train weights of FP32, BF16 or FP16")
+        raise ValueError(
+            f"{name} is {param.dtype}, and weights of FP32, BF16 or FP16 are trained; "
+            f"{way_to_floats(param.dtype)}"
+        )
     if param.is_meta:
         raise ValueError(f"{name} is on the meta device; call model.to_empty and set weights first")
     if param.to_local().device.type != param.device_mesh.device_type:

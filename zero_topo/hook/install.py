@@ -11,9 +11,11 @@ The seam
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import deepspeed
@@ -26,6 +28,7 @@ from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
+from torch.utils.file_baton import FileBaton
 
 from zero_topo.config import deepspeed_hints
 from zero_topo.config.deepspeed_json import muon_clipping
@@ -39,10 +42,13 @@ from zero_topo.hook.seam import check_deepspeed, replaced, wrapping
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.hook.stats import report_steps
 from zero_topo.leaving import unlink_shared_memory
-from zero_topo.observe.log import log_notes, one_line, refusals, show_log
+from zero_topo.observe.log import LOGGER, log_notes, one_line, refusals, show_log
 from zero_topo.strict import cut
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import default_clipping, untried
+
+LOCK_S = 30.0
+"""Seconds of waiting for a lock after which a line names it."""
 
 
 def enable() -> None:
@@ -74,6 +80,7 @@ def enable() -> None:
     # other nodes.
     accelerator = get_accelerator()
     accelerator.export_envs = _exporting(accelerator.export_envs)
+    FileBaton.wait = _reporting(FileBaton.wait)  # type: ignore
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
@@ -100,6 +107,30 @@ def _exporting(export_envs: Callable[[], list[str]]) -> Callable[[], list[str]]:
         return [*export_envs(), "ZERO_TOPO_"]
 
     return exported
+
+
+def _reporting(wait: Callable[[FileBaton], None]) -> Callable[[FileBaton], None]:
+    """Log which lock torch's compiler waits for, after :data:`LOCK_S`, on one rank of each node.
+
+    DeepSpeed compiles its shared-memory collectives as it starts. A launch that is killed while it
+    compiles leaves the lock, for which later ones wait without end.
+    """
+
+    @wraps(wait)
+    def waited(baton: FileBaton) -> None:
+        lock = baton.lock_file_path
+        line = (
+            "zero_topo: this launch has waited %d s for %s, the lock of a compiler; if no process "
+            "compiles there, its owner was killed: rm %s"
+        )
+        timer = threading.Timer(LOCK_S, LOGGER.warning, (line, LOCK_S, lock, shlex.quote(lock)))
+        timer.daemon = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            timer.start()
+        wait(baton)
+        timer.cancel()
+
+    return waited
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

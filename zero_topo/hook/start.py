@@ -28,7 +28,7 @@ from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_g
 from zero_topo.hook.parameters import wrong_group
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
-from zero_topo.quant.operands import FLOATS
+from zero_topo.quant.operands import FLOATS, way_to_floats
 from zero_topo.topology.groups import groups_from
 
 LOCAL: Mapping[str, str] = MappingProxyType(
@@ -199,8 +199,7 @@ def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
         if dtype not in FLOATS:
             raise ValueError(
                 f"{name} is {dtype}: weights are stored and sent as FP32, FP16 or BF16, and FP32 "
-                "masters train them under stock ZeRO-3 too; call model.float() before "
-                "deepspeed.initialize or zero.Init gets the model"
+                f"masters train them under stock ZeRO-3 too; {way_to_floats(dtype)}"
             )
     if len(kinds) > 1:
         named = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())

@@ -26,6 +26,16 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLOATS = tuple(DTYPES.values())
 
 
+def way_to_floats(dtype: torch.dtype) -> str:
+    """Return what a user does with a trained parameter whose type is not one of ``FLOATS``."""
+    if dtype.is_complex:
+        return (
+            "make torch.view_as_real(weight) the parameter, and call torch.view_as_complex in the "
+            "forward"
+        )
+    return "call model.float() before the model is sharded"
+
+
 def counted(count: int, like: Tensor) -> Tensor:
     """Return the numbers below ``count``, int64, on the device of a tensor."""
     return torch.arange(count, dtype=torch.int64, device=like.device)

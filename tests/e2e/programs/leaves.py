@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,10 @@ import zero_topo
 class SlowWriter(dcp.FileSystemWriter):
     """Writes after the script's last line."""
 
-    def write_data(self, *args: object, **options: object) -> object:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         """Write, after a second."""
         time.sleep(1)
-        return super().write_data(*args, **options)  # type: ignore[arg-type]
+        return super().write_data(plan, planner)
 
 
 def main(folder: Path) -> None:
