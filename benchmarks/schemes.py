@@ -192,12 +192,9 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme(
                 "topo-scatter-nf4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "nf4"}}
             ),
-            # The sparse modes at densities at which a small model tells them apart; top-k without
-            # feedback is naive.
-            _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
+            # The sparse modes at densities at which a small model tells them apart.
             *(
-                _synced(f"{mode}{word}", {"mode": mode, "density": 0.02}, optimizer)
-                for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "oktopk")
+                _synced(f"oktopk{word}", {"mode": "oktopk", "density": 0.02}, optimizer)
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             *(
@@ -246,27 +243,20 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "select": "parameter"}),
-            # Figure 6 of Radius in 300 steps, the first 15% dense; the paper's naive top-k has
-            # error feedback.
+            # Figure 6 of Radius in 300 steps, the first 15% dense.
             *(
                 _synced(
-                    name,
+                    f"radius-{percent}-{steps}",
                     {
-                        "mode": mode,
+                        "mode": "radius",
                         "density": percent / 100,
                         "start": 45,
                         "value_dtype": "fp32",
-                        **more,
+                        "interval": steps,
                     },
                 )
                 for percent in (50, 40, 10)
-                for name, mode, more in (
-                    (f"topk_a-{percent}", "topk_a", {}),
-                    *(
-                        (f"radius-{percent}-{steps}", "radius", {"interval": steps})
-                        for steps in (10, 50)
-                    ),
-                )
+                for steps in (10, 50)
             ),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced(

@@ -77,7 +77,7 @@ RESUMED: dict[str, Job] = {
     "scape": replace(job(block("topo", optimizer="node", sync=SCAPE), "bf16", **OFFLOAD), steps=5),
     "aged": replace(job(block("topo", sync=OKTOPK), "bf16", **OFFLOAD), steps=6),
     "aged_replicated": replace(
-        job(block("topo", optimizer="node", sync={"mode": "topk_a", "density": 0.1})), steps=6
+        job(block("topo", optimizer="node", sync={"mode": "oktopk", "density": 0.1})), steps=6
     ),
 }
 """DeepSpeed's masters and ours, next to the weights and offloaded; a captured secondary, published

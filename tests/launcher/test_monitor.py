@@ -143,7 +143,7 @@ def heard(logger: Any) -> dict[tuple[str, str], int]:
     return dict(+sent)
 
 
-@pytest.mark.parametrize("sync", [{"mode": "topk_a", "density": 0.1}, late({"mode": "quantized"})])
+@pytest.mark.parametrize("sync", [{"mode": "oktopk", "density": 0.1}, late({"mode": "quantized"})])
 def test_the_comms_logger_counts_every_exchange(sync: dict[str, Any], comms_logger: Any) -> None:
     """Every byte that a step's meter counts; stragglers can be compared; losses keep their bits."""
     job = Job(zero_topo=block("topo", sync=sync), steps=STEPS, micro_batches=MICRO_BATCHES)

@@ -28,7 +28,7 @@ Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"del
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
     """AgedAdamW: the loss falls, and ages are what the sums say."""
     thin = Job(
-        zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED
+        zero_topo=block("topo", **plan, sync={"mode": "oktopk", "density": 0.1}), steps=20, ds=AGED
     )
     losses = []
     with running(thin) as engine:

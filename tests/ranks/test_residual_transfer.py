@@ -37,7 +37,7 @@ from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
 RESIDUAL: dict[str, dict[str, object]] = {
-    "topk_a": {"density": 0.05},
+    "ternary": {"density": 0.05},
     "oktopk": {"density": 0.05},
     "radius": {"density": 0.1, "value_dtype": "fp32"},
     "tagc": {"value_dtype": "fp32"},
@@ -164,7 +164,7 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
     ("mode", "was", "now", "said"),
     [
         (
-            "topk_a",
+            "ternary",
             {"exclude": ["p0"]},
             {"exclude": ["p1"]},
             "other parameters take part in sync now: 3 rows",
@@ -206,8 +206,8 @@ def test_state_of_other_settings_is_not_misread(
 def test_a_warm_up_goes_on_under_another_plan(tmp_path: Path) -> None:
     """Of a mode that remembers residuals and steps alone, on as many ranks: nothing begins anew."""
     gentle = {"start": 1, "warmup": 8}
-    residuals_after(sparse("topo", emulated(2, 2, 2), "topk_a", **gentle), None, 4, tmp_path)
-    w = sparse("replicated optimizer", emulated(2, 2, 2), "topk_a", **gentle)
+    residuals_after(sparse("topo", emulated(2, 2, 2), "ternary", **gentle), None, 4, tmp_path)
+    w = sparse("replicated optimizer", emulated(2, 2, 2), "ternary", **gentle)
 
     def rank_main(rank: int) -> tuple[str | None, int]:
         (path,) = tmp_path.glob(f"*_rank_{rank}_mp*")
@@ -268,7 +268,7 @@ def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
     _, saved_ages = carried(tmp_path)
     for machine in (emulated(2, 2, 2), shuffled(emulated(2, 2, 2))):
         for place in ("topo", "replicated optimizer"):
-            plan = sparse(place, machine, "topk_a").config.plan
+            plan = sparse(place, machine, "ternary").config.plan
             for rank in range(8):
                 rows = age_rows(
                     saved_ages, Layout(plan, rank, tuple(numels.values())), list(numels)
@@ -359,8 +359,8 @@ def test_damaged_files_are_one_line_each(
     ("sync", "what", "name", "message"),
     [
         ({}, "residuals", "p1", r"delete zero_topo_residuals\.pt"),
-        ({"mode": "topk_a"}, "residuals", "p4", r"7 elements for p4, which has 1280"),
-        ({"mode": "topk_a"}, "ages", "p4", r"7 elements for p4, which has 1280"),
+        ({"mode": "ternary"}, "residuals", "p4", r"7 elements for p4, which has 1280"),
+        ({"mode": "ternary"}, "ages", "p4", r"7 elements for p4, which has 1280"),
     ],
     ids=[
         "another mode has no place for it, the file may be deleted",
@@ -384,7 +384,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_residuals_without_a_place_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """One gradient domain syncs nothing: of all ranks one says so, and says who it is."""
-    w = sparse("topo", emulated(1, 2, 2), "topk_a")
+    w = sparse("topo", emulated(1, 2, 2), "ternary")
     run_threads(w.size, lambda rank: mode_of(w.engine()).inherit({}))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.startswith("zero_topo: residuals of another run are dropped")

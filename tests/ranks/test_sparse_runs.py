@@ -32,10 +32,8 @@ from zero_topo.engine.gradients import Gradients
 from zero_topo.topology.presets import emulated
 
 SYNC: dict[str, dict[str, Any]] = {
-    **{
-        mode: {"mode": mode}
-        for mode in ("topk_a", "gaussian_k", "topk_dsa", "gtopk", "oktopk", "ternary")
-    },
+    "oktopk": {"mode": "oktopk"},
+    "ternary": {"mode": "ternary"},
     "sharded": {"mode": "oktopk", "sharded": True},
     "tagc": {"mode": "tagc", "theta": 0.9},
 }
@@ -92,7 +90,7 @@ def test_a_late_gradient_is_added(name: str) -> None:
     check_nothing_is_lost(w, run_threads(w.size, rank_main))
 
 
-@pytest.mark.parametrize("name", ["topk_a", "sharded", "ternary"])
+@pytest.mark.parametrize("name", ["oktopk", "sharded", "ternary"])
 def test_a_residual_fits_runs_of_another_size(name: str) -> None:
     """It has the columns of the parameters, whatever their runs are."""
     w = world_of(name)
@@ -112,9 +110,7 @@ def test_a_residual_fits_runs_of_another_size(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "sync"),
     [
-        *product(
-            ("topk_a", "oktopk", "ternary"), ("topo", "data parallel"), [{"value_dtype": "bf16"}]
-        ),
+        *product(("oktopk", "ternary"), ("topo", "data parallel"), [{"value_dtype": "bf16"}]),
         ("sharded", "topo", {"value_dtype": "bf16"}),
         *product(
             ["ternary"],
@@ -151,7 +147,7 @@ def test_a_run_is_sent_under_the_backward_pass(name: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Gradients, "scatter", counted)
     modes = SYNC | {"radius": {"mode": "radius"}, "scape": {"mode": "scape"}}
-    for select in {"radius": ("parameter",), "topk_a": ("run", "all")}.get(name, ("run",)):
+    for select in {"radius": ("parameter",), "oktopk": ("run", "all")}.get(name, ("run",)):
         block = BLOCKS["scape" if name == "scape" else "topo"] | {
             "sync": modes[name] | {"select": select}
         }
@@ -161,16 +157,14 @@ def test_a_run_is_sent_under_the_backward_pass(name: str, monkeypatch: pytest.Mo
             deepspeed.step()
 
 
-LAUNCHES = {"ternary": 17, "gaussian_k": 13}
-"""Ternary packets are put together bit by bit, and the threshold of Gaussian-k is corrected four
-times, in each run.
-"""
+LAUNCHES = {"ternary": 17}
+"""Ternary packets are put together bit by bit in each run."""
 
 
 @pytest.mark.parametrize("name", [*SYNC, "radius", "scape"])
 def test_a_run_costs_few_launches(name: str) -> None:
     """At most 12 for each parameter where a run has sixteen, with exceptions; fewer share what a
-    run costs by itself, which is 32 launches of topk_a, 40 to 60 of most modes, 170 of ternary.
+    run costs by itself, which is 40 to 60 launches of most modes, 170 of ternary.
 
     The host waits for nothing in the modes whose messages have known lengths.
     """
@@ -183,14 +177,12 @@ def test_a_run_costs_few_launches(name: str) -> None:
     config = resolve(emulated(2, 4, 2), **block, overlap=False)
     counts = count(config, numels(16), 16, 2)
     assert total(counts) / PARAMS <= LAUNCHES.get(name, PER_PARAMETER)
-    assert name in ("gaussian_k", "topk_dsa", "tagc") or not any(
-        phase.syncs for phase in counts.values()
-    )
+    assert name == "tagc" or not any(phase.syncs for phase in counts.values())
 
 
 def test_reports_are_of_all_runs() -> None:
     """Densities of all elements, not of the last run."""
-    for (found,) in run(world_of("topk_a"), 1):
+    for (found,) in run(world_of("oktopk"), 1):
         assert (
             found.report["density_asked"] == pytest.approx(0.05)
             and 0.0499 < found.report["density"] < 0.06

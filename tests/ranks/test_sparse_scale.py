@@ -28,12 +28,11 @@ from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.job import Job
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.transformer import Transformer
-from zero_topo.sync import topk
 from zero_topo.topology.presets import emulated
 
 ROW = LEAST_BLOCKS * 1024
 MODES: dict[str, dict[str, Any]] = {
-    **{mode: {} for mode in ("topk_a", "gaussian_k", "topk_dsa", "gtopk", "ternary")},
+    "ternary": {},
     "oktopk": {"tau_prime": 2},
     "sharded oktopk": {"tau_prime": 2, "sharded": True},
     "tagc": {"theta": 0.999},
@@ -77,11 +76,9 @@ def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool)
     """At 2 peers and at 16; the host waits for lengths only, and Ok-Topk once more if old
     thresholds select too many.
 
-    A tensor made of Python's numbers counts as a wait; gTopk is a tree, so it grows with the
-    logarithm.
+    A tensor made of Python's numbers counts as a wait.
     """
     waits = {
-        "topk_dsa": 1 if sharded else 2,
         "tagc": 3,
         "plain tagc": 1,
         "oktopk": 5,
@@ -90,19 +87,12 @@ def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool)
     few, many = (counted(pretended(name, peers, sharded)) for peers in (2, 16))
     for a, b in zip(few, many, strict=True):
         assert a.syncs == b.syncs <= waits.get(name, 0)
-        levels = 4 if name == "gtopk" else 1.2
-        assert b.launches <= levels * a.launches
+        assert b.launches <= 1.2 * a.launches
     if "oktopk" in name:
         assert sum(step.syncs <= 3 for step in many) >= 3
 
 
 STORED: list[tuple[str, dict[str, Any]]] = [
-    ("topk_a", {"density": 0.01}),
-    ("topk_a", {"density": 0.1}),  # adding up takes more than selecting
-    ("gaussian_k", {"density": 0.005}),
-    ("topk_dsa", {"density": 0.002}),
-    ("topk_dsa", {"density": 0.9}),
-    ("gtopk", {"density": 0.01}),
     ("oktopk", {"density": 0.002}),
     ("tagc", {}),
     ("tagc", {"select": "parameter"}),
@@ -111,9 +101,9 @@ STORED: list[tuple[str, dict[str, Any]]] = [
     ("scape", {}),
     ("scape", {"value_dtype": "bf16"}),
     ("scape", {"select": "parameter"}),
-    ("topk_dsa", {"density": 0.002, "start": 1, "value_dtype": "bf16"}),
     ("ternary", {}),
     ("ternary", {"density": 0.01}),
+    ("ternary", {"density": 0.01, "start": 1}),
 ]
 
 
@@ -172,7 +162,7 @@ def stored(w: World) -> int:
 def test_what_a_step_holds_is_in_the_prediction() -> None:
     """Among the messages, next to the residual and the masks that stay."""
     shape = Transformer("small", 2, 64, 2, 2, 100, 16, 256)
-    for name in ("topk_a", "radius"):
+    for name in ("oktopk", "radius"):
         w = pretended(name, 2, True)
         said = predict_memory(w.config, Workload.uniform(w.numels), Job(shape, 1, 1))
         most = w.config.sync.scratch(w.config.plan, w.columns, (w.columns,), 2)[0]
@@ -182,12 +172,10 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
 # -- above 2**31 -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["topk_a", "gaussian_k", "gtopk", "oktopk", "topk_dsa"])
-def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
-    """Of 4 bytes up to 2**32 elements, of 8 above; where owners add up their rows, these are what
-    counts.
-    """
-    w = sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=1e-6)
+@pytest.mark.parametrize("select", ["all", "run"])
+def test_bytes_follow_the_width_of_an_index(select: str) -> None:
+    """Of 4 bytes up to 2**32 elements, of 8 above; in runs, indices count within an owner's row."""
+    w = sparse_world(DATA_PARALLEL, 4, "oktopk", (NUMEL,), density=1e-6, select=select)
 
     def per_element(numel: int) -> float:
         (sent,) = step_bytes(w.config, Workload.uniform([numel], itemsize=4)).values()
@@ -196,34 +184,15 @@ def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
     least = per_element(2**31)
     assert per_element(2**32) == pytest.approx(least, rel=1e-3)
     assert per_element(2**32 + 4) == pytest.approx(
-        least * (1 if mode == "topk_dsa" else 1.5), rel=1e-3
+        least * (1 if select == "run" else 1.5), rel=1e-3
     )
     assert per_element(2**34 + 8) == pytest.approx(least * 1.5, rel=1e-3)
-
-
-def test_more_selections_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the engine is built, on every rank, with what to set instead; 2**31 - 1 is pretended to
-    be 100.
-    """
-    monkeypatch.setattr(topk, "LONGEST", 100)
-    for numel, refused in ((1000, False), (1040, True)):
-        w = sparse_world(DATA_PARALLEL, 4, "topk_a", (numel,), density=0.025)
-        with mirrored(4):
-            if refused:
-                with pytest.raises(
-                    ValueError,
-                    match=r"26 selected elements of each of 4 ranks .*lower sync.density and "
-                    r".*\"oktopk\"",
-                ):
-                    w.engine()
-            else:
-                w.engine()
 
 
 # -- the same bits on another way ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "tagc"])
+@pytest.mark.parametrize("mode", ["oktopk", "tagc"])
 def test_nothing_is_lost_where_groups_are_not_in_the_order_of_the_tree(mode: str) -> None:
     """Messages of any length are brought into the order of the members on both ways."""
     w = world(

@@ -33,7 +33,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     ),
     **{
         f"{mode}, warming up": partial(topo, mode, NUMELS, start=1, warmup=5, density=0.02)
-        for mode in ("topk_a", "oktopk", "ternary")
+        for mode in ("oktopk", "ternary")
     },
     **{f"{name} in runs": partial(world_of, name) for name in SYNC},
     "tagc": partial(tagc, (3000,), 2, ratio=10, theta=0.9),

@@ -40,7 +40,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     **{kind.MODE: {"mode": kind.MODE} for kind in SPARSE_MODES if kind.MODE != "scape"},
     "oktopk": OKTOPK,
     "sharded": {**OKTOPK, "sharded": True},
-    "offloaded": {"mode": "topk_a", "offload_residual": True},
+    "offloaded": {**OKTOPK, "offload_residual": True},
     "radius": {"mode": "radius", "start": 1, "interval": 2},
 }
 """Settings of the sparse modes that any plan may have: a new mode is tested by all rules."""
@@ -85,7 +85,6 @@ COMBINED = (
     "topo-zero2",
     "codes, q4",
     "codes, oktopk",
-    "gaussian_k",
     "offloaded",
 )
 """Those that differ from others in what these tests do not look at."""

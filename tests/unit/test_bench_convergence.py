@@ -82,7 +82,7 @@ def test_muon_trains_its_matrices_at_the_schemes_rate_and_the_others_at_the_benc
 def test_in_one_process_a_mode_that_sends_everything_trains_like_dense_sync() -> None:
     """Within rounding, on two ranks, behind the optimizer that it needs; its bytes are counted."""
     modes: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("topk_a", "AdamW", {}),
+        ("oktopk", "AdamW", {}),
         ("radius", "AdamW", {"interval": 4, "value_dtype": "fp32"}),
         ("scape", "AdamS", {}),
     )
@@ -119,7 +119,7 @@ def test_in_one_process_only_sync_and_the_optimizer_differ() -> None:
         "shape": (2, 1, 1),
         "one_process": True,
     }
-    replace(wanted("topk_a"), **settings)
+    replace(wanted("oktopk"), **settings)
     for other in (
         {"setup": SETUP},
         {"shape": (2, 2, 1)},
@@ -127,7 +127,7 @@ def test_in_one_process_only_sync_and_the_optimizer_differ() -> None:
         {"schemes": wanted("topo").schemes},
     ):
         with pytest.raises(ValueError, match="give --fp32, a shape such as 4x1x1"):
-            replace(wanted("topk_a"), **settings | other)
+            replace(wanted("oktopk"), **settings | other)
 
 
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:

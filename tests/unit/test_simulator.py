@@ -102,7 +102,7 @@ def test_what_has_nothing_to_hide_behind_is_exposed() -> None:
 def test_a_mode_that_takes_all_gradients_at_once_syncs_after_the_last_backward() -> None:
     """None of it is hidden, however fast the network; of a dense sync all but the first run's."""
     topo, job = {"scheme": "topo"}, replace(JOB, overlap=1.0, bucket=MODEL.params // 4)
-    for block, hides in ((topo, True), ({**topo, "sync": {"mode": "topk_a"}}, False)):
+    for block, hides in ((topo, True), ({**topo, "sync": {"mode": "oktopk"}}, False)):
         best, worst = (
             predict_step(resolve(TREE, **block), replace(job, overlap=o), RATES) for o in (1.0, 0.0)
         )

@@ -35,7 +35,6 @@ from zero_topo.sync.selection import (
     largest_of_each,
     positions,
 )
-from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=1, max_size=200).map(torch.tensor)
@@ -166,8 +165,6 @@ def test_what_is_not_finite_is_always_selected(bad: float, on_cpu: bool) -> None
         bound = kth_largest(x, 3)
         assert bound == torch.inf and int(count_reaching(x, bound)) == 3
         assert above(x, float(bound), 3).indices.tolist() == [7]
-    mode: Any = SimpleNamespace(density=0.01)
-    assert float(GaussianK.threshold(mode, x, 100)) == torch.inf
 
 
 @pytest.fixture
@@ -248,24 +245,6 @@ def _room(numel: int) -> tuple[Tensor, Tensor]:
 def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -> None:
     """However small: a rank always says something."""
     assert share(density, numel) == k
-
-
-@pytest.mark.parametrize(
-    "x",
-    [NORMAL, NORMAL + 0.3, NORMAL - 1, NORMAL**3, NORMAL.sign()],
-    ids=["normal", "shifted", "far", "heavy", "alike"],
-)
-def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
-    """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half
-    above 4/3 k.
-    """
-    mode: Any = SimpleNamespace(density=0.01)
-    k = share(0.01, len(x))
-    bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
-    for _ in range(FITTING_STEPS):
-        passed = int((x.abs() >= bound).sum())
-        bound *= 0.5 if passed < 2 / 3 * k else 1.5 if passed > 4 / 3 * k else 1
-    assert float(GaussianK.threshold(mode, x, k)) == pytest.approx(bound, rel=1e-5)
 
 
 @given(VECTORS, st.integers(1, 5), st.data())

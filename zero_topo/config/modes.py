@@ -15,10 +15,6 @@ from zero_topo.config.sync_config import DenseSync, QuantizedSync, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 
 SPARSE_MODES: tuple[type[sparse.SparseSync], ...] = (
-    sparse.TopkASync,
-    sparse.TopkDsaSync,
-    sparse.GTopkSync,
-    sparse.GaussianKSync,
     sparse.OkTopkSync,
     sparse.RadiusSync,
     sparse.ScapeSync,

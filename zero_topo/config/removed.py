@@ -32,6 +32,10 @@ REMOVED: tuple[Removed, ...] = (
         "measured",
         "name a preset, or a .json file that describes the machine",
     ),
+    Removed("sync.mode", "topk_a", 'set it to "oktopk"'),
+    Removed("sync.mode", "gaussian_k", 'set it to "oktopk"'),
+    Removed("sync.mode", "topk_dsa", 'set it to "oktopk"'),
+    Removed("sync.mode", "gtopk", 'set it to "oktopk"'),
 )
 
 

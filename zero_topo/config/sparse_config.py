@@ -65,135 +65,7 @@ class MaskedSync(SparseSync):
         return errors, max(self.dense_bytes(columns, plan, overwritten), sent, received), settling
 
 
-class PickingSync(SparseSync):
-    """What modes have in common that send selected elements, an index and a value each; here, all
-    to every peer.
-
-    Attributes:
-        SELECTING: scratch bytes per element while the selected ones are found.
-        ROOM: elements in a packet, as a multiple of those that a rank is to select.
-    """
-
-    SELECTING: ClassVar[int] = FP32
-    ROOM: ClassVar[float] = 1
-
-    select: Literal["run", "all"] = Field("all", description=SELECT)
-
-    def record_bytes(self, numel: int) -> int:
-        """Return the bytes of a selected element as sent: a value, and an index into ``numel``
-        elements.
-        """
-        return index_bytes(numel) + ITEMSIZES[self.value_dtype]
-
-    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of the selected elements, sent to every peer."""
-        numel = sync_peers(plan) * sum(widths)
-        return (
-            share(self.ROOM * self.density, numel)
-            * (sync_peers(plan) - 1)
-            * self.record_bytes(numel)
-        )
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep the selected elements; select, or receive and add up all selected elements of all
-        peers.
-        """
-        peers = sync_peers(plan)
-        n = peers * columns
-        k = self.ROOM * self.density * peers * columns
-        summed = max(SORTING_BYTES * peers * k, SELECTION_BYTES * peers * k + 4 * n + overwritten)
-        kept = SELECTION_BYTES * k
-        return kept, kept + max((FP32 + self.SELECTING) * n, summed), FP32 * self.density * n
-
-
-class TopkASync(PickingSync):
-    """Every rank sends its selected elements to all others."""
-
-    mode: Literal["topk_a"] = Field(
-        "topk_a", description="All-gather of every rank's largest elements."
-    )
-
-
-class GaussianKSync(PickingSync):
-    """As ``topk_a``, with a threshold that is estimated from a normal distribution."""
-
-    SELECTING: ClassVar[int] = 2
-    ROOM: ClassVar[float] = 4 / 3
-
-    mode: Literal["gaussian_k"] = Field(
-        "gaussian_k", description="topk_a with an estimated threshold (Gaussian-k)."
-    )
-
-
-class TopkDsaSync(PickingSync):
-    """Selected elements are reduced by their owners; the sums are gathered, sparse or dense,
-    whichever is shorter.
-    """
-
-    mode: Literal["topk_dsa"] = Field(
-        "topk_dsa", description="Sparse reduce-scatter, then an all-gather (SparCML)."
-    )
-
-    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes of each owner's part, with indices into its row, then of the sums that
-        all peers get.
-
-        A region has at most ``k`` sums; it is sent dense if that is shorter.
-        """
-        row = sum(widths)
-        peers = sync_peers(plan)
-        k = self.density * peers * row
-        record = self.record_bytes(row)
-        dense = row * 4 / record
-        return (
-            k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)
-        ) * record
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """At the peak select, sum, or, if all rows are needed, receive them sparse or dense."""
-        peers = sync_peers(plan)
-        row = 4 * columns
-        n = peers * columns
-        k = self.density * peers * columns
-        back: float = row + overwritten
-        if replicated(plan):
-            sparse = k * self.record_bytes(columns) < row
-            back = max(
-                row + (4 * n + (SELECTION_BYTES + 8) * peers * k if sparse else 4 * n),
-                4 * n + overwritten,
-            )
-        kept, _, settling = super().run_bytes(columns, plan, overwritten)
-        return kept, kept + max(8 * n, SORTING_BYTES * k, back), settling
-
-
-class GTopkSync(PickingSync):
-    """The largest elements of the sum, found in a tree."""
-
-    mode: Literal["gtopk"] = Field(
-        "gtopk",
-        description="Pairwise sums in a tree, the largest elements chosen anew at each level "
-        "(gTopk).",
-    )
-
-    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Return the bytes that the tree's root sends: fewest on the way up, most on the way
-        down.
-        """
-        numel = sync_peers(plan) * sum(widths)
-        return self.density * numel * (sync_peers(plan) - 1).bit_length() * self.record_bytes(numel)
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep also at each level the elements that are not passed on; at the peak select or
-        sum.
-        """
-        n = sync_peers(plan) * columns
-        levels = (sync_peers(plan) - 1).bit_length()
-        selections, _, settling = super().run_bytes(columns, plan, overwritten)
-        kept = (1 + levels) * selections
-        return kept, max(8 * n + selections, 4 * n + kept + selections + overwritten), settling
-
-
-class OkTopkSync(PickingSync):
+class OkTopkSync(SparseSync):
     """The largest elements of the sum of the largest, with O(k) words whatever the number of ranks.
 
     With ``"select": "run"`` it selects the same share of each rank's part of a run, without
@@ -201,6 +73,7 @@ class OkTopkSync(PickingSync):
     """
 
     mode: Literal["oktopk"] = Field("oktopk", description="The sparse all-reduce of Ok-Topk.")
+    select: Literal["run", "all"] = Field("all", description=SELECT)
     tau: int = Field(64, ge=1, description="Steps between two balancings of the regions.")
     tau_prime: int = Field(32, ge=1, description="Steps between two exact thresholds.")
     sharded: StrictBool = Field(
@@ -243,7 +116,8 @@ class OkTopkSync(PickingSync):
         row = sum(widths)
         peers = sync_peers(plan)
         part = (peers - 1) * (self.density * row if self.whole else share(self.density, row))
-        record = self.record_bytes(row if self.sharded or not self.whole else peers * row)
+        indexed = row if self.sharded or not self.whole else peers * row
+        record = index_bytes(indexed) + ITEMSIZES[self.value_dtype]
         return (part if self.sharded else 2 * part) * record
 
     @property
@@ -252,18 +126,18 @@ class OkTopkSync(PickingSync):
         return self.sharded
 
     def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep also the sums of the own row that are not chosen.
+        """Keep the selected elements, and the sums of the own row that are not chosen.
 
         At the peak sum, or store a row with magnitudes to select from or with all chosen sums.
         """
         n = sync_peers(plan) * columns
         row = 4 * columns
-        selections, _, settling = super().run_bytes(columns, plan, overwritten)
+        selections = SELECTION_BYTES * self.density * n
         summing = SORTING_BYTES * self.density * n + (4 * n if self.whole else 0)
         return (
             selections + (row if self.sharded else 0),
             selections + row + max(8 * n, summing),
-            settling,
+            FP32 * self.density * n,
         )
 
 

@@ -8,7 +8,7 @@ Importing the package registers every mode with :func:`zero_topo.sync.base.build
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary, topk  # noqa: F401  (they register)
+from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary  # noqa: F401  (they register)
 from zero_topo.sync.base import Moment, Parameter, ResidualOwners, SyncContext, SyncMode, build_mode
 from zero_topo.sync.optimizers import AdamLike, AdamS, AgedAdamW
 

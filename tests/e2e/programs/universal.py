@@ -33,8 +33,8 @@ from zero_topo.leaving import leave
 STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 """The steps that each number of ranks takes."""
 MICRO_BATCHES = 8
-SPARSE = {"mode": "topk_a", "density": 0.05}
-ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
+SPARSE = {"mode": "oktopk", "density": 0.05}
+ALL_OF_IT = {"mode": "oktopk", "density": 1.0}
 """Sends all residuals in the first step; the losses show whether they and the ages of all sums were
 restored.
 """
