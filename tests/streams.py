@@ -549,7 +549,7 @@ class _Symbolic(Group):
         transport.wait_stream(self.device.current_stream())
         with transport, self.device.call("exchange", [_all_of(sent)], [_all_of(received)]):
             move()
-        return Handle(lambda: received, transport.record_event().wait, (sent, received))
+        return Handle(received, transport.record_event().wait, (sent, received))
 
 
 def _as_on_a_gpu(device: Device) -> list[Any]:

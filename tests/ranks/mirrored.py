@@ -30,11 +30,11 @@ class Mirrored(Group):
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.expand(self.size, -1).contiguous()
-        return Handle(lambda: received)
+        return Handle(received)
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         received = table[self.index].expand_as(table).contiguous()
-        return Handle(lambda: received)
+        return Handle(received)
 
     def _all_to_all_uneven(
         self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
@@ -47,12 +47,12 @@ class Mirrored(Group):
             own.repeat(self.size, 1) if len(own) else rows.new_zeros(sum(expected), rows.shape[1])
         )
         assert len(received) == sum(expected)
-        return Handle(lambda: received)
+        return Handle(received)
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         received = rows.repeat(self.size, 1)
         assert len(received) == sum(sizes)
-        return Handle(lambda: received)
+        return Handle(received)
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) 
         received = all_gather(group, message).wait()
         arrived = received.clone()
         received.view(torch.uint8).fill_(255)  # NaN in every floating type
-        return Handle(lambda: received.copy_(arrived))
+        return Handle(received).then(lambda r: r.copy_(arrived))
 
     monkeypatch.setattr(Group, "_all_gather", slow)
     w = world(block("topo", None))

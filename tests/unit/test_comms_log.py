@@ -72,7 +72,7 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     exchanges: list[tuple[str, bool, int]] = []
     meter, table = Meter(), torch.zeros(2, 3)
     meter.listener = lambda _, op, nbytes, even: exchanges.append((op, even, nbytes))
-    sent = Handle(lambda: as_bytes(table).view(2, -1))
+    sent = Handle(as_bytes(table).view(2, -1))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
             patch.setattr(Group, name, lambda *_: sent)
@@ -96,7 +96,7 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     for _ in range(3):
         assert (
             group("gather_forward", meter)._begin(*GATHER, lambda: Handle(came, wait)).wait()
-            is came()
+            is came
         )
     logger.verbose = True
     group("scatter", meter)._begin(*SCATTER, lambda: Handle(MagicMock()))

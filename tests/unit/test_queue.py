@@ -15,7 +15,7 @@ from zero_topo.collectives.queue import Handle, OrderedQueue
 def test_work_ends_at_once_or_in_the_order_in_which_it_began(overlap: bool) -> None:
     """Waiting for the second of three ends the first as well; `finish` ends the rest."""
     queue, ended = OrderedQueue(torch.device("cpu"), overlap), list[int]()
-    handles = [queue.run(lambda n=n: Handle(lambda: ended.append(n))) for n in range(3)]  # type: ignore[misc]
+    handles = [queue.run(lambda n=n: Handle().then(lambda _: ended.append(n))) for n in range(3)]  # type: ignore[misc]
     assert ended == ([] if overlap else [0, 1, 2])
     handles[1].wait()
     assert ended[:2] == [0, 1]
@@ -30,11 +30,11 @@ def test_a_handle_of_several_stages_ends_with_the_last() -> None:
     done = list[str]()
 
     def stage(name: str, following: Handle[str] | None = None) -> Handle[str]:
-        def finish() -> str | Handle[str]:
+        def finish(_: object) -> str | Handle[str]:
             done.append(name)
             return following or name
 
-        return Handle(finish)
+        return Handle(None, lambda: None).then(finish)
 
     handle = stage("inside", stage("across")).then(lambda name: f"decoded {name}")
     handle.wait(1)
@@ -48,11 +48,11 @@ def test_a_handle_of_several_stages_ends_with_the_last() -> None:
 
 def test_what_follows_an_ended_handle_is_computed_too() -> None:
     """A meter that times an exchange waits for it at once."""
-    ended = Handle(lambda: 2)
+    ended = Handle(2)
     assert ended.wait() == 2 and ended.then(lambda n: n + 1).wait() == 3
 
-    def stage() -> int | Handle[int]:
+    def stage(_: object) -> int | Handle[int]:
         return ended
 
-    again = Handle(stage).then(lambda n: 10 * n)
+    again = Handle().then(stage).then(lambda n: 10 * n)
     assert again.wait() == 30

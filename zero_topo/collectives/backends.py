@@ -94,7 +94,7 @@ class Gloo(Group):
             done[:] = works
             works.clear()
 
-        return Handle(lambda: received, wait, (parts, received))
+        return Handle(received, wait, (parts, received))
 
 
 class Registered(Group):

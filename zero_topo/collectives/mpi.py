@@ -37,13 +37,13 @@ class Mpi(Group):
         sent = message.cpu()
         received = torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
-        return Handle(lambda: received.to(message.device), request.Wait, (sent,))
+        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(message.device))
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         sent = table.cpu()
         received = torch.empty_like(table, device="cpu")
         request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
-        return Handle(lambda: received.to(table.device), request.Wait, (sent,))
+        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(table.device))
 
     def _all_to_all_uneven(
         self,
@@ -58,7 +58,7 @@ class Mpi(Group):
         due = width * host_counts(expected).numpy()
         # MPI counts bytes, of a row's width each.
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
-        return Handle(lambda: received.to(rows.device))
+        return Handle(received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """Run the exchange before returning: it blocks."""
@@ -66,7 +66,7 @@ class Mpi(Group):
         received = torch.empty(sum(sizes), width, dtype=rows.dtype, device="cpu")
         due = width * host_counts(sizes).numpy()
         self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), due])
-        return Handle(lambda: received.to(rows.device))
+        return Handle(received.to(rows.device))
 
 
 def _buffer(x: Tensor) -> Any:

@@ -37,77 +37,67 @@ U = TypeVar("U")
 
 
 class Handle(Generic[T]):
-    """Owns the buffers of a collective until it is waited for, and then finishes it once.
+    """A value that is there after some steps: exchanges to wait for, and what is computed of
+    their results.
 
     Args:
-        finish: computes the result from the received buffers; runs once. If it returns a handle,
-            that one's stages follow, and its result is the result; see Note [Stages].
-        wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended;
-            None if nothing moves.
-        buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
+        value: the value, or the buffer that an exchange receives.
+        wait: blocks (CPU) or makes the current stream wait (GPU) until the exchange has ended; None
+            if nothing moves.
+        buffers: tensors the exchange reads or writes; kept alive until it has been waited for.
     """
 
-    # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits
-    # for it.
+    # On a GPU, the queue records this event on its stream after the last step; the reader's stream
+    # waits for it.
     event: torch.Event | None = None
 
     def __init__(
         self,
-        finish: Callable[[], T | Handle[T]],
+        value: T = None,  # type: ignore[assignment]
         wait: Callable[[], object] | None = None,
-        buffers: tuple[object, ...] = (),
+        buffers: object = (),
     ) -> None:
-        self._wait = wait
-        self._buffers = buffers
-        # The next stage; None once the last one has stored the result.
-        self._finish: Callable[[], Any] | None = finish
-        # What is computed of the last stage's result, in order.
-        self._following: list[Callable[[Any], Any]] = []
-        self._result: T = None  # type: ignore[assignment]  # until the last stage
+        self._value: Any = value
+        # Each is taken once, in order: whether it waits for an exchange, what to call, and what it
+        # keeps alive.
+        self._steps: list[tuple[bool, Callable[..., Any], object]] = []
+        if wait is not None:
+            self._steps.append((True, wait, buffers))
 
     @property
     def ended(self) -> bool:
-        """Whether the result is there."""
-        return self._finish is None
+        """Whether the value is there."""
+        return not self._steps
 
     def then(self, finish: Callable[[T], U | Handle[U]]) -> Handle[U]:
-        """Return this handle, whose result becomes ``finish`` of the result."""
-        if self._finish is None:
-            result = self._result
-            self._finish = lambda: result
-        self._following.append(finish)
+        """Return this handle, whose value becomes ``finish`` of its value; if that is a handle, its
+        steps follow.
+        """
+        self._steps.append((False, finish, None))
         return cast("Handle[U]", self)
 
-    def wait(self, stages: int = -1) -> T:
-        """Wait for the collective and return its result; later calls return the stored result.
+    def wait(self, exchanges: int = -1) -> T:
+        """Take all steps and return the value; later calls return it again.
 
         Args:
-            stages: the most stages to run, -1 for all; there is no result before the last one.
+            exchanges: the most exchanges to wait for, -1 for all; there is no value before the last
+                step.
         """
-        while self._finish is not None and stages:
-            stages -= 1
-            if self._wait is not None:
-                self._wait()
-            finish = self._finish
-            self._finish = None
-            found = finish()
-            self._wait = None
-            self._buffers = ()
-            while isinstance(found, Handle) or self._following:
-                if not isinstance(found, Handle):
-                    found = self._following.pop(0)(found)
-                elif found.ended:
-                    found = found._result
-                else:
-                    # Nobody else has this handle, so its stages become those of the waiting one.
-                    self._wait = found._wait
-                    self._buffers = found._buffers
-                    self._finish = found._finish
-                    self._following = found._following + self._following
-                    break
-            else:
-                self._result = found
-        return self._result
+        steps = self._steps
+        while steps and (exchanges or not steps[0][0]):
+            exchange, call, _ = steps[0]
+            if exchange:
+                exchanges -= 1
+                call()
+            del steps[0]  # a step that raises is not taken again, but for an exchange
+            if not exchange:
+                value = call(self._value)
+                if isinstance(value, Handle):
+                    # Nobody else has this handle, so its steps become those of the waiting one.
+                    steps[:0] = value._steps
+                    value = value._value
+                self._value = value
+        return cast(T, self._value)
 
 
 class OrderedQueue:
@@ -159,7 +149,7 @@ class OrderedQueue:
             self._advance()
         elif not self.overlaps or self._on_gpu:
             self._end(0)
-        return Handle(partial(self._wait, begun))
+        return Handle(begun).then(self._wait)
 
     def flush(self) -> None:
         """Finish all begun runs on a GPU, without host synchronization; do nothing on a CPU."""
@@ -186,7 +176,7 @@ class OrderedQueue:
         for begun in list(self._begun)[-2::-1]:
             self._on_stream(partial(begun.wait, 1))
         self._end(3)
-        while self._begun[0].ended:
+        while self._begun and self._begun[0].ended:
             self._end(len(self._begun) - 1)
 
     def _end(self, left: int) -> None:

@@ -106,7 +106,7 @@ class Group:
         ``[size, *x.shape]``.
         """
         if self.size == 1:
-            return Handle(lambda: x[None])
+            return Handle(x[None])
         shape = self.size, *x.shape
         nbytes = (self.size - 1) * x.nbytes
         received = self._begin("all_gather", nbytes, True, self._all_gather, as_bytes(x))
@@ -126,7 +126,7 @@ class Group:
             table: ``[size, ...]`` of any dtype, contiguous, of one shape on all members.
         """
         if self.size == 1:
-            return Handle(lambda: table)
+            return Handle(table)
         if table.dtype != torch.uint8:
             dtype = table.dtype
             shape = table.shape
@@ -244,13 +244,12 @@ class Group:
         old: Any = getattr(dist, "reduce_scatter_tensor", None)
         reduce_scatter = getattr(dist, "reduce_scatter_single", old)
         work = reduce_scatter(received, send, group=self.group, async_op=True)
-        return Handle(lambda: received.view(torch.uint8), work.wait, (send,))
+        return Handle(received.view(torch.uint8), work.wait, (send,))
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
-        if self.in_order:
-            return Handle(lambda: received, work.wait, (sent,))
-        return Handle(lambda: self._in_order(received, self.group_ranks), work.wait, (sent,))
+        ended = Handle(received, work.wait, (sent,))
+        return ended if self.in_order else ended.then(lambda r: self._in_order(r, self.group_ranks))
 
     def _room(self, counts: Sequence[int], rows: Tensor) -> Tensor:
         """Allocate ``[sum(counts), width]`` for rows like the given ones."""
@@ -276,7 +275,7 @@ class Group:
             work = dist.all_to_all_single(
                 received, rows, list(expected), list(sizes), group=self.group, async_op=True
             )
-            return Handle(lambda: received, work.wait, (rows,))
+            return Handle(received, work.wait, (rows,))
         cpu = torch.device("cpu")
         members = _index(self.members, cpu)
         lengths = host_counts(sizes)
@@ -285,9 +284,8 @@ class Group:
         send = _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
-        return Handle(
-            lambda: _regrouped(received, due, _index(self.group_ranks, cpu)), work.wait, (send,)
-        )
+        ended = Handle(received, work.wait, (send,))
+        return ended.then(lambda r: _regrouped(r, due, _index(self.group_ranks, cpu)))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
         """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
@@ -298,7 +296,7 @@ class Group:
         # A list of tensors: every rank is sent the same memory, and each message is received where
         # it belongs.
         work = dist.all_to_all(list(places), [rows] * self.size, group=self.group, async_op=True)
-        return Handle(lambda: received, work.wait, (rows, places))
+        return Handle(received, work.wait, (rows, places))
 
 
 class Hierarchy:
@@ -510,7 +508,7 @@ def reduce_scatter(
         # One member: values only move to their place, and are added.
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
-        return Handle(lambda: None)
+        return Handle()
     out = at_blocks(out, spec.block_size)
     first = hierarchy.groups[0]
     outer = hierarchy.groups[-1]

@@ -152,7 +152,7 @@ def gather(
     hierarchy = copies[param_indices[0]].hierarchy
     # Every rank stores all rows: nothing is sent, and nothing is quantized
     if hierarchy.size == 1 and message is None:
-        return Handle(partial(_local, copies, param_indices, layout, like))
+        return Handle().then(lambda _: _local(copies, param_indices, layout, like))
     messages, sizes = _messages(copies, param_indices)
 
     def finish(buffers: Tensor) -> list[Tensor]:
@@ -417,7 +417,7 @@ class Secondary:
             loaded = torch.empty(sum(sizes), dtype=torch.uint8, device=self._like.device)
             for part, place in zip(parts, loaded.split(sizes), strict=True):
                 place.copy_(part, non_blocking=True)
-            return Handle(lambda: loaded)
+            return Handle(loaded)
 
         assert self._copying is not None
         return self._copying.run(copied)
@@ -436,7 +436,7 @@ class Secondary:
         def copied() -> Handle[None]:
             for place, part in zip(places, staged, strict=True):
                 place.copy_(part, non_blocking=True)
-            return Handle(lambda: None)
+            return Handle()
 
         assert self._copying is not None
         self._stored = self._copying.run(copied).then(partial(_keep, staged))

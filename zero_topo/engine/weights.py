@@ -273,7 +273,7 @@ class Weights:
         if len(parts) == 1:
             return parts[0][1]
 
-        def finish() -> list[Tensor]:
+        def finish(_: None) -> list[Tensor]:
             whole = {
                 param_index: full
                 for part, handle in parts
@@ -281,7 +281,7 @@ class Weights:
             }
             return [whole[param_index] for param_index in param_indices]
 
-        return Handle(finish)
+        return Handle().then(finish)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Weights:
         views = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
             if hierarchy.size == 1:
-                return Handle(lambda: None)
+                return Handle()
             return all_gather_views(hierarchy, views, wire)
         own = by_member[hierarchy.index]
         differences = list[View]()

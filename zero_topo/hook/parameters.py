@@ -446,7 +446,8 @@ class ParameterGathers:
             handle = self._engine.weights.gather(
                 [self.param_indices[p.ds_id] for p in params], phase
             )
-        started = ParameterHandle(partial(self._finish, params, handle, phase))
+        started = ParameterHandle()
+        started.then(lambda _: self._finish(params, handle, phase))
         self._started.add(started)
         return started
 

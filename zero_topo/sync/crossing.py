@@ -137,7 +137,7 @@ class Crossing(SyncMode, ABC):
         """Begin to make :meth:`table`."""
         if self._inner is None:
             table = self.columns(shard, ranges)
-            return Handle(lambda: table)
+            return Handle(table)
         ranges = merged(ranges)
         places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)

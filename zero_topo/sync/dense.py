@@ -48,7 +48,7 @@ class Dense(SyncMode):
         stage.
         """
         if self._up.size == 1:
-            return Handle(lambda: None)
+            return Handle()
         parts = range_views(shard[:, None], merged(ranges))
         own = [part.member(self._up.index) for part in parts]
         up = reduce_scatter(self._up, parts, self._wire, own, summing=self._summing)

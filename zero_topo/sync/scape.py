@@ -211,7 +211,7 @@ class Scape(Masked):
         self._chosen = {}
         chosen = ops.pack(torch.cat([mask for mask, _ in parts]))
         across = self.peers.gather_later(chosen)
-        bits = Handle(lambda: self._whole(across.wait()))
+        bits = Handle().then(lambda _: self._whole(across.wait()))
         kept = tuple(count for _, count in parts)
         return ScapeState(bits, kept, momentum, sent=(chosen, across))
 
@@ -243,7 +243,7 @@ class Scape(Masked):
         bits = ops.pack(ones).expand(rows, -1).contiguous()
         momentum = torch.zeros(self._columns, dtype=torch.float32, device=self.context.device)
         kept = tuple(run.width for run in self.runs.values())
-        return ScapeState(Handle(lambda: bits), kept, momentum)
+        return ScapeState(Handle(bits), kept, momentum)
 
     def state_bytes(self) -> int:
         """Return the bytes of residual and momentum, the current mask and the next one, and their
@@ -264,7 +264,7 @@ class Scape(Masked):
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         kept = masked_of_rows(bits, ((run.low, run.past) for run in self.runs.values()))
         momentum = saved["momentum"].to(self.context.device, copy=True)
-        return ScapeState(Handle(lambda: bits), kept, momentum)
+        return ScapeState(Handle(bits), kept, momentum)
 
 
 build_mode.register(ScapeSync, Scape)

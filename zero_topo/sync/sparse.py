@@ -212,19 +212,19 @@ class Sparse(Crossing):
         others.
         """
         if self.peers.size == 1:
-            return Handle(lambda: None)
+            return Handle()
         run = self.runs[tuple(ranges)]
         # Both begin before either is waited for, in this order on every rank.
         dense = self._dense.start(shard, run.others, scale) if run.others else None
         end = self._begin(shard, run, scale) if run.width else None
 
-        def finish() -> None:
+        def finish(_: None) -> None:
             if dense is not None:
                 dense.wait()
             if end is not None:
                 end()
 
-        return Handle(finish)
+        return Handle().then(finish)
 
     def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None]:
         """Begin the exchange of a run; return the function that ends it. Where values are not
