@@ -164,21 +164,6 @@ def read(kind: Any, what: str, data: object) -> Any:
         raise ValueError(describe(error, f"{what}: ")) from None
 
 
-def conform(kind: Any, what: str, text: str) -> Any:
-    """Parse a JSON text with :func:`parse_json`, and check that it is of a type without any
-    conversion.
-
-    Raises:
-        ValueError: in one line, as :func:`read`.
-    """
-    value = parse_json(text, what)
-    try:
-        _adapter(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        raise ValueError(describe(error, f"{what}: ")) from None
-    return value
-
-
 def plain(text: str) -> str:
     """Return the text with terminal control characters written as escapes."""
     if text.isprintable():
@@ -236,9 +221,6 @@ Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at l
 Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
 Strings = Annotated[tuple[str, ...], Field(strict=False), must_be("a list of strings")]
-Seconds = Annotated[
-    float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")
-]
 Positive = Annotated[
     float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")
 ]

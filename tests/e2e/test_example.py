@@ -16,7 +16,6 @@ import torch
 
 from tests.launching import ROOT, Launch, LaunchSettings, launch
 from zero_topo.examples.train_gpt import main
-from zero_topo.observe.runlog import read_metrics
 
 SCRIPT = "zero_topo/examples/train_gpt.py"
 SMALL = [
@@ -89,13 +88,8 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     report = json.loads((folder / "topo" / "report.json").read_text())
     assert report["steps"] == 6 and report["last_loss"] < report["first_loss"] - 0.1
     names = {path.name for path in (folder / "topo").iterdir()}
-    assert names == {"metrics.jsonl", "report.json", "report.html", "loss.png", "bytes.png"}
-    (intervals,) = (
-        line["timeline"] for line in read_metrics(folder / "topo") if "timeline" in line
-    )
-    assert {interval[0] for interval in intervals} >= {"gather_forward", "scatter"} and all(
-        a <= b for _, a, b in intervals
-    )
+    pictures = {f"{name}.png" for name in ("loss", "bytes", "memory")}
+    assert names == {"metrics.jsonl", "report.json", "report.html"} | pictures
     log = topo.log(0)
     assert (
         "--- the model writes\ndef " in log

@@ -198,7 +198,7 @@ def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme
     found = shown(folder, [HTML], preference(scheme))
     for look in found.values():
         assert look["wide"] <= look["window"] and look["letters"] > 2000, look
-        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result["title"], (
+        assert (look["images"], look["missing"]) == (3, 0) and look["title"] == result["title"], (
             look
         )
         black, white = "rgb(0, 0, 0)", "rgb(255, 255, 255)"

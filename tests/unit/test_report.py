@@ -6,24 +6,19 @@ no runs.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import tree_figure
 from tests.commands import Run
-from tests.launching import ROOT
 from tests.plans import resolve
-from zero_topo.cli.schema import document
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.report import Stats, build_report
 from zero_topo.observe.runlog import (
     log_evaluation,
     log_step,
-    log_timeline,
     new_run_folder,
     read_metrics,
     read_report,
@@ -55,7 +50,6 @@ RUN = Stats(
     calls={},
     phase_seconds={"gather_forward": 0.25},
     sync_report={"density_asked": 0.01, "union": 0.03},
-    phase_intervals=(),
     peak_memory=0,
     on_device=True,
     predicted_memory={"weights": 3_000_000, "messages": 500_000},
@@ -75,12 +69,6 @@ def folder(tmp_path: Path) -> Path:
     """A run's, with the log of three steps and one evaluation."""
     for step, loss in enumerate((5.5, 4.0, 3.0), 1):
         log_step(tmp_path, step, loss, 1e-3, 20.5, {("scatter", "node"): 10}, PACE)
-    intervals = [
-        ("gather_forward", 0.1, 0.2),
-        ("scatter", 0.25, 0.375),
-        ("gather_forward", 0.4, 0.45),
-    ]
-    log_timeline(tmp_path, 3, 0.5, intervals)
     assert log_evaluation(tmp_path, 3, 2.5) == 2.5
     return tmp_path
 
@@ -151,19 +139,12 @@ def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
     assert "per step" in out and "per step" not in render(folder)
 
 
-@pytest.mark.parametrize("stats", [RUN, None])
-def test_report_json_is_what_its_schema_describes(stats: Any, folder: Path, run: Run) -> None:
-    build_report(folder, stats, [EXACT] * 8 if stats else [], **RESULT)
-    document("report").validate_json(run("report", str(folder), "--json")[1])
-
-
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     """Lines can be read back while the run goes on, and without a folder (other ranks) none is
     written.
     """
     lines = read_metrics(folder)
-    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, None, 2.5]
-    assert lines[3]["timeline"][1] == ["scatter", 0.25, 0.375]
+    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, 2.5]
     assert lines[0]["sent"] == {"scatter/node": 10}
     log_step(None, 1, 1.0, 1.0, 1.0)
 
@@ -184,7 +165,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     json.
     """
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": NaN}\n{"ste')
-    with pytest.raises(ValueError, match=r"line 2: not valid JSON: .*; remove the line"):
+    with pytest.raises(ValueError, match=r"line 2: .*; remove the line"):
         read_metrics(tmp_path)
     (tmp_path / "report.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
@@ -228,7 +209,6 @@ def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
         {},
     )
     assert "loss" not in render(tmp_path / "new").replace("loss.png", "")
-    document("report").validate_python(report)
 
 
 def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,20 +225,3 @@ def test_run_folders_are_named_after_config_and_time() -> None:
     folder = new_run_folder("demo")
     assert folder.parent == Path("runs") and folder.name.startswith("demo-2")
     assert not folder.exists()
-
-
-def test_the_readmes_picture_is_what_the_script_draws() -> None:
-    """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture
-    again.
-    """
-    committed = (ROOT / "docs" / "tree.svg").read_text()
-    assert committed == tree_figure.readme_svg(), (
-        "run: python -m benchmarks.tree_figure docs/tree.svg"
-    )
-
-
-def test_every_colour_of_the_readmes_picture_has_one_for_a_dark_page() -> None:
-    """A colour that a dark theme lacks stays: white boxes, or dark letters on a dark page."""
-    shapes = tree_figure.readme_svg().split("</style>")[1]
-    colours = set(re.findall(r'"(#[0-9a-f]{6})"', shapes))
-    assert colours == set(tree_figure.IN_DARK)

@@ -6,17 +6,14 @@ phase.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast
 
 Key = tuple[str, str]
-Interval = tuple[str, float, float]
-"""A phase, and when the host began and ended to work or wait for it."""
-MOST_INTERVALS = 1 << 14  # 2 MB; evaluations without a step between them have no end
 
 
 Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
@@ -42,8 +39,6 @@ class Meter:
         listener: times exchanges, counted or not.
         last_step: bytes of the last closed optimizer step.
         last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
-        last_intervals: the last 16,384 intervals that ``last_seconds`` sums, in seconds since the
-            previous step.
         total: bytes of all closed optimizer steps.
     """
 
@@ -56,13 +51,9 @@ class Meter:
         self.total: Counter[Key] = Counter()
         # By phase, since the start; the watching rank compares them
         self.calls: Counter[str] = Counter()
-        # Host seconds by phase since `_began`, summed and as a sequence of intervals; the same for
-        # the last step.
+        # Host seconds by phase of the current step, and of the last one
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.last_seconds: Mapping[str, float] = {}
-        self._began = time.perf_counter()
-        self._intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
-        self.last_intervals: Collection[Interval] = ()
         # Phases that the host is in, innermost last; `phase` reads them from any thread. Only the
         # clock of the innermost phase runs, since `_mark`.
         self._open: list[str] = []
@@ -108,9 +99,8 @@ class Meter:
     def _tick(self) -> None:
         now = time.perf_counter()
         if self._open and self._enabled:
-            self._seconds[self._open[-1]] += now - self._mark
             # The innermost phase gets the time since the last change of phases.
-            self._intervals.append((self._open[-1], self._mark - self._began, now - self._began))
+            self._seconds[self._open[-1]] += now - self._mark
         self._mark = now
 
     def end_step(self) -> None:
@@ -120,16 +110,10 @@ class Meter:
         self._step = Counter()
         # Not copied: the next step gets new ones.
         self.last_seconds = self._seconds
-        self.last_intervals = self._intervals
-        self._restart_clock()
+        self._seconds = defaultdict(float)
         self.steps += 1
 
     def reset_step(self) -> None:
         """Discard the counts since the last :meth:`end_step` (evaluation, set-up)."""
         self._step = Counter()
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        self._began = time.perf_counter()
         self._seconds = defaultdict(float)
-        self._intervals = deque(maxlen=MOST_INTERVALS)

@@ -44,7 +44,6 @@ def stats(optimizer: ShardedOptimizer) -> Stats:
         calls=dict(meter.calls),
         phase_seconds=dict(meter.last_seconds),
         sync_report=mode.report(),
-        phase_intervals=meter.last_intervals,
         peak_memory=peak,
         on_device=on_device,
         predicted_memory={},
@@ -63,7 +62,7 @@ def report(
 
     Args:
         optimizer: of :func:`~zero_topo.fsdp.shard_optimizer`.
-        folder: where rank 0 writes ``report.json``, ``report.html`` and ``bytes.png``.
+        folder: where rank 0 writes ``report.json``, ``report.html`` and its pictures.
         title: one line about model and data; by default the model's class and size.
         settings: the program's settings, to show in the report.
     """

@@ -36,7 +36,7 @@ from zero_topo.hook.seam import deepspeed_json, wrapping
 from zero_topo.observe.log import LOGGER
 from zero_topo.observe.monitor import breakdown, comms_timing, step_events
 from zero_topo.observe.report import RankBytes, Stats, build_report
-from zero_topo.observe.runlog import METRICS, log_step, log_timeline
+from zero_topo.observe.runlog import METRICS, log_step
 from zero_topo.sync import AdamS, AgedAdamW
 from zero_topo.units import KIB
 
@@ -82,7 +82,6 @@ def stats(engine: Any) -> Stats:
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds),
         sync_report=topo.gradients.mode.report(),
-        phase_intervals=topo.meter.last_intervals,
         peak_memory=peak,
         on_device=on_device,
         predicted_memory=optimizer.predicted_memory if trains else {},
@@ -155,8 +154,7 @@ def report(
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
-        folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and
-            ``bytes.png``.
+        folder: where rank 0 writes ``report.json``, ``report.html`` and its pictures.
         title: one line about model and data; by default the model's class and size.
         settings: the program's settings, to show in the report.
     """
@@ -183,10 +181,6 @@ def _write(
         getattr(parameter, "ds_numel", parameter.numel())
         for parameter in engine.module.parameters()
     )
-    if found is not None and found.phase_intervals:
-        log_timeline(
-            folder, engine.global_steps, list(found.phase_intervals)[-1][2], found.phase_intervals
-        )
     build_report(
         folder,
         found,

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAD = 4096  # bytes, among which a file's mark is
-SCALING, BENCH, RUN, PAGE, RANKING = (
-    f"zero_topo {kind}" for kind in ("scaling", "bench", "run", "report", "ranking")
-)
+SCALING, BENCH, RANKING = (f"zero_topo {kind}" for kind in ("scaling", "bench", "ranking"))
 
 
 def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:

@@ -7,11 +7,10 @@ matplotlib is imported when one is drawn, and no global figure is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import cycle, pairwise
+from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import GB, KB, MB, format_count
 
@@ -124,40 +123,6 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
     phases = [phase for phase in COLOURS if any(row["phase"] == phase for row in rows)]
     handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in phases]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return figure
-
-
-def step_timeline(line: Mapping[str, Any]) -> Figure:
-    """Draw when the host of a rank worked or waited for each phase of a step, and when for none.
-
-    Args:
-        line: of ``metrics.jsonl``, with ``step``, ``seconds`` and ``timeline``.
-    """
-    intervals = line["timeline"]
-    end = line["seconds"]
-    rows = [phase for phase in PHASES if any(interval[0] == phase for interval in intervals)]
-    figure, axes = _figure(9, 1.4 + 0.3 * len(rows))
-    # many narrow bars: as an image also inside of an SVG, or it would be as large as the step is
-    # long
-    own: Mapping[str, Any] = {"linewidth": 0.3, "rasterized": True}
-    edges = [
-        0.0,
-        *(edge for _, begin, stop in intervals for edge in (begin, stop)),
-        max([end, *(s[2] for s in intervals)]),
-    ]
-    idle = [(a, b - a) for place, (a, b) in enumerate(pairwise(edges)) if place % 2 == 0 and b > a]
-    axes.broken_barh(idle, (-0.4, 0.8), color=OTHER, **own)
-    for place, phase in enumerate(rows, 1):
-        bars = [(begin, stop - begin) for name, begin, stop in intervals if name == phase]
-        axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[phase], **own)
-    axes.set_yticks(
-        range(len(rows) + 1),
-        ["all else: computing, data", *(NAMES[phase] for phase in rows)],
-        fontsize=8,
-    )
-    axes.invert_yaxis()
-    axes.set(xlabel=f"seconds of step {line['step']}, on rank 0", xlim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

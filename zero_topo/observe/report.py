@@ -2,15 +2,15 @@
 """Builds the report of a run: bytes sent and stored, compared with the formulas and with ZeRO-3 on
 that machine.
 
-``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` next to the
-run's ``metrics.jsonl``. ``render`` of ``tables.py`` returns its tables as text, at once or later.
+``build_report`` writes ``report.json``, ``report.html`` and its pictures next to the run's
+``metrics.jsonl``. ``render`` of ``tables.py`` returns its tables as text, at once or later.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
@@ -18,13 +18,10 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from zero_topo.collectives.meter import Interval
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.cost.memory import on_device
-from zero_topo.observe import plots
-from zero_topo.observe.files import RUN, write_png
-from zero_topo.observe.page import HTML, write_page
+from zero_topo.observe.page import write_page
 from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
 from zero_topo.observe.tables import measured_text, pace_words
 from zero_topo.plan import PHASES
@@ -58,8 +55,6 @@ class Stats:
         phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or
             waited for it.
         sync_report: the mode of sync's report of the last step: densities, norms, counts.
-        phase_intervals: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds
-            since the previous step.
         peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the
             process.
         on_device: whether ``peak_memory`` is that of a device.
@@ -85,7 +80,6 @@ class Stats:
     calls: dict[str, int]
     phase_seconds: dict[str, float]
     sync_report: dict[str, float]
-    phase_intervals: Collection[Interval]
     peak_memory: int
     on_device: bool
     predicted_memory: dict[str, int]
@@ -148,10 +142,7 @@ def build_report(
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
-        write_png(plots.loss_curve(metrics), folder / "loss.png", RUN)
-        if report["zero_topo"] is not None:
-            write_png(plots.bytes_by_domain(report["zero_topo"]), folder / "bytes.png", RUN)
-        write_page(report, metrics, folder / HTML)
+        write_page(report, metrics, folder)
     return report
 
 

@@ -5,51 +5,25 @@ goes.
 A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with
 zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as
 far as they are known rank 0's ``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation
-count toward the step after it. A line of an evaluation holds ``step`` and ``eval_loss``; one line
-of the last step, with zero_topo, ``step``, ``seconds`` and ``timeline``: when rank 0's host worked
-or waited for which phase of it.
+count toward the step after it. A line of an evaluation holds ``step`` and ``eval_loss``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NotRequired
+from typing import Any
 
-from typing_extensions import TypedDict
-
-from zero_topo.strict import Seconds, conform, read_text
+from zero_topo.strict import parse_json
 
 METRICS = "metrics.jsonl"
 REPORT = "report.json"
 FORMAT = 1  # of report.json
 RUNS = Path("runs")
 Key = tuple[str, str]
-
-
-class _Step(TypedDict):
-    step: int
-    loss: NotRequired[float]
-    lr: float
-    seconds: Seconds
-    sent: NotRequired[dict[str, int]]
-    tokens_per_s: NotRequired[float]
-    tflops: NotRequired[float]
-    mfu: NotRequired[float]
-
-
-class _Evaluation(TypedDict):
-    step: int
-    eval_loss: float
-
-
-class _Timeline(TypedDict):
-    step: int
-    seconds: Seconds
-    timeline: list[tuple[str, Seconds, Seconds]]
 
 
 def new_run_folder(name: str) -> Path:
@@ -95,14 +69,6 @@ def log_evaluation(folder: Path | None, step: int, loss: float) -> float:
     return loss
 
 
-def log_timeline(
-    folder: Path | None, step: int, seconds: float, intervals: Collection[tuple[str, float, float]]
-) -> None:
-    """Log (phase, begin, end) of a step that took so long; in seconds."""
-    rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in intervals]
-    _append(folder, {"step": step, "seconds": round(seconds, 6), "timeline": rounded})
-
-
 def _append(folder: Path | None, line: Mapping[str, Any]) -> None:
     if folder is None:
         return
@@ -115,44 +81,36 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log.
 
     Raises:
-        ValueError: if the folder has no log, or a line that is not a log line.
+        ValueError: if the folder has no log, or a line that is not JSON.
     """
     path = folder / METRICS
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/"
-        )
-    text = read_text(path, str(path))
     lines = []
-    for number, line in enumerate(text.splitlines(), 1):
-        kind = _Step if '"lr"' in line else _Evaluation if '"eval_loss"' in line else _Timeline
+    for number, line in enumerate(_read(path).splitlines(), 1):
         try:
-            lines.append(conform(kind, f"{path}: line {number}", line))
+            lines.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{error}; remove the line") from None
+            raise ValueError(f"{path}: line {number}: {error}; remove the line") from None
     return lines
 
 
-def read_report(folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """Read a run's ``report.json``.
-
-    Args:
-        folder: of the run.
-        kind: type of the report, where others may have written it.
+def read_report(folder: Path) -> dict[str, Any]:
+    """The content of a run's ``report.json``.
 
     Raises:
-        ValueError: if the folder has none, or one of another format or type.
+        ValueError: if the folder has none, or one of another format.
     """
     path = folder / REPORT
+    report = parse_json(_read(path), str(path))
+    found = report.get("format") if isinstance(report, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: run again")
+    return dict(report)
+
+
+def _read(path: Path) -> str:
     if not path.is_file():
         raise ValueError(
-            f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under "
-            "runs/"
+            f"{path.parent} has no {path.name}: give the folder of a run that ended, such as one "
+            f"under {RUNS}/"
         )
-    text = read_text(path, str(path))
-    report = conform(dict[str, Any], str(path), text)
-    if report.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again"
-        )
-    return dict(conform(kind, str(path), text))
+    return path.read_text(encoding="utf-8")
