@@ -115,6 +115,9 @@ def test_bytes_stored_and_sent_are_the_plans(name: str, machine: Topology) -> No
 
     def rank_main(rank: int) -> None:
         engine = engine_of(w)
+        # The first forward pass fills copies that all later ones read.
+        gathered(engine, MOVING, "gather_forward")
+        engine.meter.reset_step()
         for _ in range(MICRO_BATCHES):
             micro_batch(engine)
         gathered(

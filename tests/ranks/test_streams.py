@@ -89,9 +89,6 @@ class DeepSpeed:
             order=model.order,
             whole=model.muon,
         )
-        for copies in (engine.weights.secondary, engine.weights.frozen_secondary):
-            if copies.host is not None:
-                device.host(copies.host)
         engine.weights.publish_world()
         intervals = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
         self.columns = [(interval[0][0], interval[-1][1]) for interval in intervals]
@@ -430,66 +427,3 @@ def test_matrices_are_whole_when_they_are_updated(name: str) -> None:
         for _ in range(2):
             deepspeed.micro_batch(last=True)
             deepspeed.step()
-
-
-HOST_COPIES: dict[str, dict[str, Any]] = {
-    "16 bits": {"scheme": "zero3", "secondary": "node", "secondary_on": "host"},
-    "int8": {**BLOCKS["zero++ quantized"], "secondary_on": "host"},
-}
-
-
-def prefetched(deepspeed: DeepSpeed, phase: Phase) -> None:
-    """A pass in which the next two modules are under way while one is used."""
-    modules = deepspeed.model.modules[:: -1 if phase == "gather_backward" else 1]
-    coming = []
-    for index in range(-2, len(modules)):
-        if index + 2 < len(modules):
-            with deepspeed.gathers:
-                coming.append(deepspeed.engine.weights.gather(modules[index + 2], phase))
-        if index < 0:
-            continue
-        with deepspeed.gathers:
-            whole = coming.pop(0).wait()
-        deepspeed.main.wait_stream(deepspeed.gathers)
-        assert torch.stack([tensor.float().sum() for tensor in whole]).isfinite().all()
-        deepspeed.release(whole)
-        del whole
-
-
-@pytest.mark.parametrize("overlap_comm", [True, False])
-@pytest.mark.parametrize("name", HOST_COPIES)
-def test_copies_to_and_from_the_host_are_ordered(name: str, overlap_comm: bool) -> None:
-    """Staging buffers, the host's memory and loaded parts, over steps, an edit and two forward
-    passes in turn.
-    """
-    trained(HOST_COPIES[name], overlap_comm)
-    with job(HOST_COPIES[name], overlap_comm) as deepspeed:
-        for _ in range(3):
-            prefetched(deepspeed, "gather_forward")
-            prefetched(deepspeed, "gather_forward")
-            for _ in range(2):
-                deepspeed.device.in_autograds_thread(
-                    lambda: prefetched(deepspeed, "gather_backward")
-                )
-            deepspeed.micro_batch(last=True)
-            deepspeed.step()
-
-
-def test_a_load_does_not_wait_for_the_gather_before_it() -> None:
-    """The host's memory has a stream of its own: the second module's parts arrive while the first
-    is gathered.
-    """
-    with job(HOST_COPIES["16 bits"], overlap_comm=True) as deepspeed:
-        deepspeed.forward()
-        weights = deepspeed.engine.weights
-        first = weights.gather([0], "gather_backward")
-        gathers = {stream for stream, name, _ in deepspeed.device.log[-3:] if name == "exchange"}
-        queue = weights.secondary._copying
-        assert queue is not None and queue._stream is not None
-        second = weights.gather([2], "gather_backward")
-        clock = dict(deepspeed.device.clocks[queue._stream.name])  # type: ignore[attr-defined]
-        (exchange,) = gathers
-        number = deepspeed.device.clocks[exchange][exchange]
-        first.wait()
-        second.wait()
-    assert clock.get(exchange, 0) < number

@@ -45,10 +45,7 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
-from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import Request
-from zero_topo.cost.transformer import scaled
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
@@ -102,32 +99,6 @@ def scheme_rows(short: bool = False) -> list[str]:
     """The table of schemes; in short without the secondary copy and what is sent inside a node."""
     found = [scheme_cells(name) for name in ROWS]
     return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
-
-
-HOST_PLANS: dict[str, dict[str, Any]] = {
-    "`zero3`": {},
-    "copy on the device": {"secondary": "node"},
-    "copy in host memory": {"secondary": "node", "secondary_on": "host"},
-    "copy in host memory, INT8": {
-        "secondary": "node",
-        "secondary_on": "host",
-        "quantize": {"secondary": "int8"},
-    },
-}
-
-
-def host_rows() -> list[str]:
-    """The table of secondary copies of 175B, as predicted."""
-    frontier = load_preset("frontier", RANKS)
-    request = Request(frontier, Job(scaled(175 * 10**9), 1, 1))
-    found = []
-    for name, block in HOST_PLANS.items():
-        price = request.price(resolve(frontier, scheme="zero3", **block))
-        gathers = {key: nbytes for key, nbytes in price.sent.items() if key[0].startswith("gather")}
-        host = format_bytes(price.on_host) if price.on_host else "-"
-        sizes = [format_bytes(price.stored), host, format_bytes(by_domain(gathers)["world"])]
-        found.append(row([name, f"{price.seconds:.2f} s", *sizes]))
-    return found
 
 
 def paper_rows() -> list[str]:
@@ -242,7 +213,6 @@ def refusal(changed: dict[str, Any]) -> str:
     [
         ("paper", paper_rows),
         ("schemes", scheme_rows),
-        ("host", host_rows),
         ("schemes, short", lambda: scheme_rows(short=True)),
         ("refusals", refusal_rows),
         ("faults", fault_rows),

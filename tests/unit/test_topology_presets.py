@@ -58,8 +58,6 @@ def assert_sourced(machine: Machine) -> None:
     assert machine.sources["shape"]
     assert {f"links.{domain}" for domain in machine.links} <= set(machine.sources)
     assert ("memory_per_rank" in machine.sources) == (machine.memory_per_rank is not None)
-    assert ("host_memory_per_rank" in machine.sources) == (machine.host_memory_per_rank is not None)
-    assert ("rates.host_link" in machine.sources) == (machine.host_memory_per_rank is not None)
     assert "assumed" in machine.sources.get("latency", "assumed")
 
 

@@ -31,7 +31,6 @@ from zero_topo.cost.divided import rank_experts, rank_tensor
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.job import deepspeed_settings, method_of
 from zero_topo.cost.largest import max_params
-from zero_topo.cost.memory import HOST
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import (
@@ -371,8 +370,7 @@ def _draw(path: Path, ranking: Ranking) -> None:
     plans = ranking.timed[:DRAWN_PLANS]
     rows = []
     for plan in plans:
-        on_device = {role: nbytes for role, nbytes in plan.memory.items() if role != HOST}
-        rows.append((drawn_name(plan), plan.seconds, plan.range, on_device))
+        rows.append((drawn_name(plan), plan.seconds, plan.range, plan.memory))
     write_png(
         ranked_plans(rows, title, f"{DEGREES}\n{setting(ranking.best.request)}"),
         path,

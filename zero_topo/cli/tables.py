@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.cost.memory import HOST, on_device
 from zero_topo.cost.pipeline import PipelinePrice
 from zero_topo.cost.planner import Price, Priced
 from zero_topo.observe.console import figures_table, wide_console
@@ -80,16 +79,14 @@ def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) ->
     terminal.
     """
     more = [
-        role
-        for role in ("frozen", "residual", HOST)
-        if any(role in sizes for sizes in rows.values())
+        role for role in ("frozen", "residual") if any(role in sizes for sizes in rows.values())
     ]
     shares = "frozen" not in more
     roles = [*ROLES, *more]
     title = f"Memory per rank{', and share of it' if shares else ''} (no activations)"
     table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
     for name, sizes in rows.items():
-        total = on_device(sizes)
+        total = sum(sizes.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
         cells = [*(bytes_or_dash(sizes.get(role, 0)) for role in roles), format_bytes(total)]
         table.add_row(name, *cells, *([share] if shares else []))

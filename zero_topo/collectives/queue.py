@@ -218,13 +218,11 @@ class Queues:
         gathers: of the weights. The next module waits for it, so its kernels start before waiting
             ones.
         updates: of sync and publish.
-        copies: between the device and the host's memory.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self.gathers = OrderedQueue(device, overlap=True, priority=-1)
         self.updates = OrderedQueue(device, overlap, staged=True)
-        self.copies = OrderedQueue(device, overlap=True)
 
 
 def on_gpu(device: torch.device) -> bool:

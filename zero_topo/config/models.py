@@ -14,8 +14,6 @@ from zero_topo.config.modes import SyncConfig
 from zero_topo.config.parts import (
     ROOT,
     DegreeSetting,
-    FrozenConfig,
-    Place,
     PublishConfig,
     QuantizeConfig,
     SecondarySetting,
@@ -77,14 +75,6 @@ class ZeroTopoConfig(StrictModel):
         description="Ranks that share one secondary copy of the weights, from which the backward "
         "pass gathers; null "
         'or "none" keeps no copy and gathers the weights again.',
-    )
-    secondary_on: Place = Field(
-        "device",
-        description='Memory in which the secondary copy is stored: "host" keeps it in page-locked '
-        "memory of the host, from which the backward pass copies it to the device ahead of use.",
-    )
-    frozen: FrozenConfig = Field(
-        FrozenConfig(), description="The secondary copy of frozen weights, if it differs."
     )
     gradients: DegreeSetting = Field(
         None, description="Ranks that share one gradient buffer; a multiple of weights."

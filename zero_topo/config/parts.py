@@ -40,9 +40,6 @@ SecondarySetting = Annotated[
 ]
 
 
-Place = Literal["device", "host"]
-
-
 class QuantizeConfig(StrictModel):
     """What is quantized, in blocks of elements that share one scale."""
 
@@ -96,18 +93,3 @@ class PublishConfig(StrictModel):
     def spec(self) -> BlockSpec | None:
         """Return the wire format of the differences; None if whole weights are sent."""
         return None if self.delta is None else BlockSpec.named(self.delta, self.block_size)
-
-
-class FrozenConfig(StrictModel):
-    """The secondary copy of the weights that no optimizer updates; keys left out are those of the
-    trained weights.
-    """
-
-    secondary: SecondarySetting = Field(
-        None,
-        description="Ranks that share the secondary copy of the frozen weights. If only "
-        "secondary_on is given and the trained weights have no copy, it is the node.",
-    )
-    secondary_on: Place | None = Field(
-        None, description="Memory in which the copy of the frozen weights is stored."
-    )

@@ -36,6 +36,8 @@ REMOVED: tuple[Removed, ...] = (
     Removed("sync.mode", "gaussian_k", 'set it to "oktopk"'),
     Removed("sync.mode", "topk_dsa", 'set it to "oktopk"'),
     Removed("sync.mode", "gtopk", 'set it to "oktopk"'),
+    Removed("secondary_on", None, "the secondary copy is always on the device; leave it out"),
+    Removed("frozen", None, 'frozen weights have the plan of the others; set "secondary"'),
 )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zero_topo.config.models import AUTO, ZeroTopoConfig
-from zero_topo.config.parts import ROOT, Place, PublishConfig, QuantizeConfig
+from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, SAME, SCHEMES
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Degree, Plan
@@ -36,21 +36,6 @@ UNCHANGED = (
     "registered_buffers",
 )
 """Keys of the block whose value a scheme and the machine do not change."""
-
-
-@dataclass(frozen=True)
-class FrozenCopy:
-    """Describes the secondary copy of the frozen weights.
-
-    Attributes:
-        degree: ranks that share it; None for no copy.
-        spec: its format; None is the dtype of the weights.
-        on: the memory in which it is stored.
-    """
-
-    degree: int | None
-    spec: BlockSpec | None
-    on: Place
 
 
 @dataclass(frozen=True)
@@ -82,8 +67,6 @@ class ResolvedConfig:
         notes: one line for each choice made for the user.
         groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for
             one group of all.
-        secondary_on: the memory in which the secondary copy is stored.
-        frozen: the secondary copy of the frozen weights; None if it is as that of the trained ones.
     """
 
     plan: Plan
@@ -104,8 +87,6 @@ class ResolvedConfig:
     registered_buffers: bool
     notes: tuple[str, ...]
     groups: Groups | None = None
-    secondary_on: Place = "device"
-    frozen: FrozenCopy | None = None
 
     @property
     def captured(self) -> bool:
@@ -119,11 +100,7 @@ class ResolvedConfig:
         """Return the config of the frozen weights, of which a rank owns no more than its world
         shard.
         """
-        copy = self.frozen or FrozenCopy(
-            self.plan.secondary, self.secondary_spec, self.secondary_on
-        )
-        plan = replace(self.plan, optimizer=self.plan.world_size, secondary=copy.degree)
-        return replace(self, plan=plan, secondary_spec=copy.spec, secondary_on=copy.on)
+        return replace(self, plan=replace(self.plan, optimizer=self.plan.world_size))
 
     def without_training(self) -> ResolvedConfig:
         """Return the config of an engine without an optimizer: the sharding of weights, and their
@@ -131,9 +108,7 @@ class ResolvedConfig:
         """
         world = self.plan.world_size
         plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
-        return replace(
-            self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync(), frozen=None
-        )
+        return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
 
     @property
     def kinds(self) -> set[str]:
@@ -164,10 +139,6 @@ class ResolvedConfig:
             "sync": self.sync.model_dump(),
             "publish": self.publish.model_dump(),
             **{key: getattr(self, key) for key in UNCHANGED},
-            "secondary_on": self.secondary_on,
-            "frozen": None
-            if self.frozen is None
-            else {"secondary": self.frozen.degree, "on": self.frozen.on},
             "notes": list(self.notes),
         }
 
@@ -217,7 +188,6 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
             )
         resident = None
     plan = plan if resident is None else replace(plan, secondary=None)
-    _check_host(block, plan, resident)
     resolved = ResolvedConfig(
         plan=plan,
         topology=topology,
@@ -227,49 +197,10 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         gradients_spec=quantize.spec("gradients"),
         resident_spec=resident,
         notes=(),
-        secondary_on=block.secondary_on,
-        frozen=_frozen_copy(block, plan, resident, topology),
         **{key: getattr(block, key) for key in ("sync", "publish", *UNCHANGED)},
     )
     refused = None if obstacle is None else obstacle[0]
     return replace(resolved, notes=tuple(_notes(config, block, resolved, refused)))
-
-
-def _check_host(block: ZeroTopoConfig, plan: Plan, resident: BlockSpec | None) -> None:
-    """Raise ValueError if a copy is to be in the host's memory, and the plan has none."""
-    own = block.frozen
-    no_copy = plan.weights == 1 or resident is not None
-    dropped = no_copy or ("secondary" in own.model_fields_set and own.secondary is None)
-    trained = block.secondary_on == "host" and plan.secondary is None
-    if not trained and not (own.secondary_on == "host" and dropped):
-        return
-    why = 'the plan has no secondary copy; set "secondary", such as "node"'
-    if plan.weights == 1:
-        why = "every rank stores all weights, so the backward pass gathers none; leave it out"
-    elif resident is not None:
-        why = (
-            'weights stored as INT8 have no secondary copy; leave it out, or set "quantize": '
-            '{"resident": null}'
-        )
-    key = "secondary_on" if trained else "frozen.secondary_on"
-    raise ValueError(f'{ROOT}.{key} = "host": {why}')
-
-
-def _frozen_copy(
-    block: ZeroTopoConfig, plan: Plan, resident: BlockSpec | None, topology: Topology
-) -> FrozenCopy | None:
-    """Return the secondary copy of the frozen weights; None if the block has no keys of it."""
-    given = block.frozen.model_fields_set
-    if not given or plan.weights == 1 or resident is not None:
-        return None
-    degree = plan.secondary
-    if "secondary" in given or degree is None:
-        place = block.frozen.secondary if "secondary" in given else "node"
-        degree = Plan.build(
-            topology, [plan.weights, place, plan.gradients, plan.optimizer]
-        ).secondary
-    spec = None if degree is None else block.quantize.spec("secondary")
-    return FrozenCopy(degree, spec, block.frozen.secondary_on or block.secondary_on)
 
 
 def _resident_obstacle(
@@ -359,7 +290,6 @@ def _notes(
             "no secondary copy of the weights: every rank stores all of them, so the backward "
             "pass gathers nothing"
         )
-    yield from _copy_notes(resolved)
     if plan.gradients < plan.world_size:
         groups = plan.world_size // plan.gradients
         words = _sync_words(resolved.sync)
@@ -383,21 +313,6 @@ def _notes(
             f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then "
             f"{units} {unit}s"
         )
-
-
-def _copy_notes(resolved: ResolvedConfig) -> Iterator[str]:
-    """Yield a line for each secondary copy in host memory."""
-    copies = {"the secondary copy": resolved}
-    if resolved.frozen is not None:
-        copies["the secondary copy of frozen weights"] = resolved.of_frozen()
-    for what, of in copies.items():
-        if of.secondary_on == "host":
-            where = (
-                "in host memory"
-                if of.captured
-                else "not stored: the backward pass sends this rank's own weights"
-            )
-            yield f"{what} is {where}"
 
 
 def _publish_note(resolved: ResolvedConfig) -> str:

@@ -79,17 +79,6 @@ class Candidate:
             between.insert(0, f"{sync.MODE if few_bits is None else few_bits.name} sync")
         return tuple(part for part in (inside, tuple(between)) if part)
 
-    def on_host(self) -> Candidate:
-        """Return this plan with its secondary copy in host memory."""
-        more = {"secondary_on": "host"}
-        return replace(
-            self,
-            name=f"{self.name}, copy in host memory",
-            settings={**self.settings, **more},
-            chosen=self.chosen.model_copy(update=more),
-            config=resolve_config(self.chosen.model_copy(update=more), self.config.topology),
-        )
-
     @property
     def words(self) -> list[str]:
         """Return the words of :attr:`losses`."""

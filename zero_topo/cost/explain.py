@@ -82,13 +82,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
 def _stored(price: Price) -> str:
     limit = price.request.limit
     of = ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    return f"{format_bytes(price.stored)}{of}{_host_words(price)}"
-
-
-def _host_words(price: Price) -> str:
-    limit = price.request.host_limit
-    of = "" if limit is None else f" of {format_bytes(limit)}"
-    return f" and {format_bytes(price.on_host)}{of} of host memory" if price.on_host else ""
+    return f"{format_bytes(price.stored)}{of}"
 
 
 def _keys(plan: Priced) -> str:
@@ -325,7 +319,7 @@ def _memory_line(best: Priced) -> str:
         )
     return (
         f"it needs {format_bytes(best.stored)} of the {format_bytes(request.limit)} on each rank "
-        f"({request.reserve:.0%} of the memory is kept in reserve){_host_words(best)}"
+        f"({request.reserve:.0%} of the memory is kept in reserve)"
     )
 
 
@@ -385,15 +379,6 @@ def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
     memory = request.topology.memory_per_rank
     limit = request.limit
     price = request.price(resolved)
-    if request.host_limit is not None and price.on_host > request.host_limit:
-        raise ValueError(
-            f"{ROOT}: secondary copies take {format_bytes(price.on_host)} of each rank's "
-            f"{format_bytes(request.host_limit)} of host memory on {request.topology.name} "
-            f"({request.reserve:.0%} is "
-            'kept in reserve); share them among more ranks ("secondary"), quantize them '
-            '("quantize": {"secondary": '
-            '"int8"}), or set "secondary" to null'
-        )
     if memory is None or limit is None or price.fits:
         return resolved
     name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"

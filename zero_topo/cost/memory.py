@@ -52,7 +52,6 @@ ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store
 AGE_BYTES = 1  # per parameter: what AgedAdamW stores in addition to ADAM_BYTES
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
-HOST = "host"  # role of secondary copies in the host's memory
 LOGITS = 3.52  # peak of the usual loss, in FP32 logits; see Note [Activations]
 
 
@@ -71,17 +70,15 @@ def memory_bytes(
         optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
 
     Returns:
-        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one,
-        "host" only if the host's memory has secondary copies. An unquantized secondary inside the
-        weight shard is a view of it and costs nothing.
+        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one. An
+        unquantized secondary inside the weight shard is a view of it and costs nothing.
     """
     plan = config.plan
     columns = work.columns(plan)
     n = plan.world_size
-    secondary, host = _secondary_bytes(config, work)
     sizes = {
         "weights": _weights_bytes(config, work),
-        "secondary": secondary,
+        "secondary": _secondary_bytes(config, work),
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
@@ -89,10 +86,8 @@ def memory_bytes(
         n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
     )
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
-        copied, more = _secondary_bytes(config.of_frozen(), work.frozen)
-        sizes["frozen"] = _weights_bytes(config.of_frozen(), work.frozen) + copied
-        host += more
-    sizes |= {HOST: host} if host else {}
+        own = config.of_frozen()
+        sizes["frozen"] = _weights_bytes(own, work.frozen) + _secondary_bytes(own, work.frozen)
     residual = config.sync.memory(plan, columns, work.loss_scaled)[0]
     return {**sizes, "residual": residual} if residual else sizes
 
@@ -149,32 +144,26 @@ def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
     return (rows * plain + own) * work.itemsize + codes
 
 
-def _secondary_bytes(config: ResolvedConfig, work: Workload) -> tuple[int, int]:
-    """Return the bytes of the secondary copy on the device, and in the host's memory."""
+def _secondary_bytes(config: ResolvedConfig, work: Workload) -> int:
+    """Return the bytes of the secondary copy."""
     plan = config.plan
     spec = config.secondary_spec
     if plan.secondary is None or plan.weights == 1:
-        return 0, 0
+        return 0
     rows = plan.world_size // plan.secondary
-    on_host = config.secondary_on == "host"
-    if not config.captured and (spec is None or on_host):  # rows of the primary
-        return 0, 0
+    if not config.captured and spec is None:  # rows of the primary
+        return 0
     copied = 0
     shards = work.shards(plan)
-    for itemsize, part in work.by_itemsize(work.itemsize):
+    for _, part in work.by_itemsize(work.itemsize):
         sizes: Counter[int] = work.once(
             ("sizes", plan.world_size, part[0]), partial(Counter, map(shards.__getitem__, part))
         )
-        stored = itemsize if on_host else work.itemsize  # the host's copy is stored as it is sent
         copied += sum(
-            count * message_bytes(rows * width, spec, stored) for width, count in sizes.items()
+            count * message_bytes(rows * width, spec, work.itemsize)
+            for width, count in sizes.items()
         )
-    return (0, copied) if on_host else (copied, 0)
-
-
-def on_device(sizes: Mapping[str, int]) -> int:
-    """Return the sum of a rank's bytes by role, without those in the host's memory."""
-    return sum(sizes.values()) - sizes.get(HOST, 0)
+    return copied
 
 
 def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
@@ -197,8 +186,6 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     sizes = memory_bytes(config, work, accumulated, states)
     columns = work.columns(config.plan)
     if job.offload:
-        if HOST in sizes:
-            sizes[HOST] += sizes["optimizer"]
         sizes["optimizer"] = 0
     most = max(moments(config, work, job), key=lambda roles: sum(roles.values()))
     masks = config.sync.memory(config.plan, columns, False)[1]

@@ -4,8 +4,7 @@ predicted step time.
 
 1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more
    than these keys ask for are chosen only if the block is ``lossy``; else the fastest of them is
-   reported as a possible gain. A plan that does not fit, and whose secondary copy is not of its own
-   weights, is also tried with this copy in host memory.
+   reported as a possible gain.
 2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its
    largest role.
 3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of
@@ -33,7 +32,7 @@ from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_confi
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.job import Job
-from zero_topo.cost.memory import HOST, memory_bytes, on_device, predict_memory
+from zero_topo.cost.memory import memory_bytes, predict_memory
 from zero_topo.cost.network import rates_of
 from zero_topo.cost.step import Range, Step, all_reduces, predict_step, step_range
 from zero_topo.cost.tensor import tree_of
@@ -169,13 +168,6 @@ class Request:
         """
         return self._usable(self.topology.memory_per_rank)
 
-    @property
-    def host_limit(self) -> int | None:
-        """Return the bytes of a rank's share of the host's memory that a plan may use; None if it
-        is not known.
-        """
-        return self._usable(self.topology.host_memory_per_rank)
-
     def _usable(self, memory: int | None) -> int | None:
         return None if memory is None else max(0, int(memory * (1 - self.reserve)))
 
@@ -219,17 +211,12 @@ class Price:
     @cached_property
     def stored(self) -> int:
         """Return the total memory of a rank's device in bytes."""
-        return on_device(self.memory)
-
-    @property
-    def on_host(self) -> int:
-        """Return the bytes of host memory that a rank needs for secondary copies."""
-        return self.memory.get(HOST, 0)
+        return sum(self.memory.values())
 
     @property
     def most(self) -> str:
         """Return for which role most of the memory is, and its bytes, as the end of a sentence."""
-        role = max((role for role in self.memory if role != HOST), key=self.memory.__getitem__)
+        role = max(self.memory, key=self.memory.__getitem__)
         return f"most of it for {role} ({format_bytes(self.memory[role])})"
 
     @property
@@ -238,8 +225,7 @@ class Price:
         not known.
         """
         request = self.request
-        on_host = request.host_limit is None or self.on_host <= request.host_limit
-        return on_host and (request.limit is None or self.stored <= request.limit)
+        return request.limit is None or self.stored <= request.limit
 
     @cached_property
     def sent(self) -> Mapping[Key, int]:
@@ -320,12 +306,6 @@ class Priced(Price):
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
         name = self.candidate.name
-        host = self.request.host_limit
-        if host is not None and self.on_host > host:
-            return (
-                f"{name} does not fit: it needs {format_bytes(self.on_host)} of "
-                f"{format_bytes(host)} of host memory"
-            )
         needs = f"{format_bytes(self.stored)} of {format_bytes(limit)}"
         return f"{name} does not fit: it needs {needs}, {self.most}"
 
@@ -402,10 +382,6 @@ def rank_plans(asked: ZeroTopoConfig, request: Request) -> Ranking:
     """
     found = _careful(candidates(asked, request.tree, request.sparse), request)
     plans = [_priced(candidate, request) for candidate in found]
-    # Of what does not fit, secondary copies may lie in host memory, if the user's keys allow that.
-    if request.host_limit is not None and "secondary_on" not in asked.model_fields_set:
-        captured = [plan.candidate for plan in plans if not plan.fits and plan.config.captured]
-        plans += [_priced(candidate.on_host(), request) for candidate in captured]
     allowed = [plan for plan in plans if plan.candidate.allowed_by(asked)]
     if not allowed:
         raise ValueError(

@@ -39,12 +39,6 @@ Note [Muon]
     ten and five of them. "gram" iterates
     on the Gram matrix and starts it anew once: four, and fourteen; a square matrix as "standard".
 
-Host copies
-    A secondary copy in host memory (Note [Copies in host memory] in ``engine/copies.py``) crosses
-    the host's link (``Rates.host_link``) once in the first forward pass of a step and in each
-    backward pass. These copies have a stream of their own. A module's gather waits for its copy, so
-    copies overlap as gathers do.
-
 Note [Range]
     A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default).
     The share of the communication that a device hides is unknown too, unless the user states it,
@@ -67,7 +61,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.experts import shares, token_exchanges
 from zero_topo.cost.job import Job
-from zero_topo.cost.memory import HOST, VARIANCE_BYTES
+from zero_topo.cost.memory import VARIANCE_BYTES
 from zero_topo.cost.network import Network, StageTime
 from zero_topo.cost.tensor import Exchanges
 from zero_topo.cost.transformer import Shape
@@ -77,7 +71,6 @@ from zero_topo.cost.volume import (
     count_moves,
     gather_spec,
     matrix_moves,
-    message_bytes,
     phase_moves,
 )
 from zero_topo.plan import Phase
@@ -140,8 +133,8 @@ class Packet:
         """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on
         its stream.
         """
-        streams = {"scatter": "scatters", HOST: "copies"}
-        stream = "gathers" if self.phase.startswith("gather") else streams.get(self.phase, "steps")
+        stream = "scatters" if self.phase == "scatter" else "steps"
+        stream = "gathers" if self.phase.startswith("gather") else stream
         yield stream, self.seconds
         yield "compute", self.count * self.packing * host_codec
         for stage in self.stages:
@@ -382,16 +375,6 @@ def _collectives(
         ]
     for phase in ("sync", "publish"):
         packets[phase] = _run_packets(config, job, network, phase, modules)
-    packets[HOST] = []
-    if config.captured and config.secondary_on == "host":
-        rows = config.plan.world_size // (config.plan.secondary or 1)
-        for count, columns in modules:
-            sizes = [
-                message_bytes(rows * width, config.secondary_spec, job.itemsize)
-                for width in columns.all
-            ]
-            copied = StageTime(0.0, {HOST: sum(sizes) / network.rates.host_link})
-            packets[HOST].append(Packet(HOST, 0.0, (copied,), count))
     return modules, packets
 
 
@@ -425,14 +408,11 @@ def _passes(
         split(packets["gather_backward"], gathers, edge=False),
         split(packets["scatter"], scatters),
     ]
-    copied = split(packets[HOST], gathers, edge=False)
-    backward.append(copied)
     published = split(packets["publish"], config.overlap)
     reduced = split(packets["sync"], config.overlap and not config.sync.whole)
     if any(columns.coded for _, columns in modules):
         counts = Packet("publish", 0.0, _stages(network, count_moves(config.plan, 1)))
         published = published[0], [counts, *published[1]]
-    published = [*published[0], *copied[0]], [*published[1], *copied[1]]
     for compute, always, once in (
         (seconds[0], forward, published),
         (seconds[1], backward, reduced),

@@ -292,8 +292,9 @@ def _gathers(
 ) -> Iterator[Collectives]:
     """Yield the gathers of trained or of frozen parameters."""
     own = config.of_frozen() if frozen else config
-    # Both passes read a filled copy of frozen weights (Note [Frozen] in `engine/weights.py`).
-    filled = frozen and own.captured and not stock
+    # After the first forward pass both read the captured copy (Note [Frozen] in
+    # `engine/weights.py`).
+    captured = frozen and own.captured and not stock
     stored = list(zip(of.shards(config.plan), of.coded(config), strict=True))
     for itemsize, part in of.by_itemsize(of.itemsize):
         sharded = Columns.of(stored[i] for i in part if not of.persistent[i])
@@ -301,7 +302,7 @@ def _gathers(
         if of.trains:
             passes.append("gather_backward")
         for phase in passes:
-            read: Phase = "gather_backward" if filled else phase
+            read: Phase = "gather_backward" if captured else phase
             moves, _ = phase_moves(own, read, sharded, itemsize, stock)
             yield phase, of.micro_batches, moves
     if of.trains:

@@ -5,15 +5,12 @@ backward pass.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.queue import Handle, OrderedQueue, on_gpu
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy, Mesh
@@ -21,9 +18,7 @@ from zero_topo.plan import Phase
 from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
-from zero_topo.units import format_bytes
 
-T = TypeVar("T")
 FORMATS = {dtype: cast_to(dtype) for dtype in FLOATS}
 Capture = Callable[[Mapping[int, Tensor]], None]
 
@@ -130,7 +125,6 @@ def gather(
     like: Tensor,
     phase: Phase,
     capture: Capture | None = None,
-    message: Tensor | None = None,
 ) -> Handle[list[Tensor]]:
     """Gather whole parameters by one collective.
 
@@ -144,14 +138,13 @@ def gather(
         like: a tensor with the dtype and device of the result.
         phase: under which the bytes count.
         capture: called with the parameters, flat with padding: ``[N * width]`` each.
-        message: this rank's parts, packed, if they are; else the data of the copies are packed.
 
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per parameter.
     """
     hierarchy = copies[param_indices[0]].hierarchy
     # Every rank stores all rows: nothing is sent, and nothing is quantized
-    if hierarchy.size == 1 and message is None:
+    if hierarchy.size == 1:
         return Handle().then(lambda _: _local(copies, param_indices, layout, like))
     messages, sizes = _messages(copies, param_indices)
 
@@ -166,9 +159,8 @@ def gather(
             capture(flats)
         return [layout.flat_of(flats.pop(i), i) for i in param_indices]
 
-    if message is None:
-        message = pack(copies, messages, sizes)
-    return all_gather(hierarchy.metered(phase), message).then(finish)
+    packed = pack(copies, messages, sizes)
+    return all_gather(hierarchy.metered(phase), packed).then(finish)
 
 
 def _decode(
@@ -231,38 +223,24 @@ def _messages(
 
 
 class Secondary:
-    """The copies of some parameters from which the backward pass gathers (Note [Which copy is read]
-    in ``weights.py``).
+    """The copies of parameters from which the backward pass gathers (Note [Which copy is read] in
+    ``weights.py``).
 
-    There are three kinds. With S a multiple of W, unquantized copies are the primary or rows of it:
-    always fresh. Quantized ones are requantized from these rows after each change; "on the host"
-    they are not stored, and each gather quantizes the rows. With S < W, copies are captured from
-    forward gathers, which bring whole parameters; copies of frozen parameters are stored when these
-    change.
-
-    Note [Copies in host memory]
-        A captured copy on the host is stored as gathers send it. The gathers' stream packs a
-        forward gather's rows into a staging buffer; the stream of ``copying`` then copies this to
-        the host. Before a backward gather, that stream copies the parts to the device. It runs its
-        copies in order, so a load never overtakes the store before it. A staging buffer is freed
-        once the stream that packs the next one has waited for its copy; a loaded buffer, once the
-        reader has waited for its gather. Both are then reused in stream order: the host waits for
-        nothing, and no more than one gather's parts are staged.
+    With S a multiple of W, unquantized copies are the primary or rows of it: always fresh.
+    Quantized ones are requantized from these rows after each change. With S < W, copies are
+    captured from forward gathers, which bring whole parameters.
 
     Args:
         layout: of all parameters.
         mesh: has the groups ``(1, S)``.
         shards: the primary, as forward gathers send it.
-        param_indices: the parameters, consecutive.
         degree: ``S``; None if the backward pass gathers from the primary.
         wires: by parameter, the format: one that quantizes for all, or floats.
-        copying: the queue of copies to and from the host; None stores the copies on the device.
 
     Attributes:
-        copies: by parameter; those of ``param_indices`` are the secondary ones.
-        tensors: storage of the copies on the device in addition to the primary.
+        copies: by parameter.
+        tensors: storage of the copies in addition to the primary.
         shared: those of ``tensors`` that are bit-identical on all ranks that replicate them.
-        host: storage of the copies on the host, uint8, page-locked on a GPU; None on the device.
         captured: whether the copies are not of this rank's own primary.
     """
 
@@ -271,81 +249,65 @@ class Secondary:
         layout: Layout,
         mesh: Mesh,
         shards: Sequence[Copy],
-        param_indices: range,
         degree: int | None,
         wires: Sequence[Format],
-        copying: OrderedQueue | None = None,
     ) -> None:
         self.copies = list(shards)
         self.tensors = self.shared = tuple[Tensor, ...]()
-        self.host: Tensor | None = None
+        self.captured = False
         self._layout = layout
         # By parameter: the number of changes of its primary, and that number when its copy was
         # made. The host writes both when it queues the change or the copy; the events of `Weights`
         # order the streams.
-        self._versions = [0] * len(layout.numels)
-        self._stamps = [-1] * len(layout.numels)
+        self._versions = [0] * len(shards)
+        self._stamps = [-1] * len(shards)
         # By parameter, the rows [N / S, width] of the primary from which its copy is quantized;
         # empty if captured.
-        self._cut: dict[int, Tensor] = {}
-        self.captured = (
-            degree is not None and len(param_indices) > 0 and degree % layout.plan.weights != 0
-        )
-        # The last copy to the host: its handle keeps the staging buffer.
-        self._stored: Handle[None] | None = None
-        if degree is None or not param_indices:
+        self._rows: list[Tensor] = []
+        if degree is None or not shards:
             return
-        self._degree = degree
-        self._copying = copying
-        self._like = shards[param_indices[0]].data
         hierarchy = mesh.hierarchy(1, degree)
+        self._degree = degree
+        self.captured = degree % layout.plan.weights != 0
+        lossy = wires[0].lossy
         if not self.captured:
-            rows = {
-                param_index: layout.subset(shards[param_index].data, layout.plan.weights, degree)
-                for param_index in param_indices
-            }
-            # Unquantized: the copy is rows of the primary. On the host: they are quantized for each
-            # gather.
-            if not wires[param_indices[0]].lossy or copying is not None:
-                for param_index, row in rows.items():
-                    self.copies[param_index] = Copy(hierarchy, row, wires[param_index])
+            rows = [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
+            if not lossy:
+                # The copy is rows of the primary
+                self.copies = [
+                    Copy(hierarchy, row, wire) for row, wire in zip(rows, wires, strict=True)
+                ]
                 return
-            self._cut = rows
-        self._store_packed(hierarchy, param_indices, wires)
+            self._rows = rows
+        self.copies = self._allocate(hierarchy, shards[0].data, wires, lossy)
 
-    def _store_packed(
+    def _allocate(
         self,
         hierarchy: Hierarchy,
-        param_indices: range,
+        like: Tensor,
         wires: Sequence[Format],
-    ) -> None:
-        """Allocate one tensor for all copies, cut parameter by parameter."""
-        on_device = self._copying is None
-        # A copy on the host is stored as it is sent, so that no launch follows a load.
-        packs = wires[param_indices[0]].lossy or not on_device
+        lossy: bool,
+    ) -> list[Copy]:
+        """Allocate one tensor for all copies, and return its parts, parameter by parameter."""
         height, _ = self._layout.shape(self._degree)
         sizes = []
-        for param_index in param_indices:
-            numel = height * self._layout.widths[param_index]
-            plain = numel * self._like.itemsize
-            sizes.append(wires[param_index].nbytes(numel) if packs else plain)
-        # Page-locked on the host, so that copies to and from it do not stop the host.
-        if on_device:
-            stored = self._like.new_zeros(sum(sizes), dtype=torch.uint8)
-            self.tensors = (stored,)
-            self.shared = () if self.captured else self.tensors
-        else:
-            stored = self.host = on_host(sum(sizes), self._like.device)
-        for param_index, part in zip(param_indices, stored.split(sizes), strict=True):
-            data = part
-            if not packs:
-                data = part.view(self._like.dtype).view(height, self._layout.widths[param_index])
-            self.copies[param_index] = Copy(hierarchy, data, wires[param_index], packed=packs)
+        for width, wire in zip(self._layout.widths, wires, strict=True):
+            numel = height * width
+            sizes.append(wire.nbytes(numel) if lossy else numel * like.itemsize)
+        stored = like.new_zeros(sum(sizes), dtype=torch.uint8)
+        self.tensors = (stored,)
+        self.shared = () if self.captured else self.tensors
+        copies = []
+        for part, width, wire in zip(stored.split(sizes), self._layout.widths, wires, strict=True):
+            data = part if lossy else part.view(like.dtype).view(height, width)
+            copies.append(Copy(hierarchy, data, wire, packed=lossy))
+        return copies
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies on the device."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def nbytes(self, param_indices: range) -> int:
+        """Return the bytes of some parameters' copies; 0 if these are rows of the primary."""
+        if not self.tensors:
+            return 0
+        return sum(self.copies[param_index].data.nbytes for param_index in param_indices)
 
     def is_fresh(self, param_index: int) -> bool:
         """Return whether a parameter's copy has the current version of the weights.
@@ -353,11 +315,8 @@ class Secondary:
         Raises:
             RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
         """
-        fresh = (
-            not (self.captured or self._cut)
-            or self._stamps[param_index] == self._versions[param_index]
-        )
-        if not fresh and self._cut:
+        fresh = not self.tensors or self._stamps[param_index] == self._versions[param_index]
+        if not fresh and not self.captured:
             raise RuntimeError(
                 f"the secondary shard of parameter {param_index} was not refreshed after the last "
                 "publish"
@@ -371,8 +330,8 @@ class Secondary:
 
     def refresh(self, param_indices: Sequence[int]) -> None:
         """Renew some parameters' copies from the primary, if that takes no collective."""
-        if self._cut:
-            self._store({param_index: self._cut[param_index] for param_index in param_indices})
+        if self._rows:
+            self._store({param_index: self._rows[param_index] for param_index in param_indices})
 
     def capturing(self, param_indices: Sequence[int]) -> Capture | None:
         """Return a callback that stores what a forward gather brings; None if nothing is
@@ -393,84 +352,7 @@ class Secondary:
 
         return capture if begun else None
 
-    def settle(self) -> None:
-        """Make the current stream wait for the last copy to the host, and free its staging
-        buffer.
-        """
-        if self._stored is not None:
-            self._stored.wait()
-            self._stored = None
-
-    def store_now(self, param_index: int, rows: Tensor) -> None:
-        """Store a copy from its rows ``[N / S, width]``; the current stream waits for it."""
-        self._store({param_index: rows})
-        self.settle()
-
-    def load(self, param_indices: Sequence[int]) -> Handle[Tensor]:
-        """Begin to copy some parameters' parts from the host to one buffer on the device, in
-        order.
-        """
-        parts = [self.copies[param_index].data for param_index in param_indices]
-
-        def copied() -> Handle[Tensor]:
-            sizes = [part.numel() for part in parts]
-            loaded = torch.empty(sum(sizes), dtype=torch.uint8, device=self._like.device)
-            for part, place in zip(parts, loaded.split(sizes), strict=True):
-                place.copy_(part, non_blocking=True)
-            return Handle(loaded)
-
-        assert self._copying is not None
-        return self._copying.run(copied)
-
     def _store(self, rows: Mapping[int, Tensor]) -> None:
-        for param_index in rows:
+        for param_index, part in rows.items():
             self._stamps[param_index] = self._versions[param_index]
-        if self.host is None:
-            for param_index, part in rows.items():
-                self.copies[param_index].store(part)
-            return
-        self.settle()  # at most one staging buffer at a time
-        places = [self.copies[param_index].data for param_index in rows]
-        staged = [quantize(part, self.copies[i].wire) for i, part in rows.items()]
-
-        def copied() -> Handle[None]:
-            for place, part in zip(places, staged, strict=True):
-                place.copy_(part, non_blocking=True)
-            return Handle()
-
-        assert self._copying is not None
-        self._stored = self._copying.run(copied).then(partial(_keep, staged))
-
-
-def _keep(owned: object, result: T) -> T:
-    """Return the result of a handle that owns something until it is waited for."""
-    return result
-
-
-def kept_until(handle: Handle[T], owned: object) -> Handle[T]:
-    """Return a handle that owns something until its reader's stream has waited for it."""
-    return handle.then(partial(_keep, owned))
-
-
-def on_host(nbytes: int, device: torch.device) -> Tensor:
-    """Return zeros in the host's memory, uint8 ``[nbytes]``, page-locked if ``device`` is a GPU.
-
-    CUDA's driver page-locks memory of any size in place; ``pin_memory`` rounds the size up to a
-    power of two.
-
-    Raises:
-        RuntimeError: if the driver refuses.
-    """
-    if device.type != "cuda" or not nbytes:
-        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu(device))
-    buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    runtime = cast(Any, torch.cuda.cudart())
-    if status := int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)):
-        raise RuntimeError(
-            f'zero_topo.secondary_on = "host": the driver cannot page-lock {format_bytes(nbytes)} '
-            "of host memory "
-            f"(error {status}); raise the limit of locked memory (ulimit -l), or store the copy on "
-            "the device"
-        )
-    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    return buffer
+            self.copies[param_index].store(part)

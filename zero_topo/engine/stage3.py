@@ -144,8 +144,6 @@ class Stage3:
         # Exact rows of INT8 parameters lie with the ranks of one optimizer shard.
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.pairs()]
-        if frozen and still.captured:
-            pairs.append((still.plan.secondary or 1, still.plan.weights))
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
         whole_pairs = [whole] if has_whole else []
@@ -291,13 +289,7 @@ class Stage3:
             self.weights.wait_for_publish()
             check_replicas(self.mesh.plans, self.weights.copies())
             if self._frozen:
-                secondary = self.config.of_frozen().plan.secondary
-                plans = {
-                    ranks: replace(plan, secondary=secondary)
-                    for ranks, plan in self.mesh.plans.items()
-                }
-                primary = self.weights.storage.frozen_primary
-                check_replicas(plans, [primary, *self.weights.frozen_secondary.shared])
+                check_replicas(self.mesh.plans, [self.weights.storage.frozen_primary])
         if self._counts_steps:
             self.meter.end_step()
 

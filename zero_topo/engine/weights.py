@@ -66,10 +66,8 @@ Note [Frozen]
     more of them than its world shard, at any optimizer degree. A gather has either trained or
     frozen parameters.
 
-    A secondary copy narrower than the weights (S < W) is filled once, from the exact values: each
-    rank gathers its ``N / S`` rows from the ranks that have them. All gathers of both passes then
-    read it, so frozen weights cross nodes once per run, and both passes compute with the same
-    values.
+    A secondary copy narrower than the weights (S < W) stays fresh from the first forward gather on.
+    Forward gathers then read it too, so frozen weights cross nodes once per run.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ from zero_topo.collectives.transport import (
 )
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import Begun, Update
-from zero_topo.engine.copies import Copy, Secondary, gather, kept_until
+from zero_topo.engine.copies import Copy, Secondary, gather
 from zero_topo.engine.storage import Storage
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Phase, packed_runs
@@ -117,8 +115,7 @@ class Weights:
 
     Attributes:
         storage: the memory of the weights.
-        secondary: the copies of trained parameters from which the backward pass gathers.
-        frozen_secondary: those of frozen parameters; if captured, forward gathers read them too.
+        secondary: the copies from which the backward pass gathers.
         needs_masters: whether :meth:`mark_updated` needs the FP32 masters; it then updates the
             optimizer's rows itself.
     """
@@ -167,45 +164,15 @@ class Weights:
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the
         # handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        self._forward = list(storage.shards)
-        self.secondary = self._build_secondary(config, storage.trained, plain, queues)
-        of_frozen = config.of_frozen()
-        self.frozen_secondary = self._build_secondary(of_frozen, storage.frozen, plain, queues)
-        # By parameter, that of the two which has its copy.
-        self._secondary = [self.secondary] * count
-        self._secondary += [self.frozen_secondary] * len(storage.frozen)
-        # The copies of these frozen parameters are filled, over the ranks of this hierarchy (Note
-        # [Frozen]); none unless captured.
-        self._filled: Sequence[int] = ()
-        self._fill_hierarchy = self._hierarchy
-        if self.frozen_secondary.captured:
-            self._filled = [i for i in storage.frozen if not parameters[i].persistent]
-            degree = of_frozen.plan.secondary or 1
-            self._fill_hierarchy = mesh.hierarchy(degree, plan.weights).metered("publish")
-
-    def _build_secondary(
-        self,
-        config: ResolvedConfig,
-        param_indices: range,
-        plain: Sequence[Format],
-        queues: Queues,
-    ) -> Secondary:
-        """Build secondary copies of trained or frozen parameters, and set what their forward
-        gathers send.
-        """
-        plan = config.plan
-        spec = config.secondary_spec
-        degree = plan.secondary if config.resident_spec is None and plan.weights > 1 else None
-        queue = queues.copies if config.secondary_on == "host" else None
-        wires = [spec or wire for wire in plain]
-        built = Secondary(
-            self.storage.rows, self._mesh, self.storage.shards, param_indices, degree, wires, queue
-        )
-        if degree == plan.weights and spec == config.weights_spec:
-            self._forward[param_indices.start : param_indices.stop] = built.copies[
-                param_indices.start : param_indices.stop
-            ]
-        return built
+        degree = None
+        if config.resident_spec is None and plan.weights > 1:
+            degree = plan.secondary
+        copied = [config.secondary_spec or wire for wire in plain]
+        self.secondary = Secondary(storage.rows, mesh, storage.shards, degree, copied)
+        # By parameter, what a forward gather sends
+        self._forward = storage.shards
+        if degree == plan.weights and config.secondary_spec == config.weights_spec:
+            self._forward = self.secondary.copies
 
     # -- gather ------------------------------------------------------------------------------------
 
@@ -221,53 +188,32 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per parameter, in the model's dtype.
         """
-        secondary = self._secondary[param_indices[0]]
-        if secondary.host is None or phase == "gather_exact":
-            return self._gathering.run(partial(self._start_gather, param_indices, phase))
-        ahead: tuple[list[int], Handle[Tensor]] | None = None
-        if phase != "gather_forward" or param_indices[0] in self.storage.frozen:
-            # A parameter whose publish is pending has a stale copy as soon as `_start_gather` has
-            # finished it.
-            done = [i for i in param_indices if not self._unpublished[i]]
-            fresh = [param_index for param_index in done if secondary.is_fresh(param_index)]
-            # On a stream of its own: the gathers' stream may be busy with gathers that began
-            # before.
-            ahead = (fresh, secondary.load(fresh)) if fresh else None
-        begun = self._gathering.run(partial(self._start_gather, param_indices, phase, ahead))
-        return begun if ahead is None else kept_until(begun, ahead)
+        return self._gathering.run(partial(self._start_gather, param_indices, phase))
 
-    def _start_gather(
-        self,
-        param_indices: Sequence[int],
-        phase: Phase,
-        ahead: tuple[list[int], Handle[Tensor]] | None = None,
-    ) -> Handle[list[Tensor]]:
+    def _start_gather(self, param_indices: Sequence[int], phase: Phase) -> Handle[list[Tensor]]:
         # A publish that runs under this forward ends where its weights are needed
         self.wait_for_publish(param_indices)
         storage = self.storage
-        layout = storage.layout
-        like = storage.primary
-        secondary = self._secondary[param_indices[0]]
-        filled = secondary.captured and param_indices[0] in storage.frozen
-        if phase == "gather_forward" and not filled:
-            capture = secondary.capturing(param_indices)
-            return gather(self._forward, param_indices, layout, like, phase, capture)
-        # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward
-        # pass gathers parameters that were not captured since their last change from the primary.
+        secondary = self.secondary
         exact = phase == "gather_exact"
+        # Frozen weights do not change: what a forward gather captured, later ones read.
+        frozen = secondary.captured and param_indices[0] in storage.frozen
+        reads_copies = frozen or phase == "gather_backward"
+        # Exact rows of INT8 parameters are sharded over other ranks than the rest. Parameters that
+        # were not captured since their last change are gathered from the primary.
         first = list[int]()
         second = list[int]()
         for param_index in param_indices:
-            apart = storage.coded[param_index] if exact else secondary.is_fresh(param_index)
+            if exact:
+                apart = storage.coded[param_index]
+            else:
+                apart = reads_copies and secondary.is_fresh(param_index)
             (first if apart else second).append(param_index)
-        copies = (storage.exact, storage.exact) if exact else (secondary.copies, self._forward)
-        message = None
-        if ahead is not None:
-            message = ahead[1].wait()  # this stream waits for the copy from the host
-            secondary.settle()  # which comes after all copies to it
+        sources = (storage.exact, storage.exact) if exact else (secondary.copies, self._forward)
+        capture = secondary.capturing(second) if phase == "gather_forward" else None
         parts = [
-            (part, gather(of, part, layout, like, phase, None, sent))
-            for of, part, sent in zip(copies, (first, second), (message, None), strict=True)
+            (part, gather(copies, part, storage.layout, storage.primary, phase, capture))
+            for copies, part in zip(sources, (first, second), strict=True)
             if part
         ]
         if len(parts) == 1:
@@ -484,21 +430,6 @@ class Weights:
                 for _, handle in begun:
                     handle.wait()
         self._renew(param_indices)
-        self._fill_copies([i for i in self._filled if i in param_indices])
-
-    def _fill_copies(self, param_indices: Sequence[int]) -> None:
-        """Fill the secondary copies of frozen parameters from the ranks' primary shards (Note
-        [Frozen]).
-        """
-        hierarchy = self._fill_hierarchy
-        height, _ = self.storage.layout.shape(hierarchy.lo)
-        for param_index in param_indices:
-            rows = self.storage.primary.new_empty(height, self.storage.layout.widths[param_index])
-            members(rows, hierarchy.size)[hierarchy.index].copy_(
-                self.storage.primary_of(range(param_index, param_index + 1))
-            )
-            all_gather_rows(hierarchy, rows, self._run_numel)
-            self.frozen_secondary.store_now(param_index, rows)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
@@ -508,13 +439,9 @@ class Weights:
         all_gather_rows(hierarchy, rows, self._run_numel)
 
     def _renew(self, param_indices: Sequence[int]) -> None:
-        """Expire and renew secondary copies of parameters, all trained or all frozen, whose primary
-        shards changed.
-        """
-        if param_indices:
-            secondary = self._secondary[param_indices[0]]
-            secondary.expire(param_indices)
-            secondary.refresh(param_indices)
+        """Expire and renew secondary copies of parameters whose primary shards changed."""
+        self.secondary.expire(param_indices)
+        self.secondary.refresh(param_indices)
         device = self.storage.primary.device
         self._updated = recorded_event(device)  # gathers may be on another stream
 
@@ -540,10 +467,6 @@ class Weights:
         else:
             storage.exact[param_index].data.copy_(shard)
         self._renew([param_index])
-        # The copy of a frozen weight that is filled once would keep the old value.
-        if param_index in self._filled:
-            filled = layout.subset(rows, 1, self._fill_hierarchy.lo)
-            self.frozen_secondary.store_now(param_index, filled)
 
     def _differ(self, own: Copy, given: Tensor) -> bool:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host
@@ -602,26 +525,25 @@ class Weights:
         """Return the bytes of weights and secondary copies on this rank; frozen parameters are
         counted separately.
 
-        A view of the primary counts as zero bytes. "host" is what copies take of the host's memory.
+        A view of the primary counts as zero bytes.
         """
         stored = [copy.data.nbytes for copy in self.storage.shards]
         count = len(self.storage.trained)
-        sizes = {"weights": sum(stored[:count]), "secondary": self.secondary.nbytes}
+        sizes = {
+            "weights": sum(stored[:count]),
+            "secondary": self.secondary.nbytes(self.storage.trained),
+        }
         if self.storage.frozen:
-            sizes["frozen"] = sum(stored[count:]) + self.frozen_secondary.nbytes
+            sizes["frozen"] = sum(stored[count:]) + self.secondary.nbytes(self.storage.frozen)
         if self.storage.store is not None:
             sizes["weights"] += self.storage.own.nbytes
             if self.storage.frozen:
                 sizes["frozen"] += self.storage.frozen_row.nbytes
-        hosts = [
-            of.host.nbytes for of in (self.secondary, self.frozen_secondary) if of.host is not None
-        ]
-        return sizes | ({"host": sum(hosts)} if hosts else {})
+        return sizes
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        copies = [*self.secondary.tensors, *self.frozen_secondary.tensors]
-        return [*self.storage.tensors(), *copies]
+        return [*self.storage.tensors(), *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
         """Return replicas of trained parameters, and all INT8 weights, to compare between ranks in

@@ -236,7 +236,7 @@ def resolve_block(
     members: Members = (),
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
-    memory: tuple[int, int] | None = None,
+    memory: int | None = None,
     shared: Callable[[Request], Request] | None = None,
 ) -> ResolvedConfig:
     """Resolve the ``zero_topo`` block of a DeepSpeed config.
@@ -249,8 +249,7 @@ def resolve_block(
         env: the launcher's environment.
         engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it
             exists.
-        memory: bytes of the job's smallest device (on CPUs, of its smallest host) and of its
-            smallest host, if known.
+        memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
         shared: returns the request that all ranks plan with, if their parts of the model may
             differ; collective.
 
@@ -266,12 +265,10 @@ def resolve_block(
         tree = Groups(topology, tuple(members)).trees[0] if members else topology
         return before_a_model(block, tree)
     if memory is not None and not topology.emulated:
-        device, host = memory
         # On CPUs the device of a rank is its share of the host.
-        device //= topology.ranks_per_node if engine.device.type == "cpu" else 1
-        host //= topology.ranks_per_node
-        device = min(device, topology.memory_per_rank or device)
-        topology = replace(topology, memory_per_rank=device, host_memory_per_rank=host)
+        memory //= topology.ranks_per_node if engine.device.type == "cpu" else 1
+        memory = min(memory, topology.memory_per_rank or memory)
+        topology = replace(topology, memory_per_rank=memory)
     groups = Groups(topology, tuple(members)) if members else None
     if groups is not None:
         topology = groups.tree(engine.global_rank)

@@ -309,17 +309,14 @@ def _expert_groups(engine: Any) -> list[Any]:
     return [engine.expert_data_parallel_group[name] for name in sorted(filter(None, found))]
 
 
-def least_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the job's smallest device (on CPUs, its smallest host) and of its
-    smallest host. Collective.
+def least_memory(device: torch.device) -> int:
+    """Return the bytes of the job's smallest device (on CPUs, its smallest host). Collective.
 
-    All ranks plan with these numbers, so their plans are equal.
+    All ranks plan with this number, so their plans are equal.
 
     Args:
         device: this rank's device.
     """
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    least = torch.tensor([get_accelerator().total_memory(), host], dtype=torch.int64, device=device)
+    least = torch.tensor(get_accelerator().total_memory(), dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
-    of_device, of_host = least.tolist()
-    return of_device, of_host
+    return int(least)

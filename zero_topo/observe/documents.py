@@ -34,11 +34,6 @@ class _Bits(Document):
     resident: str | None
 
 
-class _Frozen(Document):
-    secondary: int | None
-    on: str
-
-
 class Resolved(Document):
     """A block on a machine, as ``ResolvedConfig.to_json`` writes it."""
 
@@ -56,6 +51,4 @@ class Resolved(Document):
     seed: int | None
     debug_checks: bool
     registered_buffers: NotRequired[bool]  # older runs have none of these
-    secondary_on: NotRequired[str]
-    frozen: NotRequired[_Frozen | None]
     notes: list[str]

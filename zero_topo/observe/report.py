@@ -20,7 +20,6 @@ from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
-from zero_topo.cost.memory import on_device
 from zero_topo.observe.page import write_page
 from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
 from zero_topo.observe.tables import measured_text, pace_words
@@ -187,7 +186,7 @@ def measurements(stats: Stats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
         "peak": {
             **_spread(peaks),
             "on_device": stats.on_device,
-            "predicted": on_device(stats.predicted_memory),
+            "predicted": sum(stats.predicted_memory.values()),
         },
     }
 

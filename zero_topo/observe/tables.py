@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_topo.cost.memory import HOST
 from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
@@ -82,8 +81,7 @@ def summary(measured: Mapping[str, Any]) -> Iterator[str]:
                 f"{format_bytes(sent['zero3'])}{times}."
             )
             break
-    on_device = [row for row in measured["memory"] if row["role"] != HOST]
-    stored = _summed(on_device, ("max", "zero3"))
+    stored = _summed(measured["memory"], ("max", "zero3"))
     yield (
         f"Memory: a rank stores {format_bytes(stored['max'])}; ZeRO-3 stores "
         f"{format_bytes(stored['zero3'])}."
@@ -156,8 +154,7 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
     keys = ("formula", "padding", "zero3")
-    on_device = [row for row in measured["memory"] if row["role"] != HOST]
-    total = _summed(on_device, ("min", "max", *keys))
+    total = _summed(measured["memory"], ("min", "max", *keys))
     rows = [("role", "measured", "formula", "of it padding", "ZeRO-3")]
     for row in (*measured["memory"], {"role": "all", **total}):
         figures = [bytes_or_dash(row[key]) for key in keys]

@@ -96,7 +96,6 @@ class Topology:
             placement).
         links: link of a domain, keys among "gpu", "node", "world"; absent where it is not known.
         memory_per_rank: bytes of device memory of a rank, or None.
-        host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None.
         hosts: host name of each node in tree order, or None.
         emulated: the nodes are make-believe, so the hosts are not checked against the machine.
         sources: where each field came from, for people to read; the key "warning" has a warning to
@@ -115,7 +114,6 @@ class Topology:
     ] = None
     links: Mapping[LinkedDomain, Link] = field(default_factory=dict, hash=False)
     memory_per_rank: Bytes | None = None
-    host_memory_per_rank: Bytes | None = None
     hosts: Strings | None = None
     emulated: Flag = False
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -29,8 +29,6 @@ class Machine:
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.
         rates: how fast a rank computes and what its links reach, or None if unknown.
-        host_memory_per_rank: bytes of a node's host memory for each of its ranks, or None if
-            unknown.
         launch: null if no file in ``launch/machines`` describes batch jobs of this machine.
     """
 
@@ -43,7 +41,6 @@ class Machine:
     links: Mapping[LinkedDomain, Link]
     sources: Mapping[str, str]
     rates: Rates | None = None
-    host_memory_per_rank: Bytes | None = None
     launch: bool | None = True
 
     @property
@@ -55,11 +52,7 @@ class Machine:
         """Return the sources of the topology fields from this machine; ``why`` is the reason for
         its choice.
         """
-        optional = (
-            key
-            for key in ("links", "memory_per_rank", "host_memory_per_rank")
-            if getattr(self, key)
-        )
+        optional = (key for key in ("links", "memory_per_rank") if getattr(self, key))
         return dict.fromkeys(
             ("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}"
         )
@@ -73,7 +66,6 @@ class Machine:
             ranks_per_gpu=self.ranks_per_gpu,
             links=self.links,
             memory_per_rank=self.memory_per_rank,
-            host_memory_per_rank=self.host_memory_per_rank,
         )
 
 

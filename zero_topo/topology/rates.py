@@ -83,8 +83,6 @@ class Rates:
         point).
         spread: what of "compute", "memory", "links" and "latency" may be off by which share, up or
             down; what is not named by :data:`UNKNOWN_SPREAD`. Ranges of predictions follow from it.
-        host_link: bytes/s between the device of a rank and the host, in each direction, while all
-            ranks copy.
         host_codec: whether packing and quantization take the compute stream's time, as on a CPU.
 
     Raises:
@@ -102,7 +100,6 @@ class Rates:
         default_factory=dict, hash=False
     )
     spread: Mapping[Unknown, Spread] = field(default_factory=dict, hash=False)
-    host_link: Positive = 25e9  # what PCI Express 4.0 reaches
     host_codec: Flag = False
 
     @property
