@@ -156,7 +156,6 @@ class Fresh:
             "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=self.checkout
         )
         yield f"quick tests: {reported.splitlines()[-1]}"
-        self.run("-m", "zero_topo.cli", "enable")
 
 
 def build(what: str, dist: Path, source: Path) -> None:

@@ -33,15 +33,9 @@ COMMANDS = (
     "report",
     "carry",
     "doctor",
-    "enable",
-    "disable",
     "build",
     "launch",
 )
-MODULES = {"disable": "enable"}
-"""Command -> the module of this package with the function, or group of commands, of its name; if it
-is another.
-"""
 
 JSON = "--json"
 NOT_OURS = "--"
@@ -58,7 +52,7 @@ def build(word: str = "") -> typer.Typer:
     # A command stays a command where it is the only one
     app.callback(invoke_without_command=True)(_common)
     for name in [word] if word in COMMANDS else COMMANDS:
-        found = getattr(importlib.import_module(f"{__package__}.{MODULES.get(name, name)}"), name)
+        found = getattr(importlib.import_module(f"{__package__}.{name}"), name)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

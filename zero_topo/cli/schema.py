@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from zero_topo.cli.app import COMMANDS, MODULES
+from zero_topo.cli.app import COMMANDS
 from zero_topo.cli.output import print_json
 from zero_topo.config import json_schema
 
@@ -31,10 +31,7 @@ def schema(
 
 def documents() -> dict[str, Any]:
     """Command -> the type of what it prints with ``--json``: ``DOCUMENT`` of its module."""
-    modules = {
-        name: importlib.import_module(f"{__package__}.{MODULES.get(name, name)}")
-        for name in COMMANDS
-    }
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in COMMANDS}
     return {
         name: module.DOCUMENT for name, module in modules.items() if hasattr(module, "DOCUMENT")
     }

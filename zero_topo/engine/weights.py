@@ -211,11 +211,11 @@ class Weights:
             (first if apart else second).append(param_index)
         sources = (storage.exact, storage.exact) if exact else (secondary.copies, self._forward)
         capture = secondary.capturing(second) if phase == "gather_forward" else None
-        parts = [
-            (part, gather(copies, part, storage.layout, storage.primary, phase, capture))
-            for copies, part in zip(sources, (first, second), strict=True)
-            if part
-        ]
+        parts = list[tuple[list[int], Handle[list[Tensor]]]]()
+        for copies, part in zip(sources, (first, second), strict=True):
+            if part:
+                begun = gather(copies, part, storage.layout, storage.primary, phase, capture)
+                parts.append((part, begun))
         if len(parts) == 1:
             return parts[0][1]
 

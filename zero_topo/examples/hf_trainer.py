@@ -4,8 +4,7 @@ the DeepSpeed JSON.
 
     deepspeed --no_local_rank --num_accelerators 8 zero_topo/examples/hf_trainer.py --steps 20
 
-A config of your own is given as --deepspeed_config FILE; --plain trains with stock ZeRO-3. After
-`zero-topo enable` the import may go too.
+A config of your own is given as --deepspeed_config FILE; --plain trains with stock ZeRO-3.
 """
 
 from __future__ import annotations
