@@ -82,12 +82,7 @@ def drawn_case(rng: random.Random, seed: int, wants: str = "") -> Case:
     scatter_dtype = rng.choice([dtype, torch.float32, torch.bfloat16])
     world = machine.world_size
     trained = _drawn_parameters(rng, world, rng.randint(1, 5), 0, lowered)
-    captured = (config.plan.secondary or config.plan.weights) % config.plan.weights
-    frozen = (
-        []
-        if captured
-        else _drawn_parameters(rng, world, rng.choice([0, 0, 1, 3]), len(trained), lowered)
-    )
+    frozen = _drawn_parameters(rng, world, rng.choice([0, 0, 1, 3]), len(trained), lowered)
     run_numel = rng.choice([1, 600, 2000, 1 << 20])
     return Case(seed, block, config, dtype, scatter_dtype, trained, frozen, run_numel)
 

@@ -197,6 +197,8 @@ class Model:
     def _forward(self, index: int) -> Tensor:
         if index in self.int8:
             return self.int8[index].decoded(self.widths[index], self.case.dtype)
+        if index >= self.count and index in self.captured:
+            return self.captured[index]  # of a frozen parameter both passes read the copy
         spec = self.config.weights_spec
         return self._gathered(self.tables[index], self.plan.weights, spec, index)
 
