@@ -5,8 +5,11 @@ Blocks of a message
     FSDP2 passes all parameters of a module as one flat tensor. A block of values with one scale
     would then span two parameters, and a norm would set the scale of a matrix. The flat tensor is
     therefore cut where parameters begin. FSDP2 says only how long it is, so it is not cut where a
-    part of the module's parameters takes part (some without a gradient), or where several modules
-    share one group (``fully_shard([norm, head])``).
+    part of the module's parameters takes part (some without a gradient).
+
+Parameters of several types
+    FSDP2 passes them as bytes, one parameter after the other. Those of each type are copied
+    together, sent as the plan says, and copied back.
 
 Streams
     FSDP2 calls both on its own streams. Collectives wait for that stream and it waits for them, so
@@ -43,7 +46,8 @@ def install(host: Host) -> None:
     for module in sharded_modules(host.model):
         stored = own_parameters(module)
         trained = [param for param in stored if param.requires_grad]
-        module.set_custom_all_gather(Gather(host, config.weights_spec, stored))
+        computed = module._get_fsdp_state()._mp_policy.param_dtype
+        module.set_custom_all_gather(Gather(host, config.weights_spec, stored, computed))
         module.set_custom_reduce_scatter(Scatter(host, config.gradients_spec, trained))
         # FSDP2 then divides nothing and asks for sums: the sum is divided once, in FP32.
         module.set_gradient_divide_factor(1.0)
@@ -72,9 +76,10 @@ class ModuleCollective:
         """Allocate a buffer of FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _counted(self, phase: str, shard: Tensor) -> Sequence[int]:
+    def _counted(self, phase: str, shard: Tensor, sizes: Sequence[int]) -> Sequence[int]:
         """Count a call, and return the sizes at which its shards are cut."""
-        sizes = self._sizes if sum(self._sizes) == shard.numel() else [shard.numel()]
+        if sum(sizes) != shard.numel():
+            sizes = [shard.numel()]
         message = rows_message(1, sizes, self._spec, shard.itemsize)
         plan = self._host.config.plan
         moves = reduce_moves if phase == "scatter" else gather_moves
@@ -83,33 +88,85 @@ class ModuleCollective:
 
 
 class Gather(ModuleCollective):
-    """All-gathers a module's weights."""
+    """All-gathers a module's weights.
+
+    Args:
+        host: the attached model.
+        spec: the format; None sends values as they are.
+        params: the module's parameters.
+        computed: the type to which FSDP2 casts weights before it gathers them, if any.
+    """
 
     _tracker = ModuleTracker()  # never entered: of it, only `is_bw` is asked
 
+    def __init__(
+        self,
+        host: Host,
+        spec: BlockSpec | None,
+        params: Sequence[DTensor],
+        computed: torch.dtype | None,
+    ) -> None:
+        super().__init__(host, spec, params)
+        self._params = params
+        self._computed = computed
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
-        """Fill ``output_tensor``, which has this rank's shard, with those of all ranks.
+        """Fill ``output_tensor``, which has this rank's shard, with those of all ranks."""
+        group: dist.ProcessGroup = how["group"]
+        types = self._places() if output_tensor.dtype == torch.uint8 else {}
+        sent = sum(end - begin for places in types.values() for begin, end, _ in places)
+        if len(types) < 2 or sent != input_tensor.nbytes:
+            self._gather(output_tensor, input_tensor, self._sizes, group)
+            return
+        table = output_tensor.view(group.size(), -1)
+        for dtype, places in types.items():
+            # Copied: bytes of a type may begin where none of its values may
+            pieces = [table[:, begin:end] for begin, end, _ in places]
+            rows = torch.cat(pieces, dim=1)
+            values = rows.view(dtype)
+            sizes = [numel for _, _, numel in places]
+            self._gather(values.view(-1), values[group.rank()], sizes, group)
+            received = rows.split([piece.shape[1] for piece in pieces], dim=1)
+            for piece, gathered in zip(pieces, received, strict=True):
+                piece.copy_(gathered)
+
+    def _places(self) -> dict[torch.dtype, list[tuple[int, int, int]]]:
+        """Return by type where parameters begin and end in a shard's bytes, and their elements."""
+        places: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+        begin = 0
+        for param, numel in zip(self._params, self._sizes, strict=True):
+            dtype = param.dtype
+            if self._computed is not None and dtype.is_floating_point:
+                dtype = self._computed
+            end = begin + numel * dtype.itemsize
+            places.setdefault(dtype, []).append((begin, end, numel))
+            begin = end
+        return places
+
+    def _gather(
+        self, output: Tensor, shard: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        """Gather values of one type, as the plan says.
 
         FSDP2 gathers over fewer ranks in the backward pass if ``reshard_after_forward`` is a
-        number, and passes bytes if a module's parameters have several types. Both are sent as they
-        are, by FSDP2's own group.
+        number. Such gathers, and those of whole numbers, are sent as they are, by FSDP2's own
+        group.
         """
-        group: dist.ProcessGroup = how["group"]
         phase = "gather_backward" if self._tracker.is_bw else "gather_forward"
         hierarchy = self._host.hierarchy.metered(phase)
         meter = self._host.mesh.meter
         if hierarchy.size == 1:  # the shard is in place and is all there is; no format rounds it
             return
-        if group.size() != hierarchy.size or output_tensor.dtype not in FLOATS:
-            sent = (group.size() - 1) * input_tensor.nbytes
+        if group.size() != hierarchy.size or output.dtype not in FLOATS:
+            sent = (group.size() - 1) * shard.nbytes
             self._host.book(phase, [Move(1, group.size(), sent, gathers=True)])
             meter.record(phase, self._host.config.topology.domain(group.size()), sent)
             with meter.timing(phase):
-                dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+                dist.all_gather_into_tensor(output, shard, group=group)
             return
-        spec = self._spec or cast_to(output_tensor.dtype)
-        sizes = self._counted(phase, input_tensor)
-        views = cut(output_tensor, sizes, hierarchy.size)
+        spec = self._spec or cast_to(output.dtype)
+        sizes = self._counted(phase, shard, sizes)
+        views = cut(output, sizes, hierarchy.size)
         with meter.timing(phase):
             # All ranks compute with the same bits: a rank decodes its own message too if the format
             # rounds.
@@ -131,7 +188,7 @@ class Scatter(ModuleCollective):
         """Fill ``output_tensor`` with this rank's shard of the sums, in FP32 and tree order."""
         hierarchy = self._host.hierarchy.metered("scatter")
         spec = self._spec or cast_to(output_tensor.dtype)
-        sizes = self._counted("scatter", output_tensor)
+        sizes = self._counted("scatter", output_tensor, self._sizes)
         parts = cut(input_tensor, sizes, hierarchy.size)
         sums = cut(output_tensor, sizes, 1)
         with self._host.mesh.meter.timing("scatter"):

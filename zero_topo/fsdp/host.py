@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import Move
+from zero_topo.fsdp.modules import post_order
 from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
 
@@ -91,13 +92,16 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
     yield from (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def own_parameters(module: nn.Module) -> list[DTensor]:
-    """Return the parameters that FSDP2 gathers with a module, in its order."""
-    inner = {
-        param
-        for other in sharded_modules(module)
-        if other is not module
-        for param in other.parameters()
-    }
-    own = (param for param in module.parameters() if param not in inner)
-    return [param for param in own if isinstance(param, DTensor)]
+def own_parameters(module: Any) -> list[DTensor]:
+    """Return the parameters that FSDP2 gathers with a module, in its order: those of inner modules
+    first.
+    """
+    roots = module._get_fsdp_state()._modules  # several if fully_shard was called on a list
+    met = {other for root in roots for other in sharded_modules(root)}
+    met.difference_update(roots)
+    own: dict[DTensor, None] = {}
+    for root in roots:
+        for inner in post_order(root, met):
+            params = inner.parameters(recurse=False)
+            own.update((param, None) for param in params if isinstance(param, DTensor))
+    return list(own)

@@ -27,7 +27,7 @@ def inner_first(model: nn.Module, modules: Iterable[nn.Module | Sequence[nn.Modu
         called = _called(module) if isinstance(module, nn.Module) else [tuple(module)]
         units.update(dict.fromkeys(called))
     units.pop(model, None)
-    place = {module: index for index, module in enumerate(_post_order(model, set()))}
+    place = {module: index for index, module in enumerate(post_order(model, set()))}
 
     def last_place(unit: Unit) -> int:
         members = [unit] if isinstance(unit, nn.Module) else unit
@@ -71,6 +71,15 @@ def elements_of_lists(model: nn.Module) -> list[Unit]:
     return chosen
 
 
+def post_order(module: nn.Module, met: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module after those in it, each once; not those in ``met``, to which it adds."""
+    met.add(module)
+    for child in module.children():
+        if child not in met:
+            yield from post_order(child, met)
+    yield module
+
+
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, or of a container without a forward the modules in it."""
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
@@ -78,12 +87,3 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _called(child)
-
-
-def _post_order(module: nn.Module, met: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, each once and after those in it."""
-    met.add(module)
-    for child in module.children():
-        if child not in met:
-            yield from _post_order(child, met)
-    yield module
