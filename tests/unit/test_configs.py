@@ -23,7 +23,6 @@ from zero_topo.config import (
     load_deepspeed_config,
 )
 from zero_topo.cost.candidates import before_a_model
-from zero_topo.neox.__main__ import parser
 from zero_topo.neox.check import require
 from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology
@@ -183,7 +182,7 @@ def test_neox_would_train_the_twins(path: Path) -> None:
     assert load_configs([str(path)]) == neox_config(path)
     assert deepspeed_hints(deepspeed_config(neox_config(path))) == []
     model = [] if path.stem in (*FRONTIER, *PAPERS_RUN) else [str(MODELS[0])]
-    require(parser().parse_args(["check", str(path), *model]))
+    require([str(path), *model])
 
 
 @by_stem(CONFIGS)

@@ -16,7 +16,7 @@ import pytest
 from tests.commands import Run
 from tests.launching import ROOT
 from tests.unit.test_config_deepspeed import changed
-from tests.unit.test_neox_check import GOOD
+from tests.unit.test_neox import GOOD
 from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.cost.job import COUNTS, Job
 from zero_topo.cost.step import PERSISTENT
@@ -81,7 +81,7 @@ def test_neox_check_asks_for_clipping_twice_only_where_deepspeed_would_not_clip(
 ) -> None:
     """By the installed release; without one the rank that has it decides."""
     monkeypatch.setattr(check, "installed", lambda package: version)
-    lines = check.problems(GOOD | DROPPED)
+    lines = list(check.problems(GOOD | DROPPED))
     assert [line for line in lines if line.startswith("gradient_clipping")] == lines and bool(
         lines
     ) == refused

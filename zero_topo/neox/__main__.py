@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from zero_topo.cli.output import plain_output
-from zero_topo.doctor.refusals import unasked
 from zero_topo.neox.check import check
 from zero_topo.strict import cut
 
 WRONG_INPUT = 2
-FRONTIER_STEP = "-c7 --gpus-per-task=1 --gpu-bind=closest"
+OF_CHECK = ("ranks", "machine", "model")
+"""Options of ``zero-topo check``."""
 
 
 @plain_output()
@@ -24,20 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     options = parser().parse_args(argv)
     try:
-        if options.ranks is not None and options.ranks < 1:
-            raise ValueError(f"--ranks {options.ranks}: give a whole number of at least 1")
         if options.command == "check":
-            print(check(options))
-            if (note := unasked()) is not None:
-                print(f"- {note}")
-        elif options.command == "launch":
-            from zero_topo.neox.launch import launch
+            given = {name: getattr(options, name) for name in OF_CHECK}
+            words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+            return check(options.configs, words)
+        from zero_topo.neox import train
 
-            return launch(options)
+        if options.command == "launch":
+            train.launch(options.configs, options.neox_path)
         else:
-            from zero_topo.neox.train import train
-
-            train(options)
+            train.train(options.configs, options.neox_path)
         return 0
     except ValueError as error:
         for line in str(error).splitlines():
@@ -46,58 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all three commands; options that a command lacks have their defaults."""
+    """Return the parser of all three commands."""
     whole = argparse.ArgumentParser(
         prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo."
     )
-    whole.set_defaults(cpu=False, dry_run=False, plain=False, srun=None, megatron_config=None)
     commands = whole.add_subparsers(dest="command", required=True)
-    check_ = commands.add_parser(
-        "check", help="validate the configs; imports neither NeoX nor torch"
-    )
-    launch_ = commands.add_parser("launch", help="start a run, by DeepSpeed's launcher or by srun")
-    train_ = commands.add_parser("train", help="what each rank runs")
-    for command in (check_, launch_, train_):
-        command.add_argument(
-            "configs", nargs="*" if command is train_ else "+", metavar="CONFIG.yml"
-        )
+    check_ = commands.add_parser("check", help="zero-topo check for the YAML's DeepSpeed config")
+    launch = commands.add_parser("launch", help="start a run by NeoX's own launcher, deepy.py")
+    train = commands.add_parser("train", help="what each rank runs, under any launcher")
+    for command in (check_, launch, train):
+        command.add_argument("configs", nargs="+", metavar="CONFIG.yml")
+    for name in OF_CHECK:
+        check_.add_argument(f"--{name}", help="as zero-topo check takes it")
+    for command in (launch, train):
         command.add_argument(
             "--neox-path", default=os.environ.get("NEOX_PATH"), help="checkout; default: NEOX_PATH"
         )
-        command.add_argument(
-            "--ranks", type=int, help="ranks of all nodes; default: the launcher's number"
-        )
-    for command in (launch_, train_):
-        command.add_argument("--cpu", action="store_true", help="train on CPUs, over gloo")
-    launch_.add_argument(
-        "--dry-run", action="store_true", help="print the command instead of running it"
-    )
-    launch_.add_argument(
-        "--plain", action="store_true", help="without the zero_topo block: the baseline to compare"
-    )
-    launch_.add_argument(
-        "--srun",
-        nargs="?",
-        const=FRONTIER_STEP,
-        type=_srun_options,
-        metavar="OPTIONS",
-        help=f'start by srun with these options (default "{FRONTIER_STEP}", Frontier\'s) rather '
-        "than by DeepSpeed",
-    )
-    train_.add_argument(
-        "--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them"
-    )
-    train_.add_argument("--deepspeed_config", help="accepted and left to NeoX's autotuning")
     return whole
-
-
-def _srun_options(text: str) -> str:
-    # Argparse gives --srun the word after it, mostly a config
-    if text and not text.startswith("-"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no option of srun; put the configs before --srun"
-        )
-    return text
 
 
 if __name__ == "__main__":

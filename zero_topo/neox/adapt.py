@@ -16,41 +16,35 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-from zero_topo.neox import cpu
 from zero_topo.neox.config import checkout
 
 
-def reach(options: Namespace) -> None:
+def reach(neox_path: str | None) -> None:
     """Make ``megatron`` importable, install zero_topo's hook and apply the adaptations to NeoX.
+
+    Args:
+        neox_path: a checkout; None if ``megatron`` can be imported.
 
     Raises:
         ValueError: if there is no NeoX, or something it imports is not installed.
     """
-    if options.neox_path is not None:
-        sys.path.insert(0, str(checkout(options.neox_path)))
+    if neox_path is not None:
+        sys.path.insert(0, str(checkout(neox_path)))
     elif importlib.util.find_spec("megatron") is None:
         raise ValueError(
             "GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of "
             "EleutherAI/gpt-neox"
-        )
-    if options.cpu:
-        cpu.choose_cpu()
-        cpu.stand_in(
-            int(os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or options.ranks or 1)
         )
     from zero_topo.hook.install import enable
 
     enable()
     try:
         install()
-        if options.cpu:
-            cpu.adapt_neox()
     except ModuleNotFoundError as error:
         raise ValueError(
             f"GPT-NeoX imports {error.name}, which is not installed; install its requirements "

@@ -11,7 +11,6 @@ Note [Dropped defaults]
 
 from __future__ import annotations
 
-import ast
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -31,26 +30,15 @@ def load_configs(paths: Iterable[str]) -> dict[str, Any]:
     as in NeoX.
 
     Raises:
-        ValueError: for files that cannot be read, and for a key or file name that occurs twice,
-            which NeoX refuses.
+        ValueError: for files that cannot be read, and for a key that occurs twice.
     """
     merged: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    names: set[str] = set()
     for path in map(config_path, paths):
-        if path.name in names:
-            raise ValueError(
-                f"{path}: a second config of that name; NeoX saves them side by side, so rename one"
-            )
-        names.add(path.name)
         for key, value in _load(path).items():
             plain = str(key).replace("-", "_")
             if plain in merged:
-                raise ValueError(
-                    f"{plain}: given by {origin[plain]} and by {path}; NeoX takes a key from one "
-                    "file only, so remove it from the other"
-                )
-            merged[plain], origin[plain] = value, str(path)
+                raise ValueError(f"{path}: {plain} is given by another file too; remove one")
+            merged[plain] = value
     return merged
 
 
@@ -67,20 +55,15 @@ def _load(path: Path) -> dict[str, Any]:
             "PyYAML is not installed, which NeoX needs too; pip install pyyaml"
         ) from None
     try:
-        text = read_text(path, str(path))
+        value = yaml.load(read_text(path, str(path)), Loader=_strict_loader(yaml))
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config"
         ) from None
-    try:
-        value = yaml.load(text, Loader=_strict_loader(yaml))
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        # Dates and keys raise other types than YAMLError.
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # dates and keys raise the last two
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12"
-        )
+        raise ValueError(f"{path}: holds no keys; write a mapping such as num_layers: 12")
     return value
 
 
@@ -90,11 +73,9 @@ def _strict_loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = Counter(str(key.value) for key, _ in node.value)
-            repeated = sorted(key for key, times in keys.items() if times > 1)
+            repeated = [key for key, times in keys.items() if times > 1]
             if repeated:
-                raise yaml.YAMLError(
-                    f"repeated key {', '.join(repeated)} {node.start_mark}; keep one of each"
-                )
+                raise yaml.YAMLError(f"repeated key {repeated[0]}; keep one")
             return super().construct_mapping(node, deep)
 
     return Loader
@@ -138,22 +119,3 @@ def checkout(neox_path: str) -> Path:
             f"NEOX_PATH = {neox_path}: holds no folder megatron; give a checkout of gpt-neox"
         )
     return path
-
-
-def known_keys(neox_path: str | None) -> frozenset[str] | None:
-    """Return the keys that a checkout of NeoX accepts, read from its source text; None without a
-    checkout.
-    """
-    if not neox_path:
-        return None
-    folder = checkout(neox_path) / "megatron" / "neox_arguments"
-    files = [folder / name for name in ("neox_args.py", "deepspeed_args.py")]
-    if not all(file.is_file() for file in files):
-        return None
-    classes = (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body)
-    fields = (node for cls in classes if isinstance(cls, ast.ClassDef) for node in cls.body)
-    return frozenset(node.target.id for node in fields if _is_field(node))  # type: ignore[attr-defined]
-
-
-def _is_field(node: ast.stmt) -> bool:
-    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)

@@ -1,18 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""NeoX on CPUs: everything that stands in for a CUDA device, in one place.
+"""A rank of NeoX on CPUs: ``neox_on_cpu.py CHECKOUT CONFIG.yml``, under torchrun.
 
-NeoX calls torch.cuda for functions that any device could serve. This module replaces them by CPU
-versions. Features not needed to train, save and resume (generation, MoE, memory profiles) are
-unchanged. It is meant for checking a config or a change on a machine without GPUs, not for speed.
+NeoX calls torch.cuda for functions that any device could serve. This program replaces them by CPU
+versions. A config without a block trains under plain ZeRO-3.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
+
+import torch
 
 OVERRIDES: Mapping[str, Any] = {
     "distributed_backend": "gloo",
@@ -28,19 +30,12 @@ OVERRIDES: Mapping[str, Any] = {
 """NeoX's keys that a CPU run has no choice about."""
 
 
-def choose_cpu() -> None:
-    """Have DeepSpeed take the CPU; before its first import."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-
-
 def stand_in(ranks_per_node: int) -> None:
     """Answer for torch.cuda.
 
     Args:
         ranks_per_node: number of devices reported to NeoX.
     """
-    import torch
-
     cuda: Any = torch.cuda
     cuda.device_count = lambda: ranks_per_node
     # A function of its own for each name: torch.compile's tables refuse one object under two names.
@@ -59,7 +54,6 @@ def adapt_neox() -> None:
     importable.
     """
     import deepspeed.ops.adam
-    import torch
 
     training: Any = import_module("megatron.training")
     tokenizer: Any = import_module("megatron.tokenizer.tokenizer")
@@ -71,3 +65,13 @@ def adapt_neox() -> None:
 def _bytes_of(tokenizer: Any, text: str) -> list[int]:
     """NeoX calls numpy.fromstring on text, which numpy 2 refuses."""
     return list(text.encode("utf-8"))
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed's first import
+    stand_in(int(os.environ["LOCAL_WORLD_SIZE"]))
+    from zero_topo.neox import adapt, train
+
+    adapt.reach(sys.argv[1])
+    adapt_neox()
+    train.start(sys.argv[2:], OVERRIDES)
