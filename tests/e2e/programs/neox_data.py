@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
+
+from tests.e2e.programs import neox_on_cpu
 
 
 def main(checkout: str, text: str, prefix: str) -> None:
     """Write `PREFIX_text_document.{bin,idx}`."""
     sys.path.insert(0, checkout)
-    from zero_topo.neox import cpu
-
-    cpu.choose_cpu()
-    cpu.stand_in(1)
-    cpu.adapt_neox()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    neox_on_cpu.stand_in(1)
+    neox_on_cpu.adapt_neox()
     tool = Path(checkout) / "tools/datasets/preprocess_data.py"
     sys.argv = [
         str(tool),
