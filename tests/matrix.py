@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Trains every cell of the matrix of features and schemes on four ranks, and records it:
-`docs/features.md` shows it.
+`docs/works-with.md` shows it.
 
 python -m tests.matrix [part of a feature's name]: with one only its rows are trained anew, on the
 same versions.

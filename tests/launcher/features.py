@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Features of ZeRO-3 by schemes: what each cell of the matrix in `docs/features.md` trains, and
+"""Features of ZeRO-3 by schemes: what each cell of the matrix in `docs/works-with.md` trains, and
 what it must equal.
 """
 

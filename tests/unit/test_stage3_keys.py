@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What `docs/stage3-keys.md` says of every key of DeepSpeed's stage 3 is what happens, in every
+"""What `docs/works-with.md` says of every key of DeepSpeed's stage 3 is what happens, in every
 supported release.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents import tables
 from tests.launching import ROOT
 from tests.unit.test_config_deepspeed import changed
 from zero_topo.config import deepspeed_problems
@@ -21,8 +22,9 @@ from zero_topo.cost.job import COUNTS
 from zero_topo.versions import SUPPORTED, installed
 
 RECORDED = json.loads((ROOT / "tests/data/stage3_keys.json").read_text())
-PAGE = (ROOT / "docs/stage3-keys.md").read_text()
-STATED = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
+PAGE = (ROOT / "docs/works-with.md").read_text()
+ROWS = "\n".join(tables()["stage3 keys"])
+STATED = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", ROWS, re.MULTILINE))
 VALUES: dict[str, Any] = {"true": True, "false": False, "set": {}, "nvme": {"device": "nvme"}}
 ALIASED = "stage3_"
 

@@ -15,6 +15,7 @@ import pytest
 
 import zero_topo
 from benchmarks import faults, faults_report, soak, soak_report
+from benchmarks.removed_keys import removed_rows
 from tests import deepspeed_suite
 from tests.commands import Run
 from tests.documents import PAGES, README, commands, record, row, tables
@@ -157,23 +158,12 @@ def soak_rows() -> list[str]:
 
 
 def feature_rows() -> list[str]:
-    """The matrix of features and schemes, from the record committed."""
-    return [
-        row([name, *(said if said == "pass" else "refused" for said in cells.values())])
-        for name, cells in _cells()
-    ]
-
-
-def refused_feature_rows() -> list[str]:
-    """What each refusal in it says: of every scheme the same."""
-    refused = [
-        (name, set(cells.values())) for name, cells in _cells() if "pass" not in cells.values()
-    ]
-    return [row([name, *said]) for name, said in refused]
-
-
-def _cells() -> list[tuple[str, dict[str, str]]]:
-    return list(recorded()["cells"].items())
+    """The features and what happens under every scheme, from the record committed."""
+    rows = []
+    for name, cells in recorded()["cells"].items():
+        (said,) = set(cells.values())
+        rows.append(row([name, said]))
+    return rows
 
 
 REFUSED = (
@@ -220,7 +210,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("deepspeed suite", suite_rows),
         ("deepspeed suite, reasons", suite_reasons),
         ("features", feature_rows),
-        ("features, refused", refused_feature_rows),
+        ("removed keys", removed_rows),
         *TABLES.items(),
         *SPEEDS.items(),
         *(late(*of) if of[0] == "experts" else of for of in GAINS.items()),
