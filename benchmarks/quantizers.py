@@ -121,15 +121,12 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         x = _values(settings.nbytes, DTYPES[dtype], device)
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
         for spec in settings.formats():
-            own = [
-                *_ops(spec, x),
-                *(_code_ops(spec, x) if spec.bits == 8 and dtype == "fp32" else ()),
-            ]
-            kernels = [
-                (name, replace(op, prepare=partial(use, name, device)))
-                for name in backends
-                for op in own
-            ]
+            own = [(name, op) for name in backends for op in _ops(spec, x)]
+            if spec.bits == 8 and dtype == "fp32":
+                # Under Triton's kernels the reference serves them.
+                of_codes = _code_ops(spec, x)
+                own += [(name, op) for name in backends if name != "triton" for op in of_codes]
+            kernels = [(name, replace(op, prepare=partial(use, name, device))) for name, op in own]
             kernels += [
                 (peer, op)
                 for peer, op in alien

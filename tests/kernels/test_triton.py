@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import golden, golden_codes, golden_members
+from tests.kernels import golden, golden_members
 from tests.launching import ROOT, output
 from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, View, from_sources, to_members
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
+from zero_topo.quant.spec import BlockSpec, Cast
 
 pytest.importorskip("triton")
 
@@ -117,23 +117,6 @@ class TestBackend:
         """To the same and to other bits."""
         golden.check_requantize(backend, spec, DEVICE, SOURCES)
 
-    def test_sparse(self, backend: Any) -> None:
-        """Masks packed and back; counts and selections above a threshold; sketches and their
-        inverse, some left over.
-        """
-        golden.check_sparse(backend, DEVICE)
-
-    @pytest.mark.parametrize("block", BLOCK_SIZES if GPU else (64, 256))
-    def test_codes_give_the_references_bits(self, backend: Any, block: int) -> None:
-        """Scales, messages and what is stored, whichever blocks are sent whole; every byte that
-        changes may come in.
-        """
-        for fate in golden_codes.FATES if GPU else ("mixed", "all"):
-            golden_codes.check_codes(backend, golden_codes.ragged(block), fate, DEVICE)
-            for layout in golden_codes.SINGLE[:: 1 if GPU else 4]:
-                golden_codes.check_codes(backend, layout, fate, DEVICE)
-        golden_codes.check_extremes(backend, block, DEVICE)
-
     def test_roundings(self, backend: Any) -> None:
         """Half way between two values the even one, at every exponent; denormals; the smallest and
         largest blocks.
@@ -143,7 +126,6 @@ class TestBackend:
     def test_large_tensors(self, backend: Any) -> None:
         """On a GPU more values than 32 bits count."""
         golden.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
-        golden_codes.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
 
     def test_misaligned_messages(self, backend: Any) -> None:
         """What is in them would be too, which no kernel can read: they are refused."""
@@ -185,8 +167,6 @@ class TestFar:
         """Lets each launch run its last program only."""
         from triton.runtime.interpreter import interpreter_builder as interpreter
 
-        from zero_topo.quant import triton_sparse
-
         def launch(
             kernel: Any, programs: int, target: Any, *arguments: Any, warps: int = 4
         ) -> None:
@@ -197,7 +177,6 @@ class TestFar:
             kernel[(1,)](target, *arguments)
 
         monkeypatch.setattr(backend, "launch", launch)
-        monkeypatch.setattr(triton_sparse, "launch", launch)
 
     @pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
     def test_members_rows_and_messages_far_apart(
@@ -205,10 +184,6 @@ class TestFar:
     ) -> None:
         """Each is read from, and written to, where it lies."""
         golden_members.check_far(backend, *case)
-
-    def test_codes_far_apart(self, backend: Any) -> None:
-        """Parameters in INT8, their masters' rows and messages."""
-        golden_codes.check_far(backend, golden.untouched)
 
     @pytest.mark.parametrize(
         "spec", [BlockSpec("int8", 64), BlockSpec("int4", 256), Cast("bf16")], ids=str
@@ -241,29 +216,3 @@ class TestFar:
             last.flat.zero_()
             backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece])
             golden.assert_same(last.flat, values[0].flat, f"{spec} back")
-
-    def test_masks_and_selections_beyond_2_32(
-        self, backend: Any, last_program: None, monkeypatch: Any
-    ) -> None:
-        """Packed, unpacked and selected at the end; and nothing is written where room ended 2^31
-        selections before.
-        """
-        mask, bits, again = (golden.untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
-        mask[-9::4] = 1
-        backend.mask_pack(mask.view(torch.bool), bits)
-        assert bits[-3:].tolist() == [0, 0b10000000, 0b10001000]
-        backend.mask_unpack(bits, again.view(torch.bool))
-        golden.assert_same(again[-20:], mask[-20:], "unpacked")
-
-        from zero_topo.quant import triton_sparse
-
-        x, chunks = golden.untouched(FAR, torch.bfloat16), -(-FAR // triton_sparse.CHUNK.value)
-        x[-9::4] = torch.tensor([1.0, 2.0, 3.0])
-        indices, values = torch.full((5,), -7), torch.full((5,), -7.0, dtype=torch.bfloat16)
-        for before, wanted in ((1, [-7, FAR - 9, FAR - 5, FAR - 1, -7]), (2**31 + 5000, [-7] * 5)):
-            counts = torch.zeros(chunks, dtype=torch.int64)
-            counts[0], counts[-1] = before, 3
-            monkeypatch.setattr(triton_sparse, "_counts", lambda *_, counts=counts: counts)
-            indices.fill_(-7)
-            assert int(backend.compact_above(x, 0.5, indices, values)) == before + 3
-            assert indices.tolist() == wanted

@@ -8,17 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from zero_topo.quant import operators, ops
+from zero_topo.quant import operators, ops, reference
 from zero_topo.quant.operands import Codes, Masters, Part, view_of
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
-from zero_topo.quant.spec import KINDS, BlockSpec
+from zero_topo.quant.spec import KINDS, BlockSpec, Cast
 
 CPU = torch.device("cpu")
 
@@ -108,24 +109,24 @@ def test_every_backend_has_kernels_for_every_kind(name: str) -> None:
 
 
 def refusing(key: str) -> Callable[[], object]:
-    """Serve a packing that fails, as a module that was built for another GPU does."""
+    """Serve a quantization that fails, as a module that was built for another GPU does."""
 
-    def mask_pack(mask: torch.Tensor, bits: torch.Tensor) -> None:
+    def quantize(*arguments: Any) -> None:
         raise RuntimeError("zero_topo kernels: the GPU refused the launch: invalid device function")
 
-    return serving(mask_pack)
+    return serving(quantize)
 
 
-def serving(mask_pack: Callable[..., None]) -> Callable[[], object]:
-    """Serve a packing; returns what takes it back."""
+def serving(quantize: Callable[..., None]) -> Callable[[], object]:
+    """Serve a quantization; returns what takes it back."""
     library = torch.library.Library("zero_topo", "IMPL")
-    library.impl("mask_pack", mask_pack, "CPU")
+    library.impl("quantize", quantize, "CPU")
     return library._destroy
 
 
 def wrong(key: str) -> Callable[[], object]:
-    """Serve a packing that writes nothing."""
-    return serving(lambda mask, bits: None)
+    """Serve a quantization that writes nothing."""
+    return serving(lambda *arguments: None)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def wrong(key: str) -> Callable[[], object]:
             "a first kernel failed (zero_topo kernels: the GPU refused the launch: invalid device "
             "function)",
         ),
-        (wrong, "its first kernel packed 0 where 77 is right"),
+        (wrong, f"its first kernel wrote {[0.0] * 8} where 0 to 7 are right"),
     ],
 )
 def test_a_backend_whose_kernels_do_not_run_is_left_out(
@@ -151,8 +152,37 @@ def test_a_backend_whose_kernels_do_not_run_is_left_out(
         patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
         assert operators.select(CPU, env={}) == "reference"
     assert caplog.messages == [f"zero_topo: kernels on cpu: reference; not native: {reason}"]
-    bits = ops.pack(torch.tensor([True] * 8))
-    assert int(bits) == 255
+    sent = ops.quantize(torch.ones(1), Cast("bf16"))
+    assert sent.tolist() == [0x80, 0x3F]
+    operators.use(before, CPU)
+
+
+def test_triton_serves_blocks_and_torch_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, with the command that gives kernels for all; what it serves is its own."""
+    called: list[str] = []
+
+    def quantize(views: Any, spec: Any, out: Any) -> None:
+        called.append("quantize")
+        reference.quantize(views, spec, out)
+
+    blocks = SimpleNamespace(quantize=quantize)
+    before = operators.use("reference", CPU)
+    serve = partial(operators._serve_python, blocks)
+    backends = {"triton": lambda device: serve, "reference": operators._reference}
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
+        patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
+        assert operators.select(CPU, env={}) == "triton"
+        (line,) = caplog.messages
+        assert "kernels on cpu: triton" in line and '"zero-topo build"' in line
+        called.clear()
+        x = torch.randn(64)
+        values = ops.dequantize(ops.quantize(x, Cast("fp32")), Cast("fp32"), torch.empty(64))
+        bits = ops.pack(x > 0)
+        operators.use("reference", CPU)
+    assert called == ["quantize"] and torch.equal(values, x)
+    assert torch.equal(bits, ops.pack(x > 0))
     operators.use(before, CPU)
 
 
@@ -160,7 +190,7 @@ def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     """Such as that of torch 2.6: the next backend serves, instead of an AttributeError."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name in ("zero_topo.quant.triton", "zero_topo.quant.triton_sparse"):
+    for name in ("zero_topo.quant.triton", "zero_topo.quant.triton_blocks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr("zero_topo.quant.triton", raising=False)
     monkeypatch.delattr("triton.knobs", raising=False)

@@ -4,10 +4,11 @@ device.
 
 Operators
     torch selects a kernel by the device of the arguments, names it in profiles and runs the fake
-    one for FakeTensors. The reference serves every device that no other backend serves. An operator
-    writes only to arguments that its schema marks, and returns nothing or a new tensor: torch
-    forbids returning an alias of an argument. An index that leaves out a source or a member is -1
-    for none. A process has one backend per device type: the last one selected.
+    one for FakeTensors. The reference serves every device that no other backend serves, and every
+    operator that a device's backend leaves out. An operator writes only to arguments that its
+    schema marks, and returns nothing or a new tensor: torch forbids returning an alias of an
+    argument. An index that leaves out a source or a member is -1 for none. A process has one
+    backend per device type: the last one selected.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from torch import Tensor
 
 from zero_topo.quant import reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View
-from zero_topo.quant.spec import KINDS, format_of
+from zero_topo.quant.spec import KINDS, Cast, format_of
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ZERO_TOPO_QUANT"
 CPU = torch.device("cpu")
-PACKED = 0b01001101  # the eight flags by which a backend shows that it runs, the first one lowest
+BLOCKS_ONLY = (
+    "updates of INT8 weights and sparse selection run as torch operators; "
+    '"zero-topo build" compiles kernels for them'
+)
+"""What a user of Triton's kernels is told: they are of quantization, dequantization and sums."""
 OPS: Any = torch.ops.zero_topo
 
 _SKIP = "int without_source, int without_member"
@@ -74,8 +79,8 @@ class BackendUnavailable(Exception):
 
 
 def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
-    """Return operator -> kernel of a backend: a Python module with the functions of
-    ``reference.py``.
+    """Return operator -> kernel of a backend: a Python module with functions of
+    ``reference.py``, all or some.
     """
 
     def quantize(
@@ -126,11 +131,11 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
     def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
         backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
 
-    # Operators whose arguments a backend takes as they are.
     names = map(_name, SCHEMAS)
-    same = {name: getattr(backend, name) for name in names if name not in locals()}
+    served = {name: getattr(backend, name) for name in names if hasattr(backend, name)}
+    # The other operators' arguments a backend takes as they are.
     own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
-    return same | {kernel.__name__: kernel for kernel in own}
+    return served | {kernel.__name__: kernel for kernel in own if kernel.__name__ in served}
 
 
 def _name(schema: str) -> str:
@@ -286,19 +291,20 @@ class _Serving:
 
 
 def _why_it_does_not_run(device: torch.device) -> str | None:
-    """Pack eight flags: the reason if the backend cannot, such as a module built for another GPU;
-    else None.
+    """Round eight numbers to BF16, which has them all: the reason if the backend cannot, such as a
+    module built for another GPU; else None.
     """
-    flags = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=device)
-    bits = torch.zeros(1, dtype=torch.uint8, device=device)
+    numbers = torch.arange(8, dtype=torch.float32, device=device)
+    rounded = torch.zeros(8, dtype=torch.bfloat16, device=device)
+    message = rounded.view(torch.uint8).view(1, 1, 1, -1)
     try:
-        OPS.mask_pack(flags, bits)
-        packed = int(bits)
+        OPS.quantize([numbers], [1, 8, 8, 8, 0], Cast("bf16").code, message, -1)
+        right = torch.equal(rounded.float(), numbers)
     except Exception as error:
         # Whatever a compiler, a driver or a kernel runs into, there are other backends.
         reason = str(error).strip().splitlines() or [repr(error)]
         return f"a first kernel failed ({reason[0]})"
-    return None if packed == PACKED else f"its first kernel packed {packed} where {PACKED} is right"
+    return None if right else f"its first kernel wrote {rounded.tolist()} where 0 to 7 are right"
 
 
 use = _Serving().use
@@ -345,6 +351,8 @@ def select(
             skipped.append(f"; not {name}: {reason}")
             continue
         why = f" ({VARIABLE})" if forced else "".join(skipped)
+        if name == "triton":
+            why += f"; {BLOCKS_ONLY}"
         logger.info("zero_topo: kernels on %s: %s%s", device.type, name, why)
         return name
     raise AssertionError("the reference serves every device")

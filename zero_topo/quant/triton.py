@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the operations in Triton: for GPUs without a compiler, and CPU tensors under
-``TRITON_INTERPRET=1``.
+"""Implements the operators on blocks in Triton: for GPUs without a compiler, and CPU tensors under
+``TRITON_INTERPRET=1``. The reference serves all other operators.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
-from zero_topo.quant.reference_sparse import row_largest, ternary_decode, ternary_encode  # noqa: F401  (torch's for GPUs)
 from zero_topo.quant.spec import Cast, Format
 from zero_topo.quant.triton_blocks import (
     ALIGNED,
@@ -20,23 +19,13 @@ from zero_topo.quant.triton_blocks import (
     Place,
     Table,
     Work,
+    launch,
     programs_of,
     quantize_tile,
     reduce_tile,
     requantize_tile,
     size_of,
     table_of,
-)
-from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
-from zero_topo.quant.triton_sparse import (  # noqa: F401
-    aged_adamw,
-    compact_above,
-    count_above,
-    launch,
-    mask_pack,
-    mask_unpack,
-    sketch_insert,
-    sketch_peel,
 )
 
 

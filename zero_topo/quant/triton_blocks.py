@@ -22,15 +22,15 @@ Integers in floats
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zero_topo.quant.operands import Messages
 from zero_topo.quant.spec import NF4_BOUNDS, NF4_LEVELS, NF4_NEAREST, NF4_SCALE, Cast, Format
-from zero_topo.quant.triton_sparse import loaded, widened
 
 TILE = tl.constexpr(4096)
 ALIGNED = tl.constexpr(16)
@@ -118,6 +118,22 @@ class Work(NamedTuple):
     factor: float
 
 
+def launch(
+    kernel: Any,
+    programs: int,
+    target: tuple[Any, ...],
+    *arguments: object,
+    warps: int = 4,
+) -> None:
+    """Start programs on the device of the tensor with which their first argument begins.
+
+    Products and sums are not contracted to FMA.
+    """
+    with torch.cuda.device_of(target[0]):
+        # Fused, a product and a sum would round once where the reference rounds twice.
+        kernel[(programs,)](target, *arguments, num_warps=warps, enable_fp_fusion=False)
+
+
 def table_of(table: Tensor, unit: int, kind: object, scales: int = 0, end: int = 0) -> Table:
     """Return messages of some kind as kernels take them.
 
@@ -168,7 +184,7 @@ def quantize_tile(
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     # Groups of adjacent values become the blocks of the message.
-    x = widened(loaded(place.data + offsets, exists, whole))
+    x = _widened(_loaded(place.data + offsets, exists, whole))
     x = x.reshape(TILE // size_of(SPEC), size_of(SPEC))
     _encode(x, message, work, place.numel, SPEC)
 
@@ -189,7 +205,7 @@ def reduce_tile(
     pointers: tl.tensor = place.data + offsets
     # A constant at compile time, so that no value of the view is read where it is overwritten.
     if ACCUMULATE:
-        total = widened(loaded(pointers, exists, whole)) + total
+        total = _widened(_loaded(pointers, exists, whole)) + total
     _stored(pointers, total, exists, whole)
 
 
@@ -211,24 +227,17 @@ def requantize_tile(
 
 
 @triton.jit
-def member_of(tiles: int, skipped: int) -> tl.tuple:
-    """Return the program's number among those of its member, and the member; see `Work`."""
-    tiles = tiles >> 2
-    member = tl.program_id(0) // tiles
-    program = tl.program_id(0) - member * tiles
-    ahead = (member >= (skipped >> 2)).to(tl.int32)
-    return program, member + ahead
-
-
-@triton.jit
 def _mine(work: Work) -> tl.tuple:
     """Return the program's tile, int64, and member."""
-    tile, member = member_of(work.tiles, work.skipped)
-    return tile.to(tl.int64), member
+    tiles = work.tiles >> 2
+    member = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - member * tiles
+    ahead = (member >= (work.skipped >> 2)).to(tl.int32)
+    return tile.to(tl.int64), member + ahead
 
 
 @triton.jit
-def address(table: Table, source: int, member: int) -> tl.tensor:
+def _address(table: Table, source: int, member: int) -> tl.tensor:
     """Return the address at which a message begins."""
     outer = member // table.inner
     inner = tl.cast(member - outer * table.inner, tl.int64)
@@ -293,8 +302,26 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
 
 
 @triton.jit
+def _loaded(pointers: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> tl.tensor:
+    """Load existing elements, zero elsewhere. If all exist, no mask is used, as masks prevent
+    16-byte loads.
+    """
+    return tl.load(pointers) if whole else tl.load(pointers, mask=exists, other=0)
+
+
+@triton.jit
+def _widened(x: tl.tensor) -> tl.tensor:
+    """Convert exactly to FP32, of which bfloat16 is the upper half."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> None:
-    """Round values and store those that lie inside the view; the counterpart of `loaded`."""
+    """Round values and store those that lie inside the view; the counterpart of `_loaded`."""
     rounded = _rounded(x, pointers.dtype.element_ty)
     if whole:
         tl.store(pointers, rounded)
@@ -306,7 +333,7 @@ def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tens
 def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
     """Write a tile ``[blocks, size]`` to the member's message."""
     tile, member = _mine(work)
-    message = address(messages, 0, member)
+    message = _address(messages, 0, member)
     if SPEC.block_size == 1:
         index = _index(tile, SPEC)
         pointers = message.to(tl.pointer_type(_float(SPEC))) + index
@@ -393,11 +420,11 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
     sign = tl.full((TILE // SIZE, SIZE), -(2**31), tl.int32)
     total = sign.to(tl.float32, bitcast=True)
     for number in tl.range(work.sources >> 2):
-        message = address(messages, number + (number >= (work.hole >> 2)), member)
+        message = _address(messages, number + (number >= (work.hole >> 2)), member)
         if SPEC.block_size == 1:
             index = _index(tile, SPEC)
             pointers = message.to(tl.pointer_type(_float(SPEC))) + index
-            total += widened(loaded(pointers, index < numel, (tile + 1) * TILE <= numel))
+            total += _widened(_loaded(pointers, index < numel, (tile + 1) * TILE <= numel))
         else:
             message = tl.multiple_of(message, ALIGNED)
             total += _decode(message, messages, tile, numel, SPEC)
