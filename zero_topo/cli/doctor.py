@@ -43,20 +43,21 @@ def doctor(
     from rich.console import Console
     from rich.text import Text
 
-    from zero_topo.doctor import FAIL, WARN, Surroundings, examine
+    from zero_topo.doctor import FAIL, WARN, examine
+    from zero_topo.doctor.variables import known_machine
     from zero_topo.observe.console import PlainConsole
 
     if machine is not None:
         load_machine(machine)
-    seen = Surroundings(machine=machine)
+    name = machine or known_machine()
     console = PlainConsole(highlight=False)
     # Torch takes seconds to import; shown on a terminal alone
     with Console(stderr=True).status("looking around"):
-        findings = list(examine(seen))
+        findings = list(examine(name))
     states = [finding.state for finding in findings]
     if as_json:
         rows = [asdict(finding) for finding in findings]
-        print_json({"machine": seen.machine_name(), "findings": rows, "failed": states.count(FAIL)})
+        print_json({"machine": name, "findings": rows, "failed": states.count(FAIL)})
     else:
         for finding in findings:
             state = (f"{finding.state:<4}", COLOURS[finding.state])

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero_topo.doctor import files, software
+from zero_topo.doctor import files, software, variables
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
-from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.doctor.variables import variables
+from zero_topo.doctor.refusals import torch_state
 
-__all__ = ["FAIL", "OK", "WARN", "Finding", "Surroundings", "examine"]
+__all__ = ["FAIL", "OK", "WARN", "Finding", "examine"]
 
 
-def examine(seen: Surroundings) -> Iterator[Finding]:
-    """Yield the findings of every check, in the order in which they are shown."""
-    yield from software.python(seen)
-    installed = all(seen.version(name) for name in ("torch", "deepspeed"))
-    facts = seen.torch() if installed else {"error": "not installed"}
-    yield from software.packages(seen, facts)
-    if "error" not in facts:
+def examine(machine: str | None) -> Iterator[Finding]:
+    """Yield the findings of every check, in the order in which they are shown.
+
+    Args:
+        machine: the machine's preset, or None if it is not a known one.
+    """
+    yield from software.packages()
+    facts = torch_state() if software.usable() else {"error": ""}
+    if error := facts.get("error"):
+        fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
+        yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {error}", fix)
+    elif "error" not in facts:
+        yield from software.started(facts)
         yield from software.kernels(facts)
-    yield from software.compilers(seen, facts)
-    if "error" not in facts:
-        yield from software.backends(facts)
-    yield from variables(seen)
-    yield from files.locks(seen)
-    yield from files.shared_memory(seen)
+    yield from software.compilers(facts)
+    yield from variables.variables(machine)
+    yield from files.locks()
+    yield from files.shared_memory()

@@ -8,11 +8,11 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
-from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.units import MB, format_bytes, format_seconds
 
 STALE_S = 15 * 60  # longer than any compilation takes
@@ -21,19 +21,17 @@ BUFFERS = "deepspeed_allreduce_buffer_*"
 BUFFER_OF_RANK = re.compile(r"_\d+$")
 
 
-def locks(seen: Surroundings) -> Iterator[Finding]:
+def locks() -> Iterator[Finding]:
     """Check the lock files of torch's compiler: a lock of a dead process makes later runs wait
     forever, silently.
     """
-    chosen = seen.env.get("TORCH_EXTENSIONS_DIR")
-    home = Path(
-        seen.env.get("XDG_CACHE_HOME") or Path(seen.env.get("HOME", "~")).expanduser() / ".cache"
-    )
-    folder = Path(chosen) if chosen else home / "torch_extensions"
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(chosen) if chosen else Path(cache) / "torch_extensions"
     found = sorted(folder.glob("**/lock")) if folder.is_dir() else []
     for lock in found:
         remove = f"rm {shlex.quote(str(lock))}"
-        age = seen.now - lock.stat().st_mtime
+        age = time.time() - lock.stat().st_mtime
         if age > STALE_S:
             text = (
                 f"{format_seconds(age)} old: its compiler is dead, and runs wait for it without "
@@ -58,18 +56,21 @@ def locks(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(OK, "extensions", f"no locks in {folder}")
 
 
-def shared_memory(seen: Surroundings) -> Iterator[Finding]:
+def shared_memory(root: Path = Path("/")) -> Iterator[Finding]:
     """Check the space in ``/dev/shm``, and files that crashed runs of DeepSpeed's CPU all-reduce
     left there.
+
+    Args:
+        root: the directory that holds ``dev/shm`` and ``proc``.
     """
-    folder = seen.root / "dev" / "shm"
+    folder = root / "dev" / "shm"
     if not folder.is_dir():
         fix = "mount a tmpfs there (in a container: --shm-size=8g)"
         yield Finding(
             WARN, "/dev/shm", "is not there; NCCL and DeepSpeed's CPU all-reduce need it", fix
         )
         return
-    free = seen.free(folder)
+    free = shutil.disk_usage(folder).free
     if free < ENOUGH:
         text = (
             f"{format_bytes(free)} free; NCCL and DeepSpeed's CPU all-reduce keep their buffers "
@@ -84,7 +85,7 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
     else:
         yield Finding(OK, "/dev/shm", f"{format_bytes(free)} free")
     buffers = {path.name: path.stat().st_size for path in sorted(folder.glob(BUFFERS))}
-    used = _mapped(seen.root / "proc") if buffers else ""
+    used = _mapped(root / "proc") if buffers else ""
     left = [name for name in buffers if name not in used]
     if left:
         # a pattern for each job without a used buffer; its buffers end in the rank
@@ -105,7 +106,7 @@ def warn_of_shortage() -> None:
     be removed.
     """
     short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
-    for finding in shared_memory(Surroundings()) if short else ():
+    for finding in shared_memory() if short else ():
         if finding.state == WARN:
             print(f"zero_topo: {finding.subject}: {finding.line()}", file=sys.stderr)
 

@@ -25,6 +25,8 @@ from zero_topo.sync import OPTIMIZERS
 
 FILLED_IN = (*BATCHES, "gradient_clipping", "sequence_parallel_size")
 """Keys outside of any part whose "auto" Hugging Face replaces."""
+OF_SCHEDULES = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+"""Numbers that Hugging Face fills in, some of which a schedule needs; 1 takes their place."""
 REPORTED = (ValueError, AssertionError, DeepSpeedConfigError)
 """Errors whose text is written for users; that of others needs the error's name."""
 
@@ -43,7 +45,10 @@ def refusals(config: Mapping[str, Any], ranks: int | None) -> list[str]:
         config: the config without a block; "auto" counts as absent.
         ranks: data-parallel ranks of the job, if they are known.
     """
-    whole = _filled_in(config)
+    whole = _without_auto(config)
+    if "auto" in [config.get(key) for key in BATCHES]:
+        own = {key: value for key, value in whole.items() if key not in BATCHES}
+        whole = {"train_micro_batch_size_per_gpu": 1, **own}
     answers = {"get_rank": 0, "get_world_size": ranks or _fitting(whole)}
     with ExitStack() as stack:
         for name, number in answers.items():
@@ -61,30 +66,16 @@ def refusals(config: Mapping[str, Any], ranks: int | None) -> list[str]:
     return []
 
 
-def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what Hugging Face fills in; a schedule's numbers become 1."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found[key] = _without_auto(value, 1 if key == "scheduler" else None)
-        elif value != "auto" or key not in FILLED_IN:
-            found[key] = value
-    if "auto" in [config.get(key) for key in BATCHES]:
-        for key in BATCHES:
-            found.pop(key, None)
-        found["train_micro_batch_size_per_gpu"] = 1
-    return found
-
-
-def _without_auto(part: Mapping[str, Any], number: int | None) -> dict[str, Any]:
+def _without_auto(part: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Return a part of a config without what Hugging Face fills in."""
     found: dict[str, Any] = {}
     for key, value in part.items():
         if isinstance(value, Mapping):
-            found[key] = _without_auto(value, number)
-        elif value != "auto":
+            found[key] = _without_auto(value, depth + 1)
+        elif value == "auto" and key in OF_SCHEDULES:
+            found[key] = 1
+        elif value != "auto" or (depth == 0 and key not in FILLED_IN):
             found[key] = value
-        elif number is not None and key != "type":
-            found[key] = number
     return found
 
 
@@ -94,11 +85,12 @@ def _read(config: Mapping[str, Any]) -> Any:
 
 
 def _fitting(config: Mapping[str, Any]) -> int:
-    """Return the number of ranks that a config's batch sizes make."""
+    """Return the number of ranks that a config's batch sizes make; 1 if they are no numbers."""
     batch, micro_batch, accumulation = (config.get(key) or 1 for key in BATCHES)
-    if not all(isinstance(size, int) and size > 0 for size in (batch, micro_batch, accumulation)):
+    try:
+        return max(1, int(batch // (micro_batch * accumulation)))
+    except TypeError:
         return 1
-    return int(batch // (micro_batch * accumulation)) or 1
 
 
 def _cause(config: Mapping[str, Any], error: Exception) -> str:
@@ -128,9 +120,8 @@ def _optimizer(read: Any) -> None:
         return
     matrix: Any = torch.nn.Parameter(torch.zeros(2, 2))
     vector: Any = torch.nn.Parameter(torch.zeros(2))
-    for parameter in (matrix, vector):
-        parameter.use_muon = parameter is matrix
-        parameter.grad = torch.zeros_like(parameter)
+    matrix.use_muon = True
+    vector.use_muon = False
     ours = OPTIMIZERS.get(read.optimizer_name.lower())
     if ours is not None:
         ours([matrix, vector], **(read.optimizer_params or {}))
@@ -139,9 +130,7 @@ def _optimizer(read: Any) -> None:
         for builder in (OpBuilder, *_subclasses(OpBuilder)):
             if "load" in vars(builder):
                 stack.enter_context(replaced(builder, "load", lambda *args, **kwargs: NoKernels()))
-        built = Builder(read).optimizer([matrix, vector])
-    if type(built).__module__.startswith("torch."):
-        built.step()
+        Builder(read).optimizer([matrix, vector])
 
 
 def _scheduler(read: Any) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any
 
@@ -11,9 +10,7 @@ from typing import Any
 def state() -> dict[str, Any]:
     """Return the state, without compiling anything."""
     import torch
-    import torch.distributed as dist
 
-    available = dist.is_available()
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
@@ -21,25 +18,11 @@ def state() -> dict[str, Any]:
     if accelerator is not None and accelerator.type != "cuda":
         platform = accelerator.type
     return {
-        "torch": torch.__version__,
         "platform": platform,
         "devices": torch.accelerator.device_count() if accelerator is not None else 0,
-        "gloo": available and dist.is_gloo_available(),
-        "nccl": available
-        and (dist.is_xccl_available() if platform == "xpu" else dist.is_nccl_available()),
-        "mpi4py": importlib.util.find_spec("mpi4py") is not None,
-        "triton": _triton(),
         "seam": _seam(),
         "kernels": _kernels(),
     }
-
-
-def _triton() -> str | None:
-    """Return the version of Triton, or None."""
-    try:
-        return str(importlib.import_module("triton").__version__)
-    except ImportError:
-        return None
 
 
 def _seam() -> str | None:

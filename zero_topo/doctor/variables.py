@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Literal
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
-from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.strict import Flag, Strings, packaged, read, strict_dataclass
+from zero_topo.topology.presets import machine_of_cluster, preset_names
+from zero_topo.topology.probes import slurm
 
 _QUOTED = re.compile(r"[ ^]")
 
@@ -88,10 +90,9 @@ def rules_of(machine: str | None) -> list[Rule]:
     return [rule for row in load_rules() if (rule := row.on(machine)) is not None]
 
 
-def variables(seen: Surroundings) -> Iterator[Finding]:
-    """Yield a finding for each harmful variable on this machine, and one for all others."""
-    machine = seen.machine_name()
-    judged = [rule.judge(seen.env) for rule in rules_of(machine)]
+def variables(machine: str | None) -> Iterator[Finding]:
+    """Yield a finding for each harmful variable on a machine, and one for all others."""
+    judged = [rule.judge(os.environ) for rule in rules_of(machine)]
     problems = [finding for finding in judged if finding.state in (WARN, FAIL)]
     yield from problems
     where = machine or "the machine is not known"
@@ -100,3 +101,13 @@ def variables(seen: Surroundings) -> Iterator[Finding]:
         "variables",
         f"{len(judged) - len(problems)} of {len(judged)} that can do harm are set well ({where})",
     )
+
+
+def known_machine() -> str | None:
+    """Return the preset of the machine that this runs on, or None."""
+    known = machine_of_cluster(slurm.cluster(os.environ))
+    if known is not None:
+        return known.name
+    # Set by the modules of OLCF's machines.
+    system = os.environ.get("LMOD_SYSTEM_NAME", "").lower()
+    return system if system in preset_names() else None
